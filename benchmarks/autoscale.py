@@ -37,6 +37,7 @@ from pdserve.bench.page import chart, load_plotly, page
 from pdserve.bench.requests import Request, Sample
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
+from pdserve.lines.json_lines import json_lines
 from pdserve.load_config import AutoscaleConfig
 from pdserve.planner.slo_file import load_targets
 from pdserve.planner.targets import Target
@@ -229,7 +230,7 @@ def live(exam: Exam, settings: Settings, fleet: Fleet, folder: Path, *, is_steer
     figures = json.loads((folder / "live.json").read_text())
     more = {"lag": figures["client_bottleneck"], "seconds": fleet.size * figures["duration"]}
     if is_steered:
-        rows = [json.loads(line) for line in decisions.read_text().splitlines()]
+        rows = [json.loads(line) for _, line in json_lines(decisions.read_text())]
         made = [(row, row["change"].split()) for row in rows if row["made"]]
         more["changes"] = [(round(row["at"] - rows[0]["at"]), row["change"]) for row, _ in made]
         more["undone"] = num_undone(

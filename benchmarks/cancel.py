@@ -24,6 +24,7 @@ from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag, parse_size
 from pdserve.kv_transfer.connectors.shm import count_leases
+from pdserve.lines.event_stream import read_events_async
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +97,9 @@ async def _leave(
 
     async def read() -> None:
         async with http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": name}) as reply:
-            lines = (line async for line in reply.aiter_lines() if line.startswith("data: {"))
+            seen = read_events_async(reply.aiter_bytes())
             for _ in range(events):
-                await anext(lines)
+                await anext(seen)
 
     reading = asyncio.create_task(read())
     if not events:

@@ -119,7 +119,7 @@ def conversations(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def window(path: Path, scale: float, settings: Settings) -> list[str]:
     """Return so many successive lines of a trace that the model can serve, from a place that the seed draws."""
-    lines = path.read_text().splitlines(keepends=True)
+    lines = [f"{line}\n" for line in path.read_text().removesuffix("\n").split("\n")]
     head, rows = (lines[:1], lines[1:]) if path.suffix == ".csv" else ([], lines)
     rows = [row for row in rows if scale * num_tokens(row) < PROFILE.engine.max_model_len]
     first = Random(settings.seed).randrange(len(rows) - settings.requests)

@@ -29,6 +29,7 @@ from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, UpConfig, flag, parse_size
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
+from pdserve.lines.event_stream import read_events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,10 +220,10 @@ class Client:
         with self._http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": name}) as reply:
             if reply.status_code != 200:
                 raise SetupError(f"the router answered {reply.status_code}: {reply.read().decode()}")
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
+            for data in read_events(reply.iter_bytes()):
+                if data != "[DONE]":
                     now = time.perf_counter()
-                    for choice in json.loads(line.removeprefix("data: ")).get("choices", []):
+                    for choice in json.loads(data).get("choices", []):
                         times += [now] * len(choice.get("token_ids") or [])
         if len(times) != OUTPUT_TOKENS:
             raise SetupError(f"{len(times)} tokens came instead of {OUTPUT_TOKENS}")

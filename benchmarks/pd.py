@@ -37,6 +37,7 @@ from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
+from pdserve.lines.event_stream import read_events_async
 from pdserve.profile.profile import EngineFacts
 
 
@@ -320,10 +321,10 @@ async def ask(http: httpx.AsyncClient, model: str, name: str, prompt: list[int],
     async with http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": name}) as response:
         if response.status_code != 200:
             raise SetupError(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
+        async for data in read_events_async(response.aiter_bytes()):
+            if data != "[DONE]":
                 now = time.perf_counter()
-                for choice in json.loads(line.removeprefix("data: ")).get("choices", []):
+                for choice in json.loads(data).get("choices", []):
                     reply.arrivals += [now] * len(choice.get("token_ids") or [])
     if len(reply.arrivals) != count:
         raise SetupError(f"{len(reply.arrivals)} tokens came instead of {count}")

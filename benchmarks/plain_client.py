@@ -24,14 +24,14 @@ async def request(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[floa
     times, tokens = [], 0
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
-        async for line in response.aiter_lines():
+        rest = b""
+        async for piece in response.aiter_bytes():
             now = time.perf_counter()
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-            if event["choices"]:
-                times.append(now)
+            *lines, rest = (rest + piece).split(b"\n")
+            for event in (json.loads(line[6:]) for line in lines if line.startswith(b"data: {")):
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                if event["choices"]:
+                    times.append(now)
     return times[0] - sent, [later - earlier for earlier, later in itertools.pairwise(times)], tokens
 
 

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rich.table import Table
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag
+from pdserve.lines.json_lines import json_lines
 
 TRACE = Path(__file__).parent / "traces" / "mooncake-turns.jsonl"
 TRACE_BLOCK = 512  # tokens per hash of the trace
@@ -92,7 +94,7 @@ def benchmark(settings: Settings) -> None:
 def read(settings: Settings, vocabulary: int) -> list[Turn]:
     """Read the trace; each of its blocks becomes `TRACE_BLOCK / scale` tokens, drawn with its hash as the seed."""
     turns = []
-    for line in TRACE.read_text().splitlines()[: settings.requests]:
+    for _, line in islice(json_lines(TRACE.read_text()), settings.requests):
         row = json.loads(line)
         prompt: list[int] = []
         for block in row["hash_ids"]:

@@ -70,7 +70,7 @@ def data_set(load: str, folder: Path, traces: Path, speed: float, part: slice, l
     if load in TRACES:
         file, kind, scale = TRACES[load]
         path = folder / file
-        rows = (traces / file).read_text().splitlines()
+        rows = (traces / file).read_text().removesuffix("\n").split("\n")
         head, rows = (rows[:1], rows[1:]) if kind == "azure" else ([], rows)
         # Requests that are longer than an instance takes are left out.
         fitting = [row for row in rows if scale * num_tokens(row) < PROFILE.engine.max_model_len]

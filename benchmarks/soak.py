@@ -31,6 +31,7 @@ from rich.table import Table
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag, parse_size
+from pdserve.lines.event_stream import read_events_async
 
 MIB = 1 << 20
 
@@ -175,8 +176,8 @@ async def _disconnects(http: httpx.AsyncClient, model: str, chosen: random.Rando
     body = {"model": model, "prompt": _tokens(chosen, 150), "max_tokens": 300, "ignore_eos": True, "stream": True}
     stay = chosen.randrange(4)
     async with http.stream("POST", "/v1/completions", json=body) as reply:
-        async for line in reply.aiter_lines():
-            stay -= line.startswith("data: {")
+        async for _ in read_events_async(reply.aiter_bytes()):
+            stay -= 1
             if stay < 0:
                 break
     traffic.ends["cancelled"] += 1

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from pdserve.lines.event_stream import read_events_async
+
 if TYPE_CHECKING:
     from chaos import Settings
 
@@ -133,13 +135,11 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any], name: str = "", st
                 if reply.status_code != 200:
                     return Answer(_failure(reply.status_code, whole["error"]))
                 return Answer(whole["choices"][0]["finish_reason"], whole["choices"][0]["token_ids"])
-            async for line in reply.aiter_lines():
-                if line == "data: [DONE]":
+            async for data in read_events_async(reply.aiter_bytes()):
+                if data == "[DONE]":
                     answer.end = finish or answer.end
                     return answer
-                if not line.startswith("data: "):
-                    continue
-                event, now = json.loads(line.removeprefix("data: ")), time.monotonic()
+                event, now = json.loads(data), time.monotonic()
                 if "error" in event:
                     status = {"service_unavailable": 503, "rate_limit_error": 429}.get(event["error"]["type"], 500)
                     answer.end = _failure(status, event["error"])

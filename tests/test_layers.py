@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "proto": set(),
     "kernels": set(),
+    "lines": set(),
     "control": {"core"},
     "grammars": {"core"},
     "engine.cpu_fusion": {"kernels"},
@@ -106,7 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "grammars",
         "core",
     },
-    "bench": {"core"},
+    "bench": {"lines", "core"},
     "batch": {"core"},
     "launchers": {"core"},
     "simulator": {
@@ -125,10 +126,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "profile": {"core"},
     "planner": {"simulator", "profile", "bench", "core"},
-    "autoscaler": {"planner", "simulator", "profile", "bench", "router.telemetry", "launchers", "core"},
+    "autoscaler": {"planner", "simulator", "profile", "bench", "router.telemetry", "launchers", "lines", "core"},
     "profile.steps": {"profile", "instance", "engine", "proto", "core"},
-    "cli": {"core"},
-    "offline": {"cli", "core"},
+    "cli": {"lines", "core"},
+    "offline": {"cli", "lines", "core"},
 }
 # Allowed only inside functions, so that `--help` and usage errors respond without delay.
 MAY_IMPORT_LATE = {

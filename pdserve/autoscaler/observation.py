@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.bench.requests import Request, Sample
+from pdserve.lines.json_lines import json_lines
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ class Observation:
         return Counter(member.role for member in self.members)
 
 
-def parse_traffic(lines: Iterable[str]) -> list[Seen]:
-    """Parse lines of /debug/traffic."""
-    return [_parse(index, json.loads(line)) for index, line in enumerate(lines) if line.strip()]
+def parse_traffic(text: str) -> list[Seen]:
+    """Parse the lines of /debug/traffic."""
+    return [_parse(index, json.loads(line)) for index, (_, line) in enumerate(json_lines(text))]
 
 
 def _parse(index: int, row: Mapping[str, Any]) -> Seen:

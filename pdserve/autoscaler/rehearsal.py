@@ -75,5 +75,5 @@ def observe(simulation: Simulation, window: float) -> Observation:
     for router in simulation.routers:
         router.catch_up()
         timelines = router.dispatcher.timelines.latest(MAX_TRAFFIC)
-        parts.append(parse_traffic(traffic_lines(timelines, 0.0, now - window).splitlines()))
+        parts.append(parse_traffic(traffic_lines(timelines, 0.0, now - window)))
     return Observation(now, tuple(simulated_members(simulation)), merge_traffic(parts))

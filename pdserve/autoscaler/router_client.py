@@ -49,7 +49,7 @@ class RouterClient:
         for router in self._routers:
             traffic = router.get("/debug/traffic", seconds=window)
             now = max(now, float(traffic.headers[TIME_HEADER]) / 1e3)
-            parts.append(parse_traffic(traffic.text.splitlines()))
+            parts.append(parse_traffic(traffic.text))
             for row in router.instances():
                 name, other = row["instance_id"], members.get(row["instance_id"])
                 draining = row["draining"] or (other is not None and other.is_draining)

@@ -84,6 +84,9 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     url = (config.base_url or f"http://{config.host}:{config.port}").rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise SetupError(f"--base-url must begin with http:// or https://, not {url}")
+    url = url.removesuffix("/v1")  # with which OpenAI's clients want it
+    if set(url) & set("?#"):
+        raise SetupError(f"--base-url must have no query and no fragment: {url}")
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     model = find_model(url, headers, config.model)
     vocabulary = load_vocabulary(config.tokenizer or str(model.get("root") or ""), required=bool(config.tokenizer))

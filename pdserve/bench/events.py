@@ -5,19 +5,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pdserve.bench.requests import Sample
+from pdserve.lines.event_stream import EventReader
 
 Pieces = Sequence[tuple[float, bytes]]  # when it arrived, and what
 
 
 def read_events(pieces: Pieces) -> Iterator[tuple[float, str]]:
     """Yield the data of each server-sent event with the time at which it was complete."""
-    rest = b""
+    reader = EventReader()
     for at, piece in pieces:
-        *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in whole:
-            data = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-            if data:
-                yield at, b"\n".join(data).decode(errors="replace")
+        for data in reader.feed(piece):
+            yield at, data
 
 
 def read_answer(sample: Sample, pieces: Pieces) -> None:
@@ -33,30 +31,42 @@ def read_answer(sample: Sample, pieces: Pieces) -> None:
             continue
         try:
             event: dict[str, Any] = json.loads(data)
-        except ValueError:
-            sample.error = f"an event is not JSON: {data[:100]}"
+            if event.get("error"):
+                sample.error = _message(event["error"])
+                return
+            for choice in (event.get("choices") or [])[:1]:
+                first_event = at if first_event is None else first_event
+                if (text := _text_of(choice)) is not None:
+                    sample.token_times.append(at)
+                    texts.append(text)
+            if usage := event.get("usage"):
+                sample.input_tokens = _count(usage, "prompt_tokens") or sample.input_tokens
+                sample.output_tokens = _count(usage, "completion_tokens")
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            sample.error = f"an event is not one of a completion in JSON: {data[:100]}"
             return
-        if event.get("error"):
-            sample.error = _message(event["error"])
-            return
-        for choice in (event.get("choices") or [])[:1]:
-            first_event = at if first_event is None else first_event
-            delta = choice.get("delta") or {}
-            text = (
-                choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
-            )
-            if text or delta.get("tool_calls"):
-                sample.token_times.append(at)
-                texts.append(text or "")
-        if usage := event.get("usage"):
-            sample.input_tokens = usage.get("prompt_tokens") or sample.input_tokens
-            sample.output_tokens = usage.get("completion_tokens") or 0
     if not done:
         sample.error = "the answer ended early"
     elif not sample.token_times and first_event is not None:
         sample.token_times = [first_event]  # tokens without text
     sample.output_tokens = sample.output_tokens or len(sample.token_times)
     sample.text = "".join(texts)
+
+
+def _text_of(choice: dict[str, Any]) -> str | None:
+    """Return the text that a choice of an event brings; None if it brings no token."""
+    delta = choice.get("delta") or {}
+    text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+    if not isinstance(text, str):
+        raise TypeError("the text is no string")
+    return text if text or delta.get("tool_calls") else None
+
+
+def _count(usage: dict[str, Any], name: str) -> int:
+    count = usage.get(name) or 0
+    if not isinstance(count, int) or count < 0:
+        raise TypeError(f"{name} is no count")
+    return count
 
 
 def _error_text(body: bytes) -> str:

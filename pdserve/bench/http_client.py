@@ -7,7 +7,7 @@ import asyncio
 import ssl
 import time
 from typing import cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httptools
 
@@ -15,7 +15,7 @@ Pieces = list[tuple[float, bytes]]
 
 
 class HttpClient:
-    """POST requests to one server.
+    """POST requests to one server, below the path of its URL.
 
     Raises:
         OSError: by `post`, if the server cannot be reached or closes the connection before the end.
@@ -24,6 +24,7 @@ class HttpClient:
     def __init__(self, url: str, headers: dict[str, str]) -> None:
         parts = urlsplit(url)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
         self._host, self._port = parts.hostname or "", parts.port or (443 if self._tls else 80)
         fields = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **headers}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
@@ -31,7 +32,8 @@ class HttpClient:
 
     async def post(self, path: str, body: bytes, request_id: str) -> tuple[int, Pieces]:
         """Return the status and the pieces of the body, each with the `time.perf_counter()` of its arrival."""
-        head = f"POST {path} HTTP/1.1\r\n{self._head}X-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._head}X-Request-Id: {request_id}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         while True:
             kept = bool(self._idle)
             connection = self._idle.pop() if kept else await self._connect()

@@ -16,6 +16,7 @@ from pdserve.cli.deployment import free_port
 from pdserve.cli.up import curl_line, deployment_of
 from pdserve.config import DEFAULT_PORT, UpConfig
 from pdserve.errors import SetupError
+from pdserve.lines.event_stream import read_events
 
 QUESTION = "What is the capital of France?"
 REQUEST_ID = "demo"
@@ -74,10 +75,9 @@ def _stream_chat(url: str, model: str, question: str) -> Iterator[str]:
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60) as reply:
         reply.read() if reply.status_code != 200 else None
         reply.raise_for_status()
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line.removeprefix("data: "))
-                yield from (choice["delta"].get("content") or "" for choice in chunk["choices"])
+        for data in read_events(reply.iter_bytes()):
+            if data != "[DONE]":
+                yield from (choice["delta"].get("content") or "" for choice in json.loads(data)["choices"])
 
 
 def _wait_for_timeline(url: str) -> dict[str, Any]:

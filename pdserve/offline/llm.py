@@ -18,6 +18,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from pdserve.cli.deployment import free_port
 from pdserve.config import UpConfig
 from pdserve.errors import PdserveError
+from pdserve.lines.event_stream import read_events_async
 from pdserve.offline.fleet import Fleet
 from pdserve.offline.outputs import CompletionOutput, RequestOutput
 from pdserve.offline.params import SamplingParams
@@ -161,10 +162,10 @@ class AsyncLLM(_Client):
             if answer.status_code != 200:
                 await answer.aread()
                 raise _error(answer)
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
+            async for data in read_events_async(answer.aiter_bytes()):
+                if data == "[DONE]":
                     continue
-                event = from_json(line.removeprefix("data: "))
+                event = from_json(data)
                 if "error" in event:
                     raise PdserveError(event["error"]["message"])
                 output.add(event)

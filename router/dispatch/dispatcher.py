@@ -9,7 +9,8 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 
 import logging
 from collections.abc import Sequence, Set
-from itertools import repeat
+from dataclasses import replace
+from itertools import count, repeat
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, RequestError, Unavailable
@@ -67,7 +68,7 @@ class Dispatcher:
         self.timelines = TimelineLog(config.timelines)
         self._model: ModelInfo | None = None
         self._model_hellos: list[pb.Hello] = []  # the instances from which `_model` was built
-        self._open_ids: set[str] = set()  # the clients' request ids, which do not change with migrations
+        self._open_ids: set[str] = set()  # of requests, which do not change with migrations
         self.finish_listeners = [metrics.record_finished]
         self._metrics = metrics
         self._now = fleet.now
@@ -148,13 +149,10 @@ class Dispatcher:
         return None
 
     def _new_state(self, request: Request, now: float) -> RequestState:
-        """Return the state of a request that has no instances yet.
-
-        Raises:
-            BadRequest: its id is in use.
-        """
+        """Return the state of a request that has no instances yet. While its id is in use, it gets another one."""
         if request.request_id in self._open_ids:
-            raise BadRequest(f"request id {request.request_id!r} is in use", kind="duplicate_request_id")
+            ids = (f"{request.request_id}.{number}" for number in count(1))
+            request = replace(request, request_id=next(one for one in ids if one not in self._open_ids))
         machine = HandOverMachine(
             self.fleet.awake_now(), self.config.handover_timeout_seconds, request.sampling.max_tokens
         )

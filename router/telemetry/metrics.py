@@ -16,7 +16,9 @@ from pdserve.router.scheduling.breaker import BreakerState
 from pdserve.router.telemetry.timeline import Timeline
 
 BREAKER_HELP = "circuit breaker of an instance: 0 closed (serves), 1 half-open (one request at a time), 2 open (none)"
-LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+MILLISECONDS = (1, 2, 3, 5, 7.5, 10, 15, 20, 25, 30, 40, 50, 75, 100, 200, 500)
+# Up to two hours; ITL has targets between 20 and 50 ms.
+LATENCY_BUCKETS = (*(one / 1e3 for one in MILLISECONDS), 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 3600, 7200)
 LOST = ("instance_lost", "drained", "timeout")  # why requests move to another instance
 # Counter → values of its label from the start, so that the first event is an increase.
 FROM_START = {

@@ -21,6 +21,7 @@ import transformers
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
+from pdserve.lines.json_lines import json_lines
 from pdserve.model_path import resolve_model
 
 CAPITALS = {
@@ -137,7 +138,7 @@ def compare(folder: Path) -> None:
         print(name, {metric: value for metric, value in found.items() if metric.startswith(("acc,", "exact_match,"))})
     differences = [0.0]
     for file in sorted((folder / "results").rglob("samples_*.jsonl")):
-        for sample in map(json.loads, file.read_text().splitlines()):
+        for sample in (json.loads(line) for _, line in json_lines(file.read_text())):
             for arguments, [response] in zip(sample["arguments"].values(), sample["resps"], strict=True):
                 context, continuation = arguments["arg_0"], arguments["arg_1"]
                 if isinstance(continuation, str):

@@ -17,6 +17,7 @@ import httpx
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
+from pdserve.lines.event_stream import read_events
 
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16}
 REQUESTS = (
@@ -86,8 +87,8 @@ def text_of(url: str, body: dict[str, object], stream: bool) -> str:
     if not stream:
         [choice] = reply.json()["choices"]
         return str(choice["message"]["content"] if "message" in choice else choice["text"])
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
-    choices = [choice for line in lines for choice in httpx.Response(200, text=line).json()["choices"]]
+    events = [data for data in read_events([reply.content]) if data != "[DONE]"]
+    choices = [choice for data in events for choice in httpx.Response(200, text=data).json()["choices"]]
     return "".join(choice["delta"].get("content") or "" if "delta" in choice else choice["text"] for choice in choices)
 
 

@@ -114,8 +114,8 @@ def test_traffic_of_several_routers_is_one() -> None:
         '{{"request_id": "{0}", "timestamp": {1}, "input_length": 70, "output_length": 5, "hash_ids": [7], "block_size": 64, '
         '"ttft_ms": 20, "itl_p99_ms": null, "e2e_ms": null, "finish_reason": ""}}'
     )
-    first = parse_traffic([line.format("a", 1000), line.format("c", 3000), ""])
-    merged = merge_traffic([first, parse_traffic([line.format("b", 2000)])])
+    first = parse_traffic(f"{line.format('a', 1000)}\n{line.format('c', 3000)}\n")
+    merged = merge_traffic([first, parse_traffic(line.format("b", 2000))])
     assert [(one.request.index, one.at) for one in merged] == [(0, 1.0), (1, 2.0), (2, 3.0)]
     assert merged[1].request.blocks == (("7", 64), ("own-b", 6)) and merged[1].ttft_s == 0.02
     waiting = replace(merged[1], ttft_s=None).sample(2.5)

@@ -54,6 +54,7 @@ class Server:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.connections = self.port = 0
 
     @asynccontextmanager
@@ -71,6 +72,7 @@ class Server:
             except asyncio.IncompleteReadError:
                 writer.close()
                 return
+            self.paths.append(head.split()[1].decode())
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
             self.bodies.append(json.loads(await reader.readexactly(length)))
             await self.answer(self.bodies[-1], writer)
@@ -85,7 +87,7 @@ def play(
         async with server.running():
             chat = settings.pop("chat", False)
             where: dict[str, Any] = {
-                "url": f"http://127.0.0.1:{server.port}",
+                "url": f"http://127.0.0.1:{server.port}{settings.pop('below', '')}",
                 "path": "/v1/any",
                 "run": "r",
                 "words": ("a", "b"),
@@ -116,6 +118,13 @@ def test_tokens_are_counted_in_both_apis(chat: bool) -> None:
     samples, interrupted = play(Server(stream), prompts(20, tokens=5), chat=chat)
     assert [(one.ok, one.output_tokens, one.input_tokens, one.text) for one in samples] == [(True, 5, 7, "xxxxx")] * 20
     assert all(len(one.token_times) == 5 and one.ttft <= one.latency for one in samples) and not interrupted
+
+
+def test_the_path_of_the_base_url_is_kept() -> None:
+    for below, path in (("", "/v1/any"), ("/model-a", "/model-a/v1/any"), ("/a/b c/", "/a/b%20c/v1/any")):
+        server = Server(stream)
+        [sample], _ = play(server, prompts(1), below=below)
+        assert sample.ok and server.paths == [path]
 
 
 def test_a_429_is_rejected_and_not_lost() -> None:

@@ -104,17 +104,87 @@ def test_conversations(tmp_path: Path) -> None:
     assert [(one.after, one.output_tokens) for one in custom] == [(None, 256), (None, 3), (0, 256)]
 
 
+def test_of_sharegpt_what_humans_say_is_asked(tmp_path: Path) -> None:
+    def said(*turns: str) -> dict[str, Any]:
+        return {"conversations": [dict(zip(("from", "value"), turn.split(": "), strict=True)) for turn in turns]}
+
+    rows = [
+        said("system: you are helpful", "human: one", "gpt: a b"),
+        said("gpt: and so on", "user: two", "assistant: c"),
+        said("human: left out", "human: three", "gpt: d e f", "human: without answer"),
+        said("human: failed", "gpt: "),
+        said("gpt: none"),
+    ]
+    path = lines(tmp_path / "s", rows)
+    for conversations in (False, True):
+        found = [(one.text, one.output_tokens) for one in load("sharegpt", path, multi_turn=conversations)]
+        assert found == [("one", 2), ("two", 1), ("three", 3)]
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x0b"])
+def test_lines_end_at_line_feeds_only(tmp_path: Path, character: str) -> None:
+    prompt = f"a{character}b"
+    text = json.dumps({"prompt": prompt}, ensure_ascii=False) + "\r\n" + json.dumps({"prompt": "c"})
+    (tmp_path / "t").write_bytes(text.encode())
+    assert [one.text for one in load("custom", tmp_path / "t")] == [prompt, "c"]
+    table = f'TIMESTAMP,ContextTokens,GeneratedTokens,key\r\n2023-11-16,3,4,"x{character}y"\r\n'
+    (tmp_path / "a").write_bytes(table.encode())
+    assert [one.key for one in load("azure", tmp_path / "a")] == [f"x{character}y"]
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "message"),
     [
         ("mooncake", [row(0, 5, 0), "{"], "t, line 2: Expecting"),
         ("mooncake", [row(0, 5, 0), "", "[1]"], "t, line 3: not a JSON object"),
-        ("mooncake", [row(0, -5, 0)], "t, line 1: a length is negative"),
+        ("mooncake", [row(0, -5, 0)], "t, line 1: input_length must be a whole number from 0 to 10000000, not -5"),
+        ("mooncake", [row(0, 5, 0), row(0, 9, 0) | {"input_length": float("nan")}], "t, line 2: input_length must be"),
+        (
+            "mooncake",
+            ['{"timestamp":0,"input_length":1e400,"output_length":1,"hash_ids":[]}'],
+            "t, line 1: input_length must",
+        ),
+        ("mooncake", [row(0, 5, 0) | {"input_length": "5"}], "t, line 1: input_length must be"),
+        ("mooncake", [row(0, 5, 0) | {"output_length": True}], "t, line 1: output_length must be"),
+        ("mooncake", [row(0, 5, 0) | {"block_size": 0}], "t, line 1: block_size must be a whole number from 1"),
+        ("mooncake", [row(0, 5, 0) | {"block_size": -16}], "t, line 1: block_size must be"),
+        ("mooncake", [row(0, 5, 0) | {"hash_ids": 7}], "t, line 1: hash_ids must be a list"),
+        ("mooncake", [row(0, 20, 0, 1)], "t, line 1: hash_ids has 2 blocks, and input_length fills 1 only"),
+        ("mooncake", [row(float("nan"), 5, 0)], "t, line 1: a timestamp must be a number from 0"),
+        ("mooncake", [row(float("inf"), 5, 0)], "t, line 1: a timestamp must be a number from 0"),
+        ("mooncake", [row(-1, 5, 0)], "t, line 1: a timestamp must be a number from 0"),
+        (
+            "mooncake",
+            [row(0, 5, 0) | {"session_id": "s", "delay": 5}],
+            "t, line 1: delay: turns that wait for each other",
+        ),
+        ("mooncake", ["[" * 100_000], "t, line 1: "),
         ("mooncake", [{"timestamp": 0}], "t, line 1: the field 'input_length' is missing"),
         ("azure", ["TIMESTAMP,ContextTokens,GeneratedTokens", "soon,1,2"], "t, line 2: Invalid isoformat string"),
         ("azure", ["a,b", "1,2"], "t, line 2: the field 'TIMESTAMP' is missing"),
+        (
+            "azure",
+            ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,-1,2"],
+            "t, line 2: a length must be",
+        ),
         ("burstgpt", ["Timestamp,Request tokens,Response tokens", "1,2"], "t, line 2: int"),
+        ("burstgpt", ["Timestamp,Request tokens,Response tokens", "nan,2,2"], "t, line 2: a timestamp must be"),
         ("custom", [{"prompt": 5}], "t, line 1: prompt is not a string"),
+        ("custom", [{"prompt": ""}], "t, line 1: prompt is empty"),
+        ("custom", [{"prompt": "a", "output_tokens": 0}], "t, line 1: output_tokens must be a whole number from 1"),
+        ("custom", [{"prompt": "a", "output_tokens": -5}], "t, line 1: output_tokens must be"),
+        ("sharegpt", [5], "t is not a list of conversations"),
+        ("sharegpt", [[5]], "t, conversation 1: TypeError"),
+        (
+            "sharegpt",
+            [[{"conversations": [{"from": "human", "value": None}]}]],
+            "t, conversation 1: TypeError: value is null",
+        ),
+        (
+            "sharegpt",
+            [[{"conversations": [{"from": "narrator", "value": "a"}]}]],
+            "t, conversation 1: KeyError: 'narrator'",
+        ),
         ("custom", [], "t contains no requests"),
         ("sharegpt", ["["], "t is not JSON"),
         ("sharegpt", [[{"conversations": []}, {}]], "t, conversation 2: KeyError"),

@@ -1,5 +1,6 @@
 """Generations as responses of /v1/responses and as the events of one: items of reasoning, messages and calls."""
 
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from pdserve.router.api.schemas import ResponseBody
 from pdserve.router.api.streaming import EventStream
 from pdserve.router.text.parsers.output import ToolCallDelta, in_order
 
+RESPONSE_PREFIX = "resp_"
 # Of items with content, by type: the part that holds their text.
 PARTS: dict[str, Json] = {
     "reasoning": {"type": "reasoning_text"},
@@ -60,7 +62,10 @@ def with_echoed_fields(
         "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
         "truncation": "disabled",
     }
-    return ParsedResponseRequest(**vars(parsed), echoed=echoed, keep=keep)
+    fields = dict(vars(parsed))
+    if keep is not None and not parsed.id.startswith(RESPONSE_PREFIX):
+        fields["id"] = RESPONSE_PREFIX + secrets.token_hex(12)  # the client's id may be that of another kept response
+    return ParsedResponseRequest(**fields, echoed=echoed, keep=keep)
 
 
 def response_body(generation: Generation, choices: list[Delta]) -> Json:

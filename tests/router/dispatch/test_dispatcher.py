@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.errors import BadRequest, Conflict, NotFound, Overloaded, RequestError, Unavailable
+from pdserve.errors import Conflict, NotFound, Overloaded, RequestError, Unavailable
 from pdserve.keys import unpack_tokens
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
@@ -82,6 +82,18 @@ def test_lost_prefill_falls_back_to_decode(make_cluster: type[Cluster]) -> None:
     assert cluster.tokens(state) == [7, 8, 9, 10]
 
 
+def test_requests_with_one_id_at_once_are_apart(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("both")
+    (both,) = cluster.instances
+    states = [cluster.open("r") for _ in range(3)]
+    assert [state.timeline.request_id for state in states] == ["r", "r.1", "r.2"]
+    for number, state in enumerate(states):
+        cluster.deliver(both, state.id, token_ids=[number], finish_reason="length")
+    assert [cluster.tokens(state) for state in states] == [[0], [1], [2]]
+    assert cluster.dispatcher.timeline("r.1") is states[1].timeline
+    assert cluster.open("r").timeline.request_id == "r", "an id is free again when its request has ended"
+
+
 def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "decode", "decode")
     prefill, *decodes = cluster.instances
@@ -96,8 +108,6 @@ def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     ((_, again),) = cluster.sent(other)
     assert unpack_tokens(again.prompt).tolist() == [1, 2, 3] and list(again.output) == [7, 8]
     assert again.request_id == "r#1"
-    with pytest.raises(BadRequest, match="in use"):
-        cluster.open("r")
     cluster.deliver(prefill, "r", token_ids=[99])  # a late output of the first submission
     cluster.deliver(prefill, "r#1", token_ids=[9], stored=pb.Stored(num_blocks=1, final=True))
     cluster.deliver(other, "r#1", token_ids=[10], finish_reason="length")
@@ -529,6 +539,5 @@ def test_choices_of_a_prompt_are_submitted_together_and_migrate_alone(make_clust
     (other,) = (one for one in decoders if one is not decode)
     frames = [message for kind, message in cluster.sent(other) if kind == "submit"]
     assert [list(one.output) for one in frames] == [[10], [11], [12]] and not any(one.members for one in frames)
-    with pytest.raises(BadRequest, match="in use"):
-        cluster.dispatcher.open_choices([replace(requests[0], request_id="x"), requests[1]])
-    assert len(cluster.dispatcher.states) == 3
+    again = cluster.dispatcher.open_choices([replace(requests[0], request_id="x"), requests[1]])
+    assert [state.request.request_id for state in again] == ["x", f"{requests[1].request_id}.1"]

@@ -1,0 +1,5 @@
+"""Lines of JSON and server-sent events, which end at line feeds only.
+
+`str.splitlines`, and with it `iter_lines` of httpx, also end a line at U+2028, U+0085 and others, which strings in JSON may
+hold.
+"""
