@@ -70,6 +70,7 @@ CUSTOM = {
                 honorLabels={"type": "boolean"},
                 scheme={"enum": ["http", "https"]},
                 tlsConfig=fields(insecureSkipVerify={"type": "boolean"}),
+                authorization=fields("credentials", credentials=fields("name", "key", name=TEXT, key=TEXT)),
             ),
         },
     ),
@@ -428,6 +429,13 @@ def test_alerts_with_the_targets_of_the_values() -> None:
     found = {one["alert"]: one["expr"] for one in rule["spec"]["groups"][0]["rules"]}
     assert found["PdserveSlowFirstToken"].endswith("> 0.5") and found["PdserveSlowTokens"].endswith("> 0.05")
     assert not of_kind(render({}), "PrometheusRule")
+
+
+def test_prometheus_has_the_admin_key_for_the_series_of_api_keys() -> None:
+    values = {"serviceMonitor": {"enabled": True}, "secrets": {"name": "keys", "adminKey": "admin-key"}}
+    (monitor,) = of_kind(render(values), "ServiceMonitor").values()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "keys", "key": "admin-key"}}
 
 
 def test_the_autoscaler_may_do_what_the_launcher_does_and_no_more() -> None:
