@@ -175,7 +175,7 @@ DECISION_FILES = (
 DECISION_FOLDERS = {  # folder → the only files in it that do I/O
     "pdserve/bench": {"command", "http_client", "load", "server", "traces", "workers"},
     "router/dispatch": set[str](),
-    "router/instances": {"control_server"},
+    "router/instances": {"arrivals", "control_server"},
     "router/limits": {"account_file", "shared_quota"},
     "router/scheduling": set[str](),
 }

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pdserve.control.json_setting import read_json_setting
 
+MAX_TOPIC = 200  # characters: a subscription to it is a message, whose length is limited
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -30,7 +31,7 @@ class KVEventsConfig(BaseModel):
     buffer_steps: Count = 10_000
     hwm: Count = 100_000
     max_queue_size: Count = 100_000
-    topic: str = ""
+    topic: Annotated[str, Field(max_length=MAX_TOPIC)] = ""
 
     @property
     def is_on(self) -> bool:

@@ -36,7 +36,9 @@ from pdserve.keys import block_keys
 from pdserve.kv_transfer.connector import Outcome
 
 log = logging.getLogger(__name__)
-POLL_S = 0.1  # between two looks at the replay socket
+POLL_S = 0.1  # between two looks at whether the threads are to end
+MAX_MESSAGE_BYTES = 1024  # of subscriptions and replay requests; ZMQ ends the connections of clients that send more
+REPLAY_REST = 9.0  # pause after a replay, in units of the time that it took: replays take at most a tenth of a core
 GATHER_S = 0.02  # of changes in one batch: each message takes time from the engine, however short it is
 MAX_STORED_KEYS = 1 << 20  # published as in the store; older ones are withdrawn
 
@@ -44,8 +46,8 @@ MAX_STORED_KEYS = 1 << 20  # published as in the store; older ones are withdrawn
 class ZmqPublisher:
     """Publishes the changes of a pool, and what this instance learns of the KV store.
 
-    The engine thread calls all methods but `close`; a thread of its own sends. No store tells its evictions to all instances,
-    so a block in the store is withdrawn once a load or a match of this instance does not find it.
+    The engine thread calls all methods but `close`; a thread of its own sends, and another one replays. No store tells its
+    evictions to all instances, so a block in the store is withdrawn once a load or a match of this instance does not find it.
 
     Args:
         root: key of no tokens, without a salt. Blocks of requests with one are published with `extra_keys`, so that readers
@@ -68,16 +70,20 @@ class ZmqPublisher:
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._topic = config.topic.encode()
         self._publisher = _open(zmq.PUB, config.endpoint, config.hwm)
-        # One replay fits into the socket's own queue: ROUTER sockets drop what does not.
-        replay = config.replay_endpoint
-        try:
-            self._replay = _open(zmq.ROUTER, replay, config.buffer_steps + 1) if replay else None
-        except SetupError:
-            self._publisher.close(linger=0)
-            raise
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="kv-events", daemon=True)]
+        if config.replay_endpoint:
+            try:
+                # One replay fits into the socket's own queue: ROUTER sockets drop what does not.
+                replay = _open(zmq.ROUTER, config.replay_endpoint, config.buffer_steps + 1)
+            except SetupError:
+                self._publisher.close(linger=0)
+                raise
+            self._threads.append(
+                threading.Thread(target=self._answer_replays, args=(replay,), name="kv-replays", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
 
     def store(self, key: bytes, parent: bytes | None, tokens: Sequence[int], medium: str = MEDIUM_POOL) -> None:
         """Record that a block is there. It joins the last event if it continues that one's blocks."""
@@ -136,15 +142,14 @@ class ZmqPublisher:
         self._events = []
 
     def close(self) -> None:
-        """Stop the thread and close the sockets. What is still queued is not sent."""
+        """Stop the threads and close the sockets. What is still queued is not sent."""
         self._closing.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         encoder, num_sent = msgspec.msgpack.Encoder(), 0
         while not self._closing.is_set():
-            if self._replay is not None and self._replay.poll(0):
-                self._answer(self._replay)
             try:
                 entries = [self._queue.get(timeout=POLL_S)]
             except queue.Empty:
@@ -158,8 +163,14 @@ class ZmqPublisher:
                 self._sent.append(message)
                 self._publisher.send_multipart((self._topic, *message))
         self._publisher.close(linger=0)
-        if self._replay is not None:
-            self._replay.close(linger=0)
+
+    def _answer_replays(self, replay: "zmq.Socket[bytes]") -> None:
+        while not self._closing.is_set():
+            if replay.poll(round(1000 * POLL_S)):
+                started = time.monotonic()
+                self._answer(replay)
+                self._closing.wait(REPLAY_REST * (time.monotonic() - started))
+        replay.close(linger=0)
 
     def _answer(self, replay: "zmq.Socket[bytes]") -> None:
         """Send a client all kept batches from the number on that it asks for, and an end mark."""
@@ -168,7 +179,7 @@ class ZmqPublisher:
             log.warning("KV events: a replay request must be an empty frame and a number in 8 bytes")
             return
         client, _, first = frames
-        for number, payload in self._sent:
+        for number, payload in self._sent.copy():  # in one step: the other thread appends to it
             if number >= first:  # big-endian: in numeric order
                 replay.send_multipart((client, b"", self._topic, number, payload))
         replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
@@ -177,6 +188,7 @@ class ZmqPublisher:
 def _open(kind: int, endpoint: str, high_water_mark: int) -> "zmq.Socket[bytes]":
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set_hwm(high_water_mark)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     binds = kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
     try:
         (socket.bind if binds else socket.connect)(endpoint)

@@ -1,7 +1,8 @@
 """Control server: accepts connections from instances, authenticates them, and passes their frames to the fleet.
 
 connected ── Hello accepted ──► member of the fleet ── connection lost or lease expired ──► closed
-    └────── no Hello in time, wrong token, or rejected by the fleet ──► Refused frame ─────────▲
+    ├────── no Hello in time, wrong token, or rejected by the fleet ──► Refused frame ─────────▲
+    └────── the oldest of too many without a Hello ────────────────────────────────────────────┘
 """
 
 import asyncio
@@ -12,13 +13,13 @@ import ssl
 from pdserve.control.frame_connection import FrameConnection
 from pdserve.errors import SetupError
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.instances.arrivals import Arrivals, default_max_waiting, listen
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import MAX_INSTANCE_ID_CHARS
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0  # from the connection to the first frame
-BACKLOG = 4096  # connections that wait to be accepted: after a restart of the router, all instances dial at once
 CLOSE_TIMEOUT_S = 2.0  # for instances to read the frames that are still to be sent
 
 
@@ -34,7 +35,7 @@ class ControlServer:
         self.fleet = fleet
         self.connections: set[InstanceConnection] = set()
         self._token = token
-        self._server: asyncio.Server | None = None
+        self._arrivals: Arrivals | None = None
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Start to accept connections, unencrypted if `tls` is None. Return the port: a free one if `port` is 0.
@@ -42,28 +43,22 @@ class ControlServer:
         Raises:
             SetupError: the port is taken.
         """
-        loop = asyncio.get_running_loop()
         try:
-            handshake_timeout = HELLO_TIMEOUT_S if tls else None
-            self._server = await loop.create_server(
-                lambda: InstanceConnection(self),
-                _bind_address(host),
-                port,
-                backlog=BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=handshake_timeout,
-            )
+            listeners = listen(host.strip("[]"), port)
         except OSError as error:
             raise SetupError(
                 f"control port {host}:{port} is in use or not permitted; choose another --control-port"
             ) from error
-        bound: int = self._server.sockets[0].getsockname()[1]
+        bound: int = listeners[0].getsockname()[1]
+        self._arrivals = Arrivals(
+            listeners, tls, lambda: InstanceConnection(self), HELLO_TIMEOUT_S, default_max_waiting()
+        )
         return bound
 
     async def close(self) -> None:
         """Close all connections; abort those whose instances do not read within `CLOSE_TIMEOUT_S`."""
-        if self._server is not None:
-            self._server.close()
+        if self._arrivals is not None:
+            await self._arrivals.close()
         for instance in list(self.fleet.instances.values()):
             self.fleet.deregister(instance, "the router is shutting down")
         for connection in self.connections:
@@ -79,12 +74,17 @@ class ControlServer:
 
 
 class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
-    """Connection of one instance, which becomes a member of the fleet with its first frame."""
+    """Connection of one instance, which becomes a member of the fleet with its first frame.
+
+    Attributes:
+        introduced: resolves with that frame, or when the connection ends.
+    """
 
     def __init__(self, server: ControlServer) -> None:
         super().__init__(pb.InstanceFrame)
         self._server = server
         self._instance: InstanceHandle | None = None
+        self.introduced: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -103,10 +103,15 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
             self._reject(f"{frame.hello.instance_id[:MAX_INSTANCE_ID_CHARS]!r} at {self.peer}", reason)
         else:
             self._hello_timer.cancel()
+            self._introduce()
             self.is_trusted = True
             self._instance = fleet.register(frame.hello, self)
             self.send(pb.RouterFrame(welcome=fleet.welcome()))
             fleet.on_joined(self._instance)
+
+    def _introduce(self) -> None:
+        if not self.introduced.done():
+            self.introduced.set_result(None)
 
     def _reject(self, peer: str, reason: str) -> None:
         log.warning("refused %s: %s", peer, reason, extra={"event": "refused", "instance": peer})
@@ -117,14 +122,10 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
         super().connection_lost(error)
         self._hello_timer.cancel()
         self._server.connections.discard(self)
+        self._introduce()
         if self._instance is not None:
             self._instance.sent_unreadable = self.error is not None
             reason = f"a frame could not be handled: {self.error!r}" if self.error else "the connection was lost"
             self._server.fleet.deregister(self._instance, reason)
         elif self.error is not None:
             log.warning("refused %s: %s", self.peer, self.error, extra={"event": "refused", "instance": self.peer})
-
-
-def _bind_address(host: str) -> str | None:
-    """Convert to asyncio's form: None binds IPv4 and IPv6, while `::` alone would leave IPv4 out."""
-    return None if host.strip("[]") == "::" else host.strip("[]")

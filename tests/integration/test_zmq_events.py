@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import zmq
 from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events_config import KVEventsConfig
+from pdserve.instance.zmq_publisher import ZmqPublisher
 from pdserve.keys import block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.kv_events.sources import KVEventsSource
@@ -97,24 +99,24 @@ class Mirror:
 
 @contextmanager
 def connected(kind: int, port: int) -> Iterator[Any]:
-    socket: Any = zmq.Context.instance().socket(kind)
-    socket.connect(f"tcp://127.0.0.1:{port}")
+    client: Any = zmq.Context.instance().socket(kind)
+    client.connect(f"tcp://127.0.0.1:{port}")
     try:
-        yield socket
+        yield client
     finally:
-        socket.close(linger=0)
+        client.close(linger=0)
 
 
-def replay(port: int, first: int, mirror: Mirror) -> None:
+def replay(port: int, first: int, mirror: Mirror, expected_topic: bytes = b"kv") -> None:
     """Apply the kept batches from number `first` on."""
-    with connected(zmq.DEALER, port) as socket:
-        socket.send_multipart((b"", first.to_bytes(8, "big")))
-        while socket.poll(TIMEOUT_MS):
-            _, topic, number, payload = socket.recv_multipart()
+    with connected(zmq.DEALER, port) as client:
+        client.send_multipart((b"", first.to_bytes(8, "big")))
+        while client.poll(TIMEOUT_MS):
+            _, topic, number, payload = client.recv_multipart()
             if not payload:
                 assert int.from_bytes(number, "big", signed=True) == -1
                 return
-            assert topic == b"kv"
+            assert topic == expected_topic
             mirror.apply(number, payload)
     raise AssertionError("the replay has no end")
 
@@ -243,3 +245,32 @@ def test_a_router_follows_an_instance(
 def test_invalid_settings(text: str, message: str) -> None:
     with pytest.raises(SetupError, match=message):
         KVEventsConfig.load_setting(text)
+
+
+@pytest.mark.parametrize("kind", [b"DEALER", b"SUB"])
+def test_large_messages_end_their_connection(kind: bytes) -> None:
+    port, replay_port = free_port(), free_port()
+    config = KVEventsConfig(endpoint=f"tcp://*:{port}", replay_endpoint=f"tcp://*:{replay_port}")
+    publisher = ZmqPublisher(config, BLOCK, b"root", lambda: None)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    large = b"\x02" + (1 << 20).to_bytes(8, "big")  # the head of a frame
+    try:
+        with socket.create_connection(("127.0.0.1", replay_port if kind == b"DEALER" else port), 60) as client:
+            client.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready + large)
+            client.settimeout(0.1)
+            while not is_closed(client):  # a PUB socket reads subscriptions as it sends
+                publisher.clear()
+                publisher.flush()
+        replay(replay_port, 0, Mirror(), b"")
+    finally:
+        publisher.close()
+
+
+def is_closed(client: socket.socket) -> bool:
+    try:
+        return not client.recv(65_536)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True

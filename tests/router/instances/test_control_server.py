@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 Body = Callable[[ControlServer, int], Awaitable[None]]
 
 
-def with_server(body: Body, token: str = "") -> None:
+def with_server(body: Body, token: str = "", tls: ssl.SSLContext | None = None) -> None:
     """Run `body(server, port)` with a control server on a free port."""
 
     async def run() -> None:
         fleet = Fleet("router", "model", 60.0, time.monotonic)
         fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
         server = ControlServer(fleet, token)
-        await body(server, await server.listen("127.0.0.1", 0))
+        await body(server, await server.listen("127.0.0.1", 0, tls))
         await server.close()
 
     asyncio.run(asyncio.wait_for(run(), 600))
@@ -102,6 +103,36 @@ def test_unknown_peers_are_rejected_with_a_reason_in_time(
     with_server(body)
     assert not any("\n" in message for message in caplog.messages)
     assert caplog.text.count("the data is not of the control protocol") == 2
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_the_oldest_connections_without_a_hello_are_closed(
+    make_hello: MakeHello, make_idle_instance: type[IdleInstance], monkeypatch: pytest.MonkeyPatch, with_tls: bool
+) -> None:
+    monkeypatch.setattr("pdserve.router.instances.control_server.default_max_waiting", lambda: 3)
+    monkeypatch.setattr("pdserve.router.instances.control_server.HELLO_TIMEOUT_S", 3600)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if with_tls else None
+
+    async def body(server: ControlServer, port: int) -> None:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+        for reader, _ in silent[:7]:
+            assert await reader.read() == b""
+        if not with_tls:  # which has no certificate here
+            links = RouterLinks([f"127.0.0.1:{port}"])
+            task = asyncio.create_task(links.run(cast(Any, make_idle_instance()), make_hello("decode-0")))
+            while not server.fleet.instances:
+                await asyncio.sleep(0.01)
+            more = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+            for reader, _ in more[:7]:
+                assert await reader.read() == b""
+            silent += more
+            assert [*server.fleet.instances] == ["decode-0"], "it has introduced itself"
+            await stop(task)
+        assert not any(reader.at_eof() for reader, _ in silent[-3:])
+        for _, writer in silent:
+            writer.close()
+
+    with_server(body, tls=tls)
 
 
 def test_unreachable_routers_do_not_affect_the_others(
