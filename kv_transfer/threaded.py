@@ -147,6 +147,8 @@ class BatchedConnector(Connector):
         self.namespace, self.payload_lengths = self.codec.namespace, self.codec.payload_lengths
         self.header_format = HeaderFormat(memory.layout, self.namespace, self.payload_lengths)
         self.open()
+        if self.has_started_out:
+            log.warning("%s: the store does not answer; this instance starts without it, until it does", self.scheme)
         if self.codec.lossy:
             log.warning(
                 "%s: KV is stored with the lossy codec %s; output can differ from output without it",
