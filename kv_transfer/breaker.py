@@ -54,6 +54,10 @@ class StoreBreaker:
         self._next_probe_at = now + self.timeout + self.pause
         return True
 
+    def start_out(self) -> None:
+        """Begin with a store that has not answered yet: it is out until a transfer finds it."""
+        self._refusals = self.threshold
+
     def record_transfer(self, result: Result, seconds: float, now: float) -> None:
         """Count the end of a store or load, also of one that started before the breaker opened."""
         did_nothing = all(outcome in (Outcome.UNAVAILABLE, Outcome.CANCELLED) for outcome in result.outcomes)

@@ -208,6 +208,10 @@ class Connector(ABC):
     API_VERSION: ClassVar[int] = API_VERSION
     scheme: ClassVar[str]
     libraries: ClassVar[tuple[str, ...]] = ()  # modules that take long to import, and that `attach` imports
+    # Instances set `may_start_out` before `attach`. A connector that can begin without its store then sets `has_started_out`
+    # instead of raising `StoreOut`, and connects once the store answers.
+    may_start_out = False
+    has_started_out = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -223,7 +227,8 @@ class Connector(ABC):
         """Bind the pool. Called once, before any other method.
 
         Raises:
-            SetupError: the store cannot be used (unreachable, no space, created for another block size).
+            SetupError: the store cannot be used (no space, created for another block size, wrong password).
+            StoreOut: it does not answer.
         """
 
     @abstractmethod

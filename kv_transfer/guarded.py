@@ -48,6 +48,8 @@ class GuardedConnector(Connector):
         self.scheme = inner.scheme  # type: ignore[misc]  # a class attribute in other connectors
         self._inner = inner
         self._breaker = StoreBreaker(inner.capabilities.timeout_s)
+        if inner.has_started_out:
+            self._breaker.start_out()
         self._post = post
         self._now = now
         self._lock = threading.Lock()  # operations end on the connector's threads

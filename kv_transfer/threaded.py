@@ -185,6 +185,8 @@ class BatchedConnector(Connector):
         for name, value in zip(_OWN_ATTRIBUTES, self.__own, strict=True):
             if getattr(self, name) is not value:
                 raise _shadows(type(self), name)
+        if self.has_started_out:
+            log.warning("%s: the store does not answer; this instance starts without it, until it does", self.scheme)
         if self.codec.lossy:
             log.warning(
                 "%s: KV is stored with the lossy codec %s; output can differ from output without it",

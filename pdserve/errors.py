@@ -2,6 +2,7 @@
 
     PdserveError
     ├── SetupError              start-up failed: one line on stderr, exit code 2
+    │   └── StoreOut                 the KV store does not answer, which may pass
     └── RequestError            ends one request; carries an HTTP status and OpenAI's error type
         ├── BadRequest          400  invalid request
         │   ├── InvalidParameter     with the name of a field
@@ -22,6 +23,10 @@ class PdserveError(Exception):
 
 class SetupError(PdserveError):
     """Start-up cannot continue: for example a missing model, an unknown connector, or a port in use."""
+
+
+class StoreOut(SetupError):
+    """The KV store does not answer for now. Nothing says that the settings are wrong."""
 
 
 class RequestError(PdserveError):

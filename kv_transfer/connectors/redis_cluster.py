@@ -19,10 +19,9 @@ import redis
 from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import AskError, MovedError, RedisClusterException
 
-from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connectors.redis_connector import Command, RedisConnector, RedisServer
-from pdserve.kv_transfer.url import split, without_password
+from pdserve.kv_transfer.url import split
 
 _MATCH_KEYS = 256  # per query: a match ends with the first missing key
 _REFRESH_INTERVAL_S = 1.0  # minimum time between two fetches of the slot map
@@ -73,15 +72,18 @@ class RedisClusterConnector(RedisConnector):
         self._nodes_lock = threading.Lock()
         self._is_map_stale, self._map_fetched_at = False, time.monotonic()
         self._hosts = [(parts.hostname or "", parts.port or 6379) for parts in map(split, self._addresses)]
+        self._slot_map: Any = None  # untyped in redis-py; None until a node has answered
         try:
-            self._slot_map: Any = self._fetch_slot_map()  # untyped in redis-py
+            self._slot_map = self._fetch_slot_map()
         except _SLOT_MAP_FAULTS as error:
-            raise SetupError(f"No Redis Cluster answers at {without_password(self.url)}: {error}.") from error
+            self._fail_to_open("Redis Cluster", error.__cause__ if isinstance(error.__cause__, Exception) else error)
+            self.invalidate_slot_map()
         self._threads = ThreadPoolExecutor(16 * self.threads, thread_name_prefix="kv-redis-cluster")
 
     def shut(self) -> None:
         self._threads.shutdown()
-        self._slot_map.disconnect_connection_pools()
+        if self._slot_map is not None:
+            self._slot_map.disconnect_connection_pools()
         for node in self._nodes.values():
             node.pool.disconnect()
 
@@ -146,6 +148,8 @@ class RedisClusterConnector(RedisConnector):
             self._limited_log.warning(f"{node.name} failed: {type(fault).__name__}: {fault}", kind=node.name)
 
     def _node_of(self, key: bytes) -> _Node | None:
+        if self._slot_map is None:
+            return None
         try:
             node = self._slot_map.get_node_from_key(self.names.hash_tag(key))
         except RedisClusterException as error:  # no node has this slot
@@ -160,7 +164,10 @@ class RedisClusterConnector(RedisConnector):
             return
         self._is_map_stale, self._map_fetched_at = False, now
         try:
-            self._slot_map.nodes_manager.initialize(additional_startup_nodes_info=self._hosts)
+            if self._slot_map is None:
+                self._slot_map = self._fetch_slot_map()
+            else:
+                self._slot_map.nodes_manager.initialize(additional_startup_nodes_info=self._hosts)
         except _SLOT_MAP_FAULTS as error:
             self.invalidate_slot_map()
             self._limited_log.warning(f"the slot map cannot be fetched: {error}", kind="map")

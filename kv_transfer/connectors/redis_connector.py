@@ -13,6 +13,8 @@ turns verification off. `cert=/path&key=/path` give a client certificate, which 
 
 import os
 import re
+import socket
+import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, StoreOut
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
@@ -42,6 +44,8 @@ _BATCHES_AHEAD = 2
 
 # KEYS: header and pieces of a block. ARGV: the header that was found corrupt; another one is of a block stored since.
 _DELETE_IF_SAME = "return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', unpack(KEYS)) or 0"
+_OUTAGES = (redis.ConnectionError, redis.TimeoutError, OSError)
+_REJECTIONS = (redis.AuthenticationError, redis.InvalidResponse, redis.MaxConnectionsError)
 
 Command = tuple[Any, ...] | bytes  # bytes: a command that is packed already
 T = TypeVar("T")
@@ -257,10 +261,23 @@ class RedisConnector(BatchedConnector):
                     raise reply
         except self.faults as error:
             self._server.pool.disconnect()
-            raise SetupError(f"No Redis answers at {without_password(self.url)}: {str(error).rstrip('.')}.") from error
+            self._fail_to_open("Redis", error)
 
     def shut(self) -> None:
         self._server.pool.disconnect()
+
+    def _fail_to_open(self, name: str, error: Exception) -> None:
+        """Begin without the server, if it is only out and that is allowed.
+
+        Raises:
+            SetupError: otherwise.
+        """
+        is_out = isinstance(error, _OUTAGES) and not isinstance(error, _REJECTIONS) and not _is_of_tls(error)
+        if not is_out or not self.may_start_out:
+            message = f"No {name} answers at {without_password(self.url)}: {str(error).rstrip('.')}."
+            raise (StoreOut if is_out else SetupError)(message) from error
+        self._limited_log.warning(f"{type(error).__name__}: {error}", kind=type(error).__name__)
+        self.has_started_out = True
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         self._server.put(blocks, self._ttl_ms(lease_s))
@@ -305,6 +322,15 @@ class RedisConnector(BatchedConnector):
             "password": os.environ.get("REDIS_PASSWORD") or None,
             **self._tls,
         }  # a password in the URL takes precedence
+
+
+def _is_of_tls(error: BaseException | None) -> bool:
+    """Return True if TLS or the name of the host is the cause, which waiting does not mend."""
+    while error is not None:
+        if isinstance(error, (ssl.SSLError, socket.gaierror)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _send(connection: Any, commands: Sequence[Any]) -> None:

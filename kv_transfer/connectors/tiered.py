@@ -31,7 +31,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, StoreOut
 from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.codec import CODECS
 from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
@@ -170,9 +170,13 @@ class TieredConnector(Connector):
         rows = max(_COPIERS, min(len(memory.rows), self._buffer_bytes // memory.layout.block_bytes))
         buffer = np.zeros((rows, memory.layout.block_bytes), np.uint8)
         self._buffer = dataclasses.replace(memory, rows=buffer)
-        errors = [error for tier in self._tiers if (error := self._try_to_attach(tier))]
+        errors = [error for tier in self._tiers if (error := self._try_to_attach(tier)) is not None]
         if len(errors) == len(self._tiers):
-            raise SetupError(f"None of the tiers can be used. {' '.join(errors)}")
+            are_out = any(isinstance(error, StoreOut) for error in errors)
+            if not are_out or not self.may_start_out:
+                message = f"None of the tiers can be used. {' '.join(map(str, errors))}"
+                raise (StoreOut if are_out else SetupError)(message)
+            self.has_started_out = True
         for error in errors:
             log.warning("%s Retrying every %g s; using the other tiers until then.", error, _ATTACH_RETRY_S)
         started: Future[None] = Future()
@@ -374,19 +378,19 @@ class TieredConnector(Connector):
             if blocks:
                 tier.count_skipped("store", blocks)
 
-    def _try_to_attach(self, tier: _Tier) -> str:
-        """Attach a tier. Returns the error as a sentence, or an empty string on success."""
+    def _try_to_attach(self, tier: _Tier) -> SetupError | None:
+        """Attach a tier. Returns the error, or None on success."""
         try:
             tier.attach(self.memory, self._buffer)
         except SetupError as error:
-            return str(error)
-        return ""
+            return error
+        return None
 
     async def _retry_attaching(self) -> None:
         while missing := [tier for tier in self._tiers if not tier.attached]:
             await asyncio.sleep(_ATTACH_RETRY_S)
             for tier in missing:
-                if not await asyncio.to_thread(self._try_to_attach, tier):
+                if await asyncio.to_thread(self._try_to_attach, tier) is None:
                     log.warning("%s is attached now", tier.name)
 
 

@@ -361,9 +361,11 @@ class Instance:
 
     def _attach(self, connector: Connector) -> Connector:
         kv = self.engine.runner.kv
+        connector.may_start_out = True
         attached = attach_pool(connector, kv.pool_NL2GBD, self.engine.layout, kv.copies)
         if self._followers is not None:
             attached = RankedConnector(attached, self._followers)
+        attached.has_started_out = connector.has_started_out
         return guard(attached, self._inbox.put, self.now)
 
     # ---- InstanceContext, the interface for the roles -------------------------------------------------------------

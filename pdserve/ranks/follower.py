@@ -110,6 +110,7 @@ class Follower:
                 self._runner.kv.clear_tail(block, used)
             case Attach():
                 kv, connector = self._runner.kv, connect(self._config.connector)
+                connector.may_start_out = True
                 self._connector = attach_pool(connector, kv.pool_NL2GBD, self._layout, kv.copies)
                 self.reply(Ready())
             case Convert(operation, layout, keys, first, stop, blocks, tickets):

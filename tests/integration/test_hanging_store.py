@@ -7,8 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import pytest
+import redis
 
 from pdserve.counters import series
 from pdserve.proto import pdserve_pb2 as pb
@@ -79,3 +83,52 @@ def test_requests_go_on_without_a_store_that_hangs(
     assert instance.engine.pool.num_held == 0
     loads = {key: blocks for key, blocks in heartbeat().items() if "kv_transfer_failures" in key and "load" in key}
     assert not any(loads.values()), "what asks a store whether it is back is no failure"
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "tiered"])
+def test_an_instance_starts_without_a_store_that_does_not_answer(
+    scheme: str,
+    checkpoint: Callable[..., Path],
+    generate: Callable[[Path, list[list[int]], int], list[list[int]]],
+    make_instance: Callable[..., Any],
+    start_redis: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.kv_transfer.connectors.tiered._ATTACH_RETRY_S", 0.1)
+    path, server = checkpoint("llama"), start_redis(*(["--cluster-enabled", "yes"] if "cluster" in scheme else []))
+    if "cluster" in scheme:
+        with closing(redis.Redis.from_url(server.url)) as client:
+            client.execute_command("CLUSTER ADDSLOTS", *range(16384))
+    server.kill()
+    url = f"{server.url.replace('redis:', f'{scheme}:')}?timeout=600"
+    if scheme == "tiered":
+        url = f"tiered://{server.url},{server.url.replace('/0', '/1')}"
+    driver = make_instance(model=str(path), num_blocks=64, connector=url)
+    instance, served = driver.instance, 0
+    assert instance.connector.stats().any_out
+
+    def serve() -> int:
+        """Serve one prompt as prefill, and return the number of blocks that the store took."""
+        nonlocal served
+        served += 1
+        name, prompt = str(served), [(i * served) % 251 for i in range(40)]
+        driver.submit(name, prompt, 5, pb.PREFILL)
+        driver.run_until(lambda outputs: any(o.request_id == name and o.stored.final for o in outputs))
+        driver.run_until_idle()
+        assert driver.tokens(name) == generate(path, [prompt], 1)[0]
+        stored: list[int] = [output.stored.num_blocks for output in driver.outputs if output.request_id == name]
+        return max(stored)
+
+    assert serve() == 0
+    server.start()
+    if "cluster" in scheme:
+        with closing(redis.Redis.from_url(server.url)) as client:
+            while client.cluster("info")["cluster_state"] != "ok":
+                time.sleep(0.05)
+    give_up = time.monotonic() + 600
+    while instance.connector.stats().any_out:
+        assert time.monotonic() < give_up, "the store is back"
+        instance._update_heartbeat()
+        driver.run_until_idle()
+        time.sleep(0.05)
+    assert serve() == 3 and not instance.connector.stats().any_out
