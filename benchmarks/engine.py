@@ -26,10 +26,11 @@ from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
+from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import SetupError
-from pdserve.kernels import linear
+from pdserve.kernels import linear, native
 from pdserve.request import SamplingParams
 
 Run = Callable[[list[list[int]], int], "Timing"]
@@ -160,9 +161,9 @@ def measure_roofline(dtype: torch.dtype, device: str, nbytes: int, side: int) ->
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     read = min(_timed(piece.sum) / piece.nbytes for piece in pieces * 3)
     products: list[Callable[[], Any]] = [lambda: left @ right]
-    if device == "cpu" and dtype == torch.bfloat16 and linear.is_available():
+    if device == "cpu" and dtype in FUSED_DTYPES and native.is_available():
         packed = linear.pack(right)
-        products.append(lambda: linear.linear(left, packed, side, None))
+        products.append(lambda: linear.linear(left, packed))
     product = min(_timed(multiply) for multiply in products * 50)
     return Roofline(1 / read, 2 * side**3 / product)
 

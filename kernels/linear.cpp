@@ -215,29 +215,39 @@ void many_rows(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 
     }
     _tile_release();
 }
+
+// y = the layer's result for any number of rows. Threads split the rows while each has enough, else the columns.
+void multiply(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 threads) {
+    i64 row_threads = 1;
+    while (threads % (2 * row_threads) == 0 && rows >= 2 * row_threads * MIN_THREAD_ROWS) row_threads *= 2;
+    const i64 units = (a.N + BLOCK - 1) / BLOCK, column_threads = threads / row_threads;
+#pragma omp parallel for num_threads((int)threads) schedule(static)
+    for (i64 t = 0; t < threads; t++) {
+        const i64 top = rows * (t / column_threads) / row_threads;
+        const i64 bottom = rows * (t / column_threads + 1) / row_threads;
+        (rows > BLOCK ? many_rows : few_rows)(a, y + top * a.N, x + top * a.K, bottom - top,
+                                              units * (t % column_threads) / column_threads * BLOCK,
+                                              units * (t % column_threads + 1) / column_threads * BLOCK);
+    }
+}
 #endif
 
 }  // namespace
 
 extern "C" {
 
-// y[rows][N] = x[rows][K] · wᵀ + bias, if pdserve_amx(). K is a multiple of 32; w is packed, with N padded to such a multiple.
-// With `up`, another such weight, y = activation(x · wᵀ) · (x · upᵀ); activation: 0 silu, 1 gelu (tanh approximation).
-void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64 rows, i64 K, i64 N, i64 threads,
+// y[batch][rows][N] = x[batch][rows][K] · w[batch]ᵀ + bias[N], if pdserve_amx(). K is a multiple of 32; w is packed, with N
+// padded to such a multiple. With `up`, another such weight, y = activation(x · wᵀ) · (x · upᵀ); activation: 0 silu, 1 gelu
+// (tanh approximation). Threads split a batch of several products by its items.
+void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64 rows, i64 K, i64 N, i64 batch, i64 threads,
                     const void* up, i64 activation) {
 #ifdef PDSERVE_AMX
     if (rows == 0) return;
-    const Layer layer{(const char*)w, (const char*)up, (const bf16*)bias, activation, K, N};
-    i64 row_threads = 1;  // threads split the rows while each has enough, else the columns
-    while (threads % (2 * row_threads) == 0 && rows >= 2 * row_threads * MIN_THREAD_ROWS) row_threads *= 2;
-    const i64 units = (N + BLOCK - 1) / BLOCK, column_threads = threads / row_threads;
-#pragma omp parallel for num_threads((int)threads) schedule(static)
-    for (i64 t = 0; t < threads; t++) {
-        const i64 top = rows * (t / column_threads) / row_threads;
-        const i64 bottom = rows * (t / column_threads + 1) / row_threads;
-        (rows > BLOCK ? many_rows : few_rows)(layer, (bf16*)y + top * N, (const bf16*)x + top * K, bottom - top,
-                                              units * (t % column_threads) / column_threads * BLOCK,
-                                              units * (t % column_threads + 1) / column_threads * BLOCK);
+    const i64 bytes = (N + BLOCK - 1) / BLOCK * BLOCK * K * sizeof(bf16);
+#pragma omp parallel for num_threads((int)threads) schedule(static) if (batch > 1)
+    for (i64 i = 0; i < batch; i++) {
+        const Layer layer{(const char*)w + i * bytes, (const char*)up, (const bf16*)bias, activation, K, N};
+        multiply(layer, (bf16*)y + i * rows * N, (const bf16*)x + i * rows * K, rows, batch > 1 ? 1 : threads);
     }
 #endif
 }

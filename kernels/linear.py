@@ -1,72 +1,153 @@
-"""Linear layers in bfloat16 on Intel AMX (linear.cpp), over weights that are packed once.
+"""Linear layers in 16 bits over weights that are packed once, and products of plain weights, each row apart from the others.
 
-Shape legend: K input features, N output features.
+By linear.cpp in bfloat16 on Intel AMX, by products.cpp else. A row has the same bits for any number of rows and of threads.
+Shape legend: K input features, N output features, B products that are computed together.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from pdserve.kernels import memory, native
 from pdserve.kernels.elementwise import ACTIVATIONS
 
-_TILE_K, _UNIT_N = 32, 32  # K and N are padded with zeros to multiples of these
+_TILE_K, _UNIT_N, _RUN = 32, 32, 16  # K and N are padded with zeros to multiples of the first two; a run is 16 rows
+_PAIRING = ("amx", "avx512bf16")  # instructions that multiply pairs along K
+MATMUL = tuple(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("matmul", "mm", "bmm"))
 
 
 @cache
-def is_available() -> bool:
+def has_amx() -> bool:
     """Return whether compiler, processor and operating system all support AMX. native.py logs if only the processor does."""
     return native.is_available() and bool(native.library().pdserve_amx())
 
 
-def pack(weight_NK: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a bfloat16 weight in the order of linear.cpp, in huge pages where the system has them."""
-    out_features, in_features = weight_NK.shape
-    weight_NK = torch.nn.functional.pad(weight_NK, (0, -in_features % _TILE_K, 0, -out_features % _UNIT_N))
-    pairs = weight_NK.contiguous().view(torch.int32).unflatten(0, (-1, 16)).transpose(1, 2)  # [N / 16, K / 2, 16]
-    packed = torch.empty(pairs.shape, dtype=torch.int32)
+class PackedWeight:
+    """A 16-bit weight [N, K] or [B, N, K] in the order of the kernels.
+
+    In a model's code it takes the place of the tensor in `torch.nn.functional.linear(x, weight)`, if `is_transposed` in
+    `x @ weight` and `torch.bmm(x, weight)`, and of a tensor whose first dimension is indexed. Any other use raises TypeError.
+
+    Attributes:
+        data: [(N + padding) · (K + padding)], or [B, …].
+        is_transposed: the weight was given as [K, N] or [B, K, N].
+    """
+
+    def __init__(self, data: torch.Tensor, shape: tuple[int, ...], is_transposed: bool) -> None:
+        self.data = data
+        self.shape = shape
+        self.is_transposed = is_transposed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """K and N."""
+        return (self.shape[-2], self.shape[-1]) if self.is_transposed else (self.shape[-1], self.shape[-2])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> "PackedWeight":
+        if len(self.shape) != 3 or getattr(index, "ndim", 0) > 0:
+            raise TypeError("a packed weight is indexed by one number")
+        return PackedWeight(self.data[int(index)], self.shape[1:], self.is_transposed)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        x, weight, *rest = args
+        bias = rest[0] if rest else (kwargs or {}).get("bias")
+        known = MATMUL if isinstance(weight, cls) and weight.is_transposed else (F.linear,)
+        if func not in known or isinstance(x, cls) or x.dtype != weight.dtype or x.dim() < len(weight.shape):
+            raise TypeError(f"{getattr(func, '__name__', func)} of a packed weight")
+        return linear(x, weight, bias)
+
+
+@torch.inference_mode()
+def pack(weight: torch.Tensor, *, transposed: bool = False) -> PackedWeight:
+    """Return a copy of a 16-bit weight [N, K] or [B, N, K] in the order of the kernels, in huge pages where there are any.
+
+    Args:
+        transposed: the weight is [K, N] or [B, K, N].
+    """
+    rows = weight.mT if transposed else weight
+    padding = (0, -rows.shape[-1] % _TILE_K, 0, -rows.shape[-2] % _UNIT_N)
+    rows = (F.pad(rows, padding) if any(padding) else rows).contiguous()
+    packed = torch.empty(rows.shape, dtype=rows.dtype).flatten(-2)
     memory.huge_pages(packed)
-    return packed.copy_(pairs).view(torch.bfloat16).flatten()
+    pairs = rows.dtype == torch.bfloat16 and native.instructions() in _PAIRING
+    runs, in_features = rows[..., 0].numel() // _RUN, rows.shape[-1]
+    native.library().pdserve_pack(packed.data_ptr(), rows.data_ptr(), runs, in_features, pairs, torch.get_num_threads())
+    return PackedWeight(packed, tuple(weight.shape), transposed)
 
 
-def linear(x: torch.Tensor, packed: torch.Tensor, out_features: int, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """Return x · weightᵀ + bias, [..., K] → [..., N] in bfloat16, summed in float32 and rounded once."""
-    assert bias_N is None or (bias_N.shape == (out_features,) and bias_N.dtype == x.dtype and bias_N.is_contiguous())
-    return _linear(x, packed, out_features, bias_N, None, 0)
+def linear(x: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x · weightᵀ + bias, summed in float32 and rounded once.
+
+    Args:
+        x: [..., K], or [B, ..., K] if the weight is [B, N, K].
+    """
+    return _linear(x, weight, bias_N, None, 0)
 
 
-def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, out_features: int, activation: str) -> torch.Tensor:
-    """Return activation(x · gateᵀ) · (x · upᵀ), [..., K] → [..., N] in bfloat16; both weights are packed.
+def gated(x: torch.Tensor, gate: PackedWeight, up: PackedWeight, activation: str) -> torch.Tensor:
+    """Return activation(x · gateᵀ) · (x · upᵀ), [..., K] → [..., N] in bfloat16 on AMX.
 
     Equals `linear` of each and `elementwise.gate` bit for bit, but intermediate results stay in the processor's caches.
     """
-    assert up.dtype == x.dtype and up.shape == gate.shape
-    return _linear(x, gate, out_features, None, up, ACTIVATIONS.index(activation))
+    assert has_amx() and up.dtype == x.dtype == torch.bfloat16 and up.shape == gate.shape and len(up.shape) == 2
+    return _linear(x, gate, None, up, ACTIVATIONS.index(activation))
 
 
-def _linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    out_features: int,
-    bias_N: torch.Tensor | None,
-    up: torch.Tensor | None,
-    activation: int,
-) -> torch.Tensor:
-    assert x.dtype == packed.dtype == torch.bfloat16
+def plain(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x · weightᵀ + bias of one dtype, [..., K] → [..., N], summed in float32; for weights that cannot be packed."""
+    x, weight_NK = x.contiguous(), weight_NK.contiguous()
+    out_features, in_features = weight_NK.shape
+    bias_N = _checked_bias(bias_N, out_features, x.dtype)
+    assert x.dtype == weight_NK.dtype and x.shape[-1] == in_features
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
-    x = torch.nn.functional.pad(x, (0, padding)) if (padding := -x.shape[-1] % _TILE_K) else x.contiguous()
-    in_features = x.shape[-1]
-    assert len(packed) == in_features * (out_features + -out_features % _UNIT_N)
-    native.functions().pdserve_linear(
+    native.functions().pdserve_plain(
+        native.DTYPES.index(x.dtype),
         y.data_ptr(),
         x.data_ptr(),
-        packed.data_ptr(),
+        weight_NK.data_ptr(),
         None if bias_N is None else bias_N.data_ptr(),
         x.numel() // in_features,
         in_features,
         out_features,
         torch.get_num_threads(),
-        None if up is None else up.data_ptr(),
-        activation,
     )
+    return y
+
+
+def _checked_bias(bias_N: torch.Tensor | None, out_features: int, dtype: torch.dtype) -> torch.Tensor | None:
+    assert bias_N is None or (bias_N.shape == (out_features,) and bias_N.dtype == dtype)
+    return None if bias_N is None else bias_N.contiguous()
+
+
+def _linear(
+    x: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None, up: PackedWeight | None, activation: int
+) -> torch.Tensor:
+    in_features, out_features = weight.features
+    bias_N = _checked_bias(bias_N, out_features, x.dtype)
+    assert x.dtype == weight.dtype and x.shape[-1] == in_features
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    x = F.pad(x, (0, padding)) if (padding := -in_features % _TILE_K) else x.contiguous()
+    batch = weight.shape[0] if len(weight.shape) == 3 else 1
+    assert batch == 1 or x.shape[0] == batch
+    operands = (y.data_ptr(), x.data_ptr(), weight.data.data_ptr(), None if bias_N is None else bias_N.data_ptr())
+    sizes = (x.numel() // x.shape[-1] // batch, x.shape[-1], out_features, batch, torch.get_num_threads())
+    if x.dtype == torch.bfloat16 and has_amx():
+        up_data = None if up is None else up.data.data_ptr()
+        native.functions().pdserve_linear(*operands, *sizes, up_data, activation)
+    else:
+        native.functions().pdserve_packed(native.DTYPES.index(x.dtype), *operands, *sizes)
     return y

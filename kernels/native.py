@@ -59,7 +59,10 @@ _ARGUMENT_TYPES = {
     "pdserve_gate": (_I, _I, _P, _P, _I, _I),
     "pdserve_argmax": (_I, _P, _P, _I, _I, _I),
     "pdserve_draw": (_I, _P, _P, _I, _P, _P, _P, _P, _I, _I),
-    "pdserve_linear": (_P, _P, _P, _P, _I, _I, _I, _I, _P, _I),
+    "pdserve_linear": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _P, _I),
+    "pdserve_pack": (_P, _P, _I, _I, _I, _I),
+    "pdserve_packed": (_I, _P, _P, _P, _P, _I, _I, _I, _I, _I),
+    "pdserve_plain": (_I, _P, _P, _P, _P, _I, _I, _I, _I),
 }
 
 _thread = threading.local()  # functions: the _RecordingLibrary of this thread, while it records
@@ -95,6 +98,16 @@ def record_calls(record: Callable[[Callable[[], object]], object]) -> Iterator[N
         del _thread.functions
 
 
+@contextmanager
+def without_recording() -> Iterator[None]:
+    """Within this context, record none of this thread's calls: those of an operator that is recorded as a whole."""
+    before, _thread.functions = getattr(_thread, "functions", None), None
+    try:
+        yield
+    finally:
+        _thread.functions = before
+
+
 def functions() -> Any:
     """Return the library's functions; calls are recorded inside `record_calls`."""
     return getattr(_thread, "functions", None) or library()
@@ -114,11 +127,18 @@ def library() -> ctypes.CDLL:
     for name, types in _ARGUMENT_TYPES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = list(types), None
+    loaded.pdserve_instructions.restype = ctypes.c_char_p
     size = ctypes.sizeof(AttentionArguments)
     assert loaded.pdserve_attend_arguments() == size, "AttentionArguments and Problem in problem.h differ"
     if "amx_bf16" in cpu_features() and not loaded.pdserve_amx():
         log.warning("bfloat16 is slower: the processor has AMX, but the compiler or the system does not allow its use")
     return loaded
+
+
+def instructions() -> str:
+    """Return the instructions of the products in bfloat16: amx, avx512bf16, avx512, avx2 or vector4."""
+    name: bytes = library().pdserve_instructions()
+    return name.decode()
 
 
 @cache

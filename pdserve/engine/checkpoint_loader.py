@@ -201,7 +201,7 @@ def _load_model(
     except paged_model.UnsupportedAttention as error:
         raise SetupError(f"{unsupported}: {error}") from error
     if device.type == "cpu" and config.kernel != "triton":  # in Triton's interpreter, the model runs as on a GPU
-        _fuse_for_cpu(loaded, fuse=config.kernel != "reference", min_rows=2 if invariant else 1)
+        _fuse_for_cpu(loaded, fuse=config.kernel != "reference")
     elif config.kernel != "reference":
         _fuse_for_gpu(loaded)
     return loaded, latent_size
@@ -235,10 +235,12 @@ def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -
     return True
 
 
-def _fuse_for_cpu(model: torch.nn.Module, *, fuse: bool, min_rows: int) -> None:
-    """Pack the weights in place and, with `fuse`, replace layers by those of the C++ kernels."""
-    prepack(model, tiled=fuse, min_rows=min_rows)
+def _fuse_for_cpu(model: torch.nn.Module, *, fuse: bool) -> None:
+    """With `fuse`, replace layers in place by those of the C++ kernels, where these can be built."""
     if fuse and native.is_available():
+        prepack(model)
+        latent_attention.pack(model)
+        experts.pack_experts(model)
         fuse_norms(model)
         fuse_rotary(model)
         fuse_mlps(model)

@@ -3,6 +3,7 @@
 Shape legend: see kernels/batch.py; V vocabulary, A rows of sequences whose token the step before samples.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
@@ -17,8 +18,8 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine.architectures.support import attention_window
 from pdserve.engine.checkpoint import Checkpoint
-from pdserve.engine.cpu_fusion.prepack import largest_min_rows
-from pdserve.engine.cpu_fusion.row_products import RowProducts, needs_row_products
+from pdserve.engine.cpu_fusion.experts import inexact_products
+from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.cuda_graph import PaddedGraphs
 from pdserve.engine.memory import step_memory
@@ -37,8 +38,9 @@ from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 from pdserve.kernels.memory import keep_freed_memory
 from pdserve.kernels.packed import packed_copy
 
-LATENT_KERNELS = ("cpu", "reference")
+log = logging.getLogger(__name__)
 
+LATENT_KERNELS = ("cpu", "reference")
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -80,15 +82,14 @@ class ModelRunner:
         self.clock = time.thread_time if self.device.type == "cpu" else time.monotonic
         self.block_size = config.block_size
         self.kernel = _select_kernel(checkpoint, config)
-        is_invariant = is_batch_invariant(config.batch_invariant, self.device)
         ranks = checkpoint.layout.ranks
-        self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
         self.pipeline = StepPipeline(self) if _is_pipelined(config, self.device) else None
         self.graphs: StepGraphs | PaddedGraphs | None = None
-        self._min_rows = largest_min_rows(checkpoint.model)
-        self._row_functions = _row_functions(checkpoint.model, self.kernel)
+        self._row_functions = _row_functions(checkpoint, self.kernel)
         self.kv = self._new_pool(0)
         self.window = attention_window(self)
+        is_invariant = is_batch_invariant(config.batch_invariant, self.device) and self._is_exact()
+        self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
         step_bytes = step_memory.measure(self, config) if self.device.type == "cuda" else 0
         self.kv = allocate(checkpoint, config, self.kernel, step_bytes)
         if self.device.type == "cpu":
@@ -103,6 +104,23 @@ class ModelRunner:
     def records_cuda_graphs(self) -> bool:
         is_capturable = self.device.type == "cuda" and getattr(self.kernel, "is_capturable", False)
         return is_capturable and self.checkpoint.layout.ranks == 1
+
+    def _is_exact(self) -> bool:
+        """Return whether the model's products, of which a step has run, give a row the same bits in any batch.
+
+        If it has no other products than those of packed layers, further steps run without the context that looks for them.
+        """
+        if not isinstance(products := self._row_functions, RowProducts):
+            return True
+        if not products.is_used:
+            self._row_functions = nullcontext()
+        if inexact := products.inexact | inexact_products(self.checkpoint.model):
+            log.warning(
+                "16-bit results may depend on the batch, so they are of a class of their own: %s calls torch's %s",
+                type(self.checkpoint.model).__name__,
+                ", ".join(sorted(inexact)),
+            )
+        return not inexact
 
     @contextmanager
     def scratch_pool(self, num_blocks: int) -> Iterator[torch.Tensor]:
@@ -147,8 +165,6 @@ class ModelRunner:
         logit_rows = rows.last + rows.before_scored
         if not rows.pooled:
             return self.forward(self.inputs(num_scheduled_tokens, logit_rows))
-        # As many as the last layer computes, since ranks gather its results.
-        logit_rows += [0] * (self._min_rows - len(logit_rows))
         return self._forward_and_pool(self.inputs(num_scheduled_tokens, logit_rows), logit_rows, rows.pooled)
 
     @torch.inference_mode()
@@ -205,8 +221,6 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run the model and return the logits of the rows to keep, by default all."""
         num_logits = len(keep) if isinstance(keep, torch.Tensor) else ids_1T.shape[1]
-        if ids_1T.shape[1] < self._min_rows:  # the token twice here costs less than a second row in each layer
-            ids_1T, positions_1T = (x.expand(-1, self._min_rows) for x in (ids_1T, positions_1T))
         with self._row_functions:
             # `paged` reaches `paged_model.attention_forward` in every layer: transformers passes unknown arguments on.
             output = self.checkpoint.model(
@@ -296,10 +310,10 @@ def _is_pipelined(config: EngineConfig, device: torch.device) -> bool:
     return config.async_scheduling == "on"
 
 
-def _row_functions(model: torch.nn.Module, kernel: Kernel) -> AbstractContextManager[Any]:
+def _row_functions(checkpoint: Checkpoint, kernel: Kernel) -> AbstractContextManager[Any]:
     """Return the context in which the model runs, so that it rounds a row as in any other batch."""
     if kernel.NAME == "triton-invariant":
         from pdserve.kernels.gpu.row_functions import RowFunctions
 
         return RowFunctions()
-    return RowProducts() if needs_row_products(model) else nullcontext()
+    return RowProducts() if kernel is cpu and checkpoint.dtype in FUSED_DTYPES else nullcontext()

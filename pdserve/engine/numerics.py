@@ -4,27 +4,45 @@ Within a class, equal tokens give equal bits of KV, whichever instance computes 
 class is part of the KV's layout, so the KV of another class is never found under the same key.
 """
 
+import hashlib
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
-from pdserve.kernels import cpu, linear
+from pdserve.kernels import cpu, native
 from pdserve.kernels.batch import Kernel
 
 
 def numerics_class(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, batch_invariant: bool, ranks: int = 1
 ) -> str:
-    """Return the class, such as `cpu-avx512-onednn-torch2.13.0-transformers5.23.0`.
+    """Return the class, such as `cpu-avx512-amx-kernels1f0c9a3e-torch2.13.0-transformers5.23.0`.
 
     "" for float32, in which rounding decides no token. The number of ranks is part of the class, because their partial sums
-    are rounded one by one.
+    are rounded one by one, and so is a digest of our own kernels' sources.
+
+    Args:
+        batch_invariant: rows have the same bits in any batch; if not, the class is called a variant.
     """
     if dtype == torch.float32:
         return ""
     versions = (f"{package}{version(package).split('+')[0]}" for package in ("torch", "transformers"))
     degree = (f"{ranks}ranks",) if ranks > 1 else ()
-    return "-".join((*_hardware(kernel, device, batch_invariant), *degree, *versions))
+    kernels = f"kernels{_digest(device.type)}"
+    return "-".join((*_hardware(kernel, device, batch_invariant), kernels, *degree, *versions))
+
+
+@cache
+def _digest(device_type: str) -> str:
+    """Return a digest of the sources of our kernels for a device, and of the compiler's flags."""
+    gpu = sorted((Path(native.__file__).parent / "gpu").glob("*.py"))
+    files, flags = ([*native.SOURCES, *native.HEADERS], native.FLAGS) if device_type == "cpu" else (gpu, [])
+    digest = hashlib.blake2b(digest_size=4)
+    for part in (*(path.read_text() for path in files), *flags):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
 
 
 def _hardware(kernel: Kernel, device: torch.device, batch_invariant: bool) -> tuple[str, ...]:
@@ -34,5 +52,5 @@ def _hardware(kernel: Kernel, device: torch.device, batch_invariant: bool) -> tu
     instructions = torch.backends.cpu.get_cpu_capability().lower()
     if kernel is not cpu:
         return "cpu", instructions, kernel.NAME
-    products = "amx" if linear.is_available() else "onednn"
+    products = native.instructions()
     return "cpu", instructions, products if batch_invariant else f"{products}-variant"

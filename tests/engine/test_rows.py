@@ -7,17 +7,19 @@ computes the token anew, after a fault or for another request with the same pref
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pdserve.config import EngineConfig
+from pdserve.engine import numerics
 from pdserve.engine.cpu_fusion.prepack import prepack
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
+from pdserve.kernels import native
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
@@ -94,34 +96,39 @@ def test_tokens_depend_on_their_own_history_only(
     assert engine.runner.graphs is not None and engine.runner.graphs.num_replayed > TOKENS, "recorded steps take part"
 
 
-@pytest.mark.parametrize("features", [64, 2048, 5000])
-@pytest.mark.parametrize("outputs", [4, 128, 1000])
-def test_products_of_one_row(features: int, outputs: int, load_linear: Callable[..., Any]) -> None:
-    """Kernels of one row, and of small products, round otherwise; rows of few features hide it."""
-    apply = load_linear(features, outputs)
-    x_RK = torch.randn(48, features, generator=torch.Generator().manual_seed(0)).bfloat16()
-    whole_RN = apply(x_RK)
-    for count in (1, 2, 3, 16):
-        assert all(torch.equal(apply(x_RK[i : i + count]), whole_RN[i : i + count]) for i in range(0, 48, count))
+@pytest.mark.parametrize("outputs", [4, 128, 2048])
+@pytest.mark.parametrize("kind", ["packed", "functional"])
+@torch.inference_mode()
+def test_products_of_few_rows(kind: str, outputs: int) -> None:
+    """Libraries have other kernels for few rows and for small products; rows of few features hide it."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(2500, outputs, bias=False).bfloat16()
+    model = torch.nn.Sequential(layer)
+    assert kind == "functional" or prepack(model) == 1
+    x_RK = torch.randn(60, 2500).bfloat16()
+    with RowProducts():
+        whole_RN = model(x_RK)
+        for count in (1, 2, 3, 16, 36, 48):
+            assert all(torch.equal(model(x_RK[i : i + count]), whole_RN[i : i + count]) for i in range(0, 60, count))
 
 
-@pytest.fixture(params=["packed", "functional"])
-def load_linear(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """load_linear(K, N) → a product with a random bfloat16 weight, by a prepacked layer or by `linear`."""
+def test_class_names_instructions_and_kernels(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, digest = str(checkpoint("llama", dtype="bfloat16")), numerics._digest
+    assert isinstance(runner := Engine(EngineConfig(model=path, num_blocks=4)).runner, ModelRunner)
+    assert runner.numerics.split("-")[2:4] == [native.instructions(), f"kernels{digest('cpu')}"]
+    assert Engine(EngineConfig(model=path, num_blocks=4, dtype="float32")).layout.numerics == ""
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-DOTHER"])
+    assert digest.__wrapped__("cpu") != digest("cpu") != digest("cuda")
 
-    def load(features: int, outputs: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(features, outputs, bias=False).bfloat16().requires_grad_(False)
-        parent = torch.nn.Sequential(layer)
-        if request.param == "packed":
-            if not prepack(parent, tiled=True):
-                pytest.skip("no packed kernel on this processor")
-            return parent
 
-        def apply(x_RK: torch.Tensor) -> torch.Tensor:
-            with RowProducts():
-                return torch.nn.functional.linear(x_RK, layer.weight)
+def test_products_by_torch_are_of_a_class_of_their_own(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down_proj(self.up_proj(x)) * torch.einsum("...n,...n->...", x, x)[..., None]
+        return y
 
-        return apply
-
-    return load
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    engine = Engine(EngineConfig(model=str(checkpoint("llama", dtype="bfloat16")), num_blocks=4))
+    assert f"-{native.instructions()}-variant-" in engine.layout.numerics
+    assert "LlamaForCausalLM calls torch's einsum" in caplog.text

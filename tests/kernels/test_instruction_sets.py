@@ -17,9 +17,9 @@ FOLDER = Path(__file__).parent
 X86 = platform.machine() == "x86_64"
 
 
-def run_tests(flags: str, *arguments: str) -> str:
+def run_tests(flags: str, *arguments: str, **variables: str) -> str:
     """Run pytest with kernels that are compiled with further flags. Returns the last line of its output."""
-    environment = {**os.environ, "PDSERVE_KERNEL_FLAGS": flags}
+    environment = {**os.environ, "PDSERVE_KERNEL_FLAGS": flags, **variables}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-x", *arguments]
     completed = subprocess.run(command, cwd=FOLDER.parent.parent, env=environment, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -41,7 +41,29 @@ def test_vector_widths(march: str) -> None:
 @pytest.mark.skipif("avx512_bf16" not in native.cpu_features(), reason="this processor has no AVX-512 with bfloat16")
 @pytest.mark.usefixtures("cpu_kernel")
 def test_amx() -> None:
-    selected = "bfloat16 or dtype1 or product or batch or leading or gated"
+    selected = "bfloat16 or dtype0 or dtype1 or product or leading or gated"
     files = [str(FOLDER / name) for name in ("test_cpu.py", "test_linear.py")]
     summary = run_tests("-DPDSERVE_EMULATE_AMX", "-k", selected, *files)
+    assert "passed" in summary and "skipped" not in summary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "onednn", "aten", "mkl"),
+    [
+        ("-march=x86-64-v3", "AVX2", "avx2", "AVX2"),
+        ("-march=skylake-avx512", "AVX512_CORE", "avx512", "AVX512"),
+        ("-DPDSERVE_EMULATE_AMX", "AVX512_CORE_BF16", "avx512", "AVX512"),
+        ("", "ALL", "default", "SSE4_2"),
+    ],
+)
+@pytest.mark.skipif("avx512_bf16" not in native.cpu_features(), reason="this processor has no AVX-512 with bfloat16")
+@pytest.mark.usefixtures("cpu_kernel")
+def test_rows(flags: str, onednn: str, aten: str, mkl: str) -> None:
+    """A row does not depend on the batch, on whichever instructions libraries and kernels agree or do not."""
+    engine = FOLDER.parent / "engine"
+    selected = "(batch or history or few_rows or class) and not gemma and not mistral and not phi3 and not olmo2"
+    files = [FOLDER / "test_linear.py", engine / "test_rows.py", engine / "cpu_fusion" / "test_experts.py"]
+    variables = {"ONEDNN_MAX_CPU_ISA": onednn, "ATEN_CPU_CAPABILITY": aten, "MKL_ENABLE_INSTRUCTIONS": mkl}
+    summary = run_tests(flags, "-k", selected, *map(str, files), **variables)
     assert "passed" in summary and "skipped" not in summary

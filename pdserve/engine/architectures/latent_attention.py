@@ -16,11 +16,10 @@ Shape legend: T tokens, H heads, R numbers of a latent, P of a rotated key, N of
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from pdserve.engine.cpu_fusion.row_products import padded_rows
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.paged_model import UnsupportedAttention
+from pdserve.kernels import linear
 
 _TEST_ROWS = 3
 
@@ -50,12 +49,19 @@ class Absorbed(torch.nn.Module):
         """[1, H, T, N + P] → [1, H, T, R + P]"""
         nope_size = self.k_HNR.shape[1]
         nope_HTN, rotated_HTP = q_1HTD[0, ..., :nope_size], q_1HTD[0, ..., nope_size:]
-        return torch.cat((_product(nope_HTN, self.k_HNR), rotated_HTP), -1)[None]
+        return torch.cat((torch.bmm(nope_HTN, self.k_HNR), rotated_HTP), -1)[None]
 
     def values(self, y_1THD: torch.Tensor) -> torch.Tensor:
         """[1, T, H, R + P], sums of rows → [1, T, H, V]"""
         y_HTR = y_1THD[0, ..., : self.v_HRV.shape[1]].transpose(0, 1)
-        return _product(y_HTR, self.v_HRV).transpose(0, 1)[None]
+        return torch.bmm(y_HTR, self.v_HRV).transpose(0, 1)[None]
+
+    def pack(self) -> None:
+        """Replace 16-bit matrices by packed ones, with which `torch.bmm` gives a row the same bits in any batch."""
+        for name, weight in list(self.named_parameters()):
+            if weight.dtype in FUSED_DTYPES:
+                delattr(self, name)
+                setattr(self, name, linear.pack(weight.data, transposed=True))
 
     def equals(self, expand_kv: Any, rotated_size: int) -> bool:
         """Return whether `expand_kv` of a layer computes what is absorbed."""
@@ -99,9 +105,8 @@ def absorb(model: torch.nn.Module) -> int:
     return sizes.pop() if sizes else 0
 
 
-def _product(x_HTK: torch.Tensor, weight_HKN: torch.Tensor) -> torch.Tensor:
-    """Return a product per head, [H, T, N], each row with the same bits in any batch (row_products.py)."""
-    rows = x_HTK.shape[1]
-    if x_HTK.dtype in FUSED_DTYPES:
-        x_HTK = F.pad(x_HTK, (0, 0, 0, padded_rows(rows, weight_HKN[0].numel()) - rows))
-    return torch.bmm(x_HTK, weight_HKN)[:, :rows]
+def pack(model: torch.nn.Module) -> None:
+    """Pack in place what `absorb` has put into a model on the CPU."""
+    for module in model.modules():
+        if isinstance(module, Absorbed):
+            module.pack()

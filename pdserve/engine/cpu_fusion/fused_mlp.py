@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from pdserve.engine.cpu_fusion.prepack import TiledLinear
+from pdserve.engine.cpu_fusion.prepack import PackedLinear
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES, nearly_equal
 from pdserve.kernels import elementwise, linear
 
@@ -39,11 +39,15 @@ class FusedMLP(torch.nn.Module):
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj, self.up_proj
-        if isinstance(gate, TiledLinear) and isinstance(up, TiledLinear) and gate.bias is up.bias is None:
-            return linear.gated(x, gate.tiles, up.tiles, gate.out_features, self._activation)
+        if isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and _has_gated_kernel(gate, up):
+            return linear.gated(x, gate.weight, up.weight, self._activation)
         y: torch.Tensor = gate(x)
         self._gate(y, up(x), self._activation)
         return y
+
+
+def _has_gated_kernel(gate: PackedLinear, up: PackedLinear) -> bool:
+    return gate.bias is up.bias is None and gate.weight.dtype == torch.bfloat16 and linear.has_amx()
 
 
 @torch.inference_mode()
