@@ -8,6 +8,7 @@ mistral       [TOOL_CALLS]NAME[ARGS]{…}, and [TOOL_CALLS][{"name": "f", "argum
 
 import re
 
+from pdserve.grammars import formats
 from pdserve.router.text.parsers.json_calls import JsonCallParser
 from pdserve.router.text.parsers.reader import Steps
 from pdserve.router.text.parsers.tool_parser import ToolParser
@@ -22,7 +23,7 @@ class DeepSeekV31Parser(ToolParser):
     SILENT = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
     TAGS = (*BEGINS, *SILENT, "<｜tool▁sep｜>")
     FORMS = (("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),)
-    LIST = ("(<｜tool▁calls▁begin｜>)?", "(<｜tool▁calls▁end｜>)?")
+    LIST = (formats.maybe("<｜tool▁calls▁begin｜>"), formats.maybe("<｜tool▁calls▁end｜>"))
 
     def _calls(self, tag: str) -> Steps[None]:
         name, _ = yield from self._take_until(self._tag("<｜tool▁sep｜>"))
@@ -51,7 +52,7 @@ class KimiK2Parser(ToolParser):
     SILENT = ("<|tool_calls_section_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
     TAGS = (*BEGINS, *SILENT, "<|tool_call_argument_begin|>")
     FORMS = (("<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>", "<|tool_call_end|>"),)
-    LIST = (r"(<\|tool_calls_section_begin\|>)?", r"(<\|tool_calls_section_end\|>)?")
+    LIST = (formats.maybe("<|tool_calls_section_begin|>"), formats.maybe("<|tool_calls_section_end|>"))
 
     def _calls(self, tag: str) -> Steps[None]:
         head, _ = yield from self._take_until(self._tag("<|tool_call_argument_begin|>"))

@@ -25,18 +25,18 @@ class XmlCallParser(ToolParser):
     """Base: emits arguments as JSON, strings as they arrive and other values once they are complete.
 
     Attributes:
-        LEAD: what precedes the arguments, KEY: what surrounds a key, VALUE_END: what follows a value; regular expressions.
+        LEAD: what precedes the arguments, KEY: what surrounds a key, VALUE_END: what follows a value.
         END: the tag after a value, which may not be in it.
     """
 
-    LEAD: ClassVar[str]
-    KEY: ClassVar[tuple[str, str]]
-    VALUE_END: ClassVar[str]
+    LEAD: ClassVar[Format]
+    KEY: ClassVar[tuple[Format, Format]]
+    VALUE_END: ClassVar[Format]
     END: ClassVar[str]
 
     @classmethod
     def _arguments_format(cls, schema: Schema | None) -> Format:
-        lead = formats.pattern(cls.LEAD)
+        lead = cls.LEAD
         if schema is None:
             anything = cls._argument_format(formats.pattern(r"[^<>\s]{1,64}"), formats.any_text(cls.END))
             return formats.sequence(lead, formats.repeated(anything))
@@ -50,8 +50,8 @@ class XmlCallParser(ToolParser):
 
     @classmethod
     def _argument_format(cls, key: Format, value: Format) -> Format:
-        begin, end = map(formats.pattern, cls.KEY)
-        return formats.sequence(begin, key, end, value, formats.pattern(cls.VALUE_END))
+        begin, end = cls.KEY
+        return formats.sequence(begin, key, end, value, cls.VALUE_END)
 
     def _call_with_values(
         self, name: str, key: tuple[str, str], value_begin: str, value_ends: tuple[str, ...], end: str
@@ -120,7 +120,8 @@ class Qwen3CoderParser(XmlCallParser):
         ("<tool_call>\n<function=NAME>", "</function>\n</tool_call>"),
         ("<function=NAME>", "</function>"),
     )
-    LEAD, KEY, VALUE_END, END = r"\n", ("<parameter=", r">\n"), r"\n</parameter>\n", "</parameter>"
+    LEAD, KEY = formats.literal("\n"), (formats.literal("<parameter="), formats.literal(">\n"))
+    VALUE_END, END = formats.literal("\n</parameter>\n"), "</parameter>"
     TAGS = ("<tool_call>", "</tool_call>")
 
     def _calls(self, tag: str) -> Steps[None]:
@@ -141,8 +142,10 @@ class Glm45Parser(XmlCallParser):
 
     BEGINS = ("<tool_call>",)
     FORMS = (("<tool_call>NAME", "</tool_call>"),)
-    LEAD, KEY, VALUE_END = r"\n?", ("<arg_key>", r"</arg_key>\n?<arg_value>"), r"</arg_value>\n?"
-    END = "</arg_value>"
+    END, LEAD = "</arg_value>", formats.maybe("\n")
+    KEY_END = formats.sequence(formats.literal("</arg_key>"), LEAD, formats.literal("<arg_value>"))
+    KEY = (formats.literal("<arg_key>"), KEY_END)
+    VALUE_END = formats.sequence(formats.literal(END), LEAD)
     TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def _calls(self, tag: str) -> Steps[None]:
