@@ -21,16 +21,16 @@ RUN pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt
 
 COPY pyproject.toml ./
 ARG EXTRAS=""
-# Two are installed with --no-deps. xgrammar requires Triton (0.7 GB), but uses it only on GPUs, where torch's build includes it.
-# NIXL requires a build for each version of CUDA and uses that of torch's; its part for parallel experts (0.1 GB) is removed.
+# NIXL is installed with --no-deps: it requires a build for each version of CUDA and uses that of torch's; its part for parallel
+# experts (0.1 GB) is removed.
 RUN export CUDA="$(python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])')" \
     && python -c 'import os, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
       names = {"codecs", "otel", "vllm-grpc", *filter(None, os.environ["EXTRAS"].split(","))}; \
       nixl = [*extra["nixl"], "nixl-cu" + os.environ["CUDA"]] if "nixl" in names else []; \
-      print(*p["dependencies"], *(line for name in sorted(names - {"nixl"}) for line in extra[name]), "apache-tvm-ffi", sep="\n"); \
-      print(*extra["structured"], *nixl, sep="\n", file=open("alone.txt", "w"))' >requirements.txt \
+      print(*p["dependencies"], *(line for name in sorted(names - {"nixl"}) for line in extra[name]), sep="\n"); \
+      print(*nixl, sep="\n", file=open("alone.txt", "w"))' >requirements.txt \
     && pip install -q -c constraints.txt -r requirements.txt \
-    && pip install -q -c constraints.txt --no-deps -r alone.txt \
+    && if grep -q . alone.txt; then pip install -q -c constraints.txt --no-deps -r alone.txt; fi \
     && rm -rf "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/nixl_ep_cu*
 
 RUN useradd --create-home --uid 10001 pdserve && install -d -o pdserve -g pdserve /models /run/gpus /cache

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import importlib.util
 import logging
 import math
 import resource
@@ -108,8 +107,7 @@ async def _serve(
         stack.push_async_callback(control.close)
         control_port = await control.listen(config.control_host, config.control_port, tls)
         grammars = _grammar_checker(config.model, metrics)
-        if grammars is not None:
-            stack.callback(grammars.close)
+        stack.callback(grammars.close)
         response_store = open_store(config)
         if response_store is not None:
             stack.push_async_callback(response_store.close)
@@ -149,6 +147,7 @@ async def _serve(
             _repeat(overview.record, HISTORY_INTERVAL_S),
             *(subscriber.run() for subscriber in subscribers),
             *quota_loops,
+            _start_grammars(grammars, dispatcher),
         ]
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
         await stack.enter_async_context(_running(loops, on_end=lambda: server.handle_exit(signal.SIGINT, None)))
@@ -230,16 +229,21 @@ def _batch_queue(config: RouterConfig) -> BatchQueue | None:
     return BatchQueue(store, config.batch_concurrency)
 
 
-def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker | None:
-    if importlib.util.find_spec("xgrammar") is None:
-        log.info("xgrammar is not installed here: grammars are checked by the instances only, once they have a request")
-        return None
+def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker:
     checker = GrammarChecker(
         lambda info: GrammarCompiler(model, info.vocab_size, info.eos_token_ids),
         lambda result: metrics.grammars.labels(result=result).inc(),
     )
     metrics.grammars_waiting.set_function(lambda: checker.num_waiting)
     return checker
+
+
+async def _start_grammars(grammars: GrammarChecker, dispatcher: Dispatcher) -> None:
+    """Have grammars ready to be checked, once there is an instance to tell the vocabulary."""
+    while (info := dispatcher.model()) is None:
+        await asyncio.sleep(0.05)
+    grammars.start(info)
+    await asyncio.Event().wait()
 
 
 async def _repeat(action: Callable[[], None], interval_s: float) -> None:

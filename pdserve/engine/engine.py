@@ -189,6 +189,11 @@ class Engine:
             siblings.append(seq.sibling(request_id, sampling, self._constraint(sampling)))
         return siblings
 
+    def start_grammars(self) -> None:
+        """Load what grammars need, in another process: the first request with one need not wait for it."""
+        if self.checkpoint.eos_token_ids:  # else the router refuses grammars
+            self._grammars.start()
+
     def _constraint(self, sampling: SamplingParams) -> GrammarConstraint | None:
         return self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
 

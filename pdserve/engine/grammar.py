@@ -1,17 +1,19 @@
-"""Structured output through xgrammar (`pip install 'pdserve[structured]'`): tokens that would break a grammar are masked.
+"""Structured output through llguidance: tokens that would break a grammar are masked.
 
 A grammar arrives as a specification (`grammars/specification.py`) and is compiled in another process, within limits; its
-sequence joins the batch afterwards. Compiled grammars are cached, within bounds. Masks are computed in another process, too
-(`grammars/mask_worker.py`), because one that takes too long can only be stopped there. The allowed tokens are a function of
+sequence joins the batch afterwards. Masks are computed in another process, too (`grammars/mask_worker.py`), because one that
+takes too long can only be stopped there. The allowed tokens are a function of
 the output alone, so a sequence may be preempted or migrate to another instance.
 
 Shape legend: S sequences, V vocabulary, W 32-bit words of a bit mask over the vocabulary.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 from pdserve.engine.sequence import Sequence
@@ -20,11 +22,11 @@ from pdserve.grammars.cache import BoundedCache
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.mask_client import Follower, LoadedGrammar, MaskRow, fill_masks
 
+log = logging.getLogger(__name__)
+
 COMPILE_THREADS = 2
-CACHE_ENTRIES = 1024  # compiled grammars
-CACHE_BYTES = 128 * 2**20
 LOADED_ENTRIES = 16  # mask workers that wait for another sequence with their grammar
-LOADED_BYTES = 32 * 2**20
+LOADED_BYTES = 2**20
 
 
 class GrammarConstraint:
@@ -62,7 +64,7 @@ class GrammarConstraint:
 
 
 class GrammarBackend:
-    """Compiles grammars for one model. The compile server is started with the first grammar."""
+    """Compiles grammars for one model. The compile server is started by `start`, or with the first grammar."""
 
     def __init__(self, model: str, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._compiler = GrammarCompiler(model, vocab_size, eos_token_ids)
@@ -70,7 +72,10 @@ class GrammarBackend:
         self._lock = threading.Lock()
         self._running: dict[str, Future[LoadedGrammar]] = {}  # compilations by specification
         self._loaded = BoundedCache[Future[LoadedGrammar]](LOADED_ENTRIES, LOADED_BYTES)
-        self._compiled = BoundedCache[memoryview](CACHE_ENTRIES, CACHE_BYTES)
+
+    def start(self) -> None:
+        """Start the compile server in another thread."""
+        self._threads.submit(_start, self._compiler)
 
     def compile(self, spec: str, on_ready: Callable[[], None]) -> GrammarConstraint:
         """Start compiling a specification, unless it is cached. `on_ready` is called, in any thread, once that has ended."""
@@ -89,16 +94,17 @@ class GrammarBackend:
         with self._lock:
             del self._running[spec]
             if compiled.exception() is None:
-                self._loaded.put(spec, compiled, len(compiled.result().serialized))
+                self._loaded.put(spec, compiled, len(compiled.result().grammar))
 
     def _compile(self, spec: str) -> LoadedGrammar:
-        with self._lock:
-            serialized = self._compiled.get(spec)
-        if serialized is None:
-            serialized = self._compiler.compile(spec)
-            with self._lock:
-                self._compiled.put(spec, serialized, len(serialized))
-        return LoadedGrammar(self._compiler, serialized)
+        return LoadedGrammar(self._compiler, self._compiler.compile(spec))
+
+
+def _start(compiler: GrammarCompiler) -> None:
+    try:
+        compiler.start()
+    except RequestError as error:  # which the first request with a grammar meets again
+        log.warning("structured output will fail: %s", error)
 
 
 def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
@@ -106,9 +112,7 @@ def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     rows = [i for i, seq in enumerate(seqs) if seq.constraint is not None and seq.answer_start is not None]
     if not rows:
         return
-    from xgrammar import allocate_token_bitmask, apply_token_bitmask_inplace
-
-    mask_SW = allocate_token_bitmask(len(seqs), logits_SV.shape[1])
+    mask_SW = torch.full((len(seqs), -(-logits_SV.shape[1] // 32)), -1, dtype=torch.int32)
     wanted = []
     for row in rows:
         seq = seqs[row]
@@ -118,4 +122,14 @@ def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
         if mask_row is not None:
             wanted.append(mask_row)
     fill_masks(wanted)
-    apply_token_bitmask_inplace(logits_SV, mask_SW.to(logits_SV.device), indices=rows)
+    for row, banned_V in zip(rows, _banned(mask_SW[rows].to(logits_SV.device), logits_SV.shape[1]), strict=True):
+        logits_SV[row].masked_fill_(banned_V, float("-inf"))
+
+
+def _banned(mask_RW: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return where the bit of a token, from the lowest of each word on, is not set. Bool [R, V], on the mask's device."""
+    if mask_RW.device.type == "cpu":
+        bits_RV = np.unpackbits(~mask_RW.numpy().view(np.uint8), axis=1, count=vocab, bitorder="little")
+        return torch.from_numpy(bits_RV).view(torch.bool)
+    shifts = torch.arange(32, device=mask_RW.device, dtype=torch.int32)
+    return ((mask_RW[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab] == 0

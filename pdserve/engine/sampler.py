@@ -12,6 +12,7 @@ import torch
 
 from pdserve.engine.grammar import apply_grammars
 from pdserve.engine.sequence import Sequence
+from pdserve.errors import BadRequest
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
 from pdserve.kernels.gpu.draw import draw as gpu_draw
@@ -66,6 +67,7 @@ def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     _mask_early_stops(logits_SV, seqs)
     _mask_bad_words(logits_SV, seqs)
     _apply_reasoning(logits_SV, seqs)
+    _fail_without_tokens(logits_SV, seqs)
     return SampledTokens(logits_SV, seqs).read()
 
 
@@ -292,6 +294,14 @@ def _apply_reasoning(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
             logits_SV[i, token] = 0
         elif seq.constraint is not None and seq.answer_start is None and seq.stop_token_ids:
             _mask(logits_SV[i], list(seq.stop_token_ids))
+
+
+def _fail_without_tokens(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    """End the requests whose logits processors have excluded all tokens, or all that their grammar allows."""
+    for i, seq in enumerate(seqs):
+        if seq.sampling.logits_processors and logits_SV[i].max() == float("-inf"):
+            message = "the logits processors leave no token" + (" that the grammar allows" if seq.constraint else "")
+            seq.fail(BadRequest(message, kind="invalid_logits_processor", param="logits_processors"))
 
 
 def _mask(logits_V: torch.Tensor, ids: list[int]) -> None:

@@ -2,9 +2,7 @@
 
 import json
 import logging
-import mmap
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,18 +17,17 @@ from io import BufferedReader
 from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex, check_grammar
 
-START_TIMEOUT_S = 600.0  # for loading xgrammar and the tokenizer; only ends a hang
+START_TIMEOUT_S = 600.0  # for loading the vocabulary; only ends a hang
 GRACE_S = 30.0  # for the answer, after the elapsed time at which the compile server's process is killed
 READY, COMPILE, MASKS = b"r", b"c", b"m"  # as in `compile_server.py`
 STARTED, OK, ERROR = b".", b"+", b"-"
 LENGTH_BYTES = 4
-SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")  # prefix of xgrammar's error messages
 
 log = logging.getLogger(__name__)
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Its compile server is started with the first grammar, and again if it died.
+    """Compiles grammars for one vocabulary. Its compile server is started by `start`, and again if it died.
 
     All methods may be called in any thread, and block.
     """
@@ -45,15 +42,20 @@ class GrammarCompiler:
         self._server: _CompileServer | None = None
         self._closed = False
 
-    def compile(self, spec: str) -> memoryview:
-        """Return the compiled grammar of a specification, as xgrammar's JSON.
+    def start(self) -> None:
+        """Start the compile server, if it is not running, and wait until it has loaded: the first grammar need not.
 
-        It may have tens of megabytes, which `malloc` would keep when it is dropped, or leave between other allocations. So it
-        is in pages of its own, which the system gets back.
+        Raises:
+            RequestError: it does not start.
+        """
+        self._running_server()
+
+    def compile(self, spec: str) -> bytes:
+        """Return the grammar of a specification in Lark's syntax, which llguidance compiles within the limits.
 
         Raises:
             GrammarTooComplex: it exceeds a limit.
-            BadRequest: xgrammar cannot parse or compile it.
+            BadRequest: it is invalid, or llguidance cannot hold it.
             RequestError: the compile server does not start.
         """
         check_grammar(spec)
@@ -61,8 +63,7 @@ class GrammarCompiler:
         if status == OK:
             return content
         if status == ERROR:
-            reason = SOURCE_LOCATION.sub("", bytes(content).decode()).strip()
-            raise BadRequest(f"the grammar cannot be used: {reason}", kind="invalid_grammar")
+            raise BadRequest(f"the grammar cannot be used: {content.decode().strip()}", kind="invalid_grammar")
         log.info("a grammar of %d characters was rejected: compiling it exceeds a limit", len(spec))
         message = f"the grammar is too expensive to compile; simplify it. The limits are {self._limits}"
         raise GrammarTooComplex(message, kind="invalid_grammar")
@@ -80,8 +81,8 @@ class GrammarCompiler:
             server.kill()
         raise RequestError("the compile server for grammars does not answer", kind="internal_error")
 
-    def _answer(self, spec: str) -> tuple[bytes, memoryview]:
-        """Return a status, empty if a limit was exceeded, and the compiled grammar or an error message."""
+    def _answer(self, spec: str) -> tuple[bytes, bytes]:
+        """Return a status, empty if a limit was exceeded, and the grammar or an error message."""
         for _ in range(2):  # the second time if the server has died since the last grammar
             server = self._running_server()
             try:
@@ -130,7 +131,7 @@ class _CompileServer:
         self.pid = self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Return once the server has loaded xgrammar and the tokenizer.
+        """Return once the server has loaded the vocabulary.
 
         Raises:
             RequestError: it has ended or hangs.
@@ -165,7 +166,7 @@ class _CompileServer:
                 raise
         return ours
 
-    def answer(self, spec: str, timeout_s: float) -> tuple[bytes, memoryview] | None:
+    def answer(self, spec: str, timeout_s: float) -> tuple[bytes, bytes] | None:
         """Have a grammar compiled. Return a status and content, both empty if a limit was exceeded; None if the server died.
 
         Raises:
@@ -181,15 +182,15 @@ class _CompileServer:
                 return None
 
 
-def _read_result(answer: BufferedReader) -> tuple[bytes, memoryview]:
+def _read_result(answer: BufferedReader) -> tuple[bytes, bytes]:
     """Return a status and its content, both empty if the answer ends early or takes too long."""
     with suppress(TimeoutError):
         head = answer.read(1 + LENGTH_BYTES)
         length = int.from_bytes(head[1:], "big")
-        content = memoryview(mmap.mmap(-1, max(1, length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:length]
-        if len(head) == 1 + LENGTH_BYTES and answer.readinto(content) == length:
+        content = answer.read(length)
+        if len(head) == 1 + LENGTH_BYTES and len(content) == length:
             return head[:1], content
-    return b"", memoryview(b"")
+    return b"", b""
 
 
 def _kill(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Formats of outputs: xgrammar's structural tags as plain data, whose leaves may be specifications (`specification.py`)."""
+"""Formats of outputs as plain data: texts, regular expressions, and specifications (`specification.py`) in sequences."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,16 +7,18 @@ Format = dict[str, Any]
 
 
 def literal(text: str) -> Format:
-    return {"type": "const_string", "value": text}
+    """Return the format of a text. Special tokens in it are meant as tokens."""
+    return {"type": "literal", "text": text}
 
 
 def pattern(regex: str) -> Format:
-    return {"type": "regex", "pattern": regex}
+    """Return the format of what a regular expression in Rust's syntax matches as a whole."""
+    return {"type": "pattern", "regex": regex}
 
 
 def any_text(*excludes: str) -> Format:
     """Return the format of any text, even none, without these strings."""
-    return {"type": "any_text", "excludes": list(excludes)}
+    return {"type": "text", "excludes": list(excludes)}
 
 
 def specified(spec: dict[str, Any]) -> Format:
@@ -29,7 +31,12 @@ def sequence(*elements: Format) -> Format:
 
 
 def either(*elements: Format) -> Format:
-    return {"type": "or", "elements": list(elements)} if len(elements) > 1 else elements[0]
+    return {"type": "either", "elements": list(elements)} if len(elements) > 1 else elements[0]
+
+
+def maybe(text: str) -> Format:
+    """Return the format of a text or none, of which what surrounds it says enough to tell."""
+    return either(literal(text), literal(""))
 
 
 def optional(content: Format) -> Format:
@@ -38,27 +45,26 @@ def optional(content: Format) -> Format:
 
 def repeated(content: Format) -> Format:
     """Return the format of any number of contents, even none."""
-    return {"type": "star", "content": content}
+    return {"type": "repeated", "content": content}
 
 
 def tag(begin: str, content: Format, end: str) -> Format:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+    return sequence(literal(begin), content, literal(end))
 
 
 def among_text(tags: list[Format], triggers: tuple[str, ...], *, single: bool) -> Format:
-    """Return the format of tags among any text; they begin where one of the triggers ends. `single`: at most one."""
-    return {"type": "triggered_tags", "tags": tags, "triggers": list(triggers), "stop_after_first": single}
+    """Return the format of tags among any text; each begins with a trigger, and none is text. `single`: at most one."""
+    calls = []
+    for trigger in triggers:
+        rests = [rest for one in tags if (rest := _after(trigger, one))]
+        calls.append(sequence(any_text(*triggers), literal(trigger), either(*rests)))
+    return sequence((optional if single else repeated)(either(*calls)), any_text(*triggers))
 
 
 def listed(tags: list[Format], separator: str, *, single: bool) -> Format:
     """Return the format of a list of at least one tag; `single`: of one."""
-    return {
-        "type": "tags_with_separator",
-        "tags": tags,
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": single,
-    }
+    one = either(*tags)
+    return one if single else sequence(one, repeated(sequence(literal(separator), one)))
 
 
 def specifications(value: Any) -> Iterator[dict[str, Any]]:
@@ -68,3 +74,11 @@ def specifications(value: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(value, dict | list):
         for child in value.values() if isinstance(value, dict) else value:
             yield from specifications(child)
+
+
+def _after(trigger: str, one: Format) -> Format | None:
+    """Return what follows the trigger with which a tag begins; None if it begins otherwise."""
+    begin, *others = one["elements"]
+    if not begin["text"].startswith(trigger):
+        return None
+    return sequence(literal(begin["text"].removeprefix(trigger)), *others)

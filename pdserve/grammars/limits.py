@@ -25,18 +25,15 @@ class CompileLimits:
     Attributes:
         cpu_s: CPU time in whole seconds, which unlike elapsed time does not depend on the load of the machine.
         elapsed_s: elapsed time in whole seconds; ends a process that hangs.
-        memory_bytes: memory on top of what the process starts with.
-        result_bytes: size of the compiled grammar as JSON. Reading it takes about four times as much memory.
+        memory_bytes: memory on top of what the process starts with; for masks as well.
     """
 
-    cpu_s: int = 10
-    elapsed_s: int = 120
-    memory_bytes: int = 512 * 2**20
-    result_bytes: int = 32 * 2**20
+    cpu_s: int = 2
+    elapsed_s: int = 60
+    memory_bytes: int = 128 * 2**20
 
     def __str__(self) -> str:
-        memory, result = (f"{size / 2**20:g} MiB" for size in (self.memory_bytes, self.result_bytes))
-        return f"{self.cpu_s} s of CPU time, {memory} of memory, and {result} for the result"
+        return f"{self.cpu_s} s of CPU time and {self.memory_bytes / 2**20:g} MiB of memory"
 
 
 def mask_budget_s(num_tokens: int) -> float:

@@ -28,15 +28,15 @@ class LoadedGrammar:
     """A compiled grammar in a mask worker, which ends with this object.
 
     Args:
-        serialized: the grammar as xgrammar's JSON.
+        grammar: the grammar in Lark's syntax.
 
     Raises:
         RequestError: the compile server, which forks the worker, does not start.
     """
 
-    def __init__(self, compiler: GrammarCompiler, serialized: memoryview) -> None:
+    def __init__(self, compiler: GrammarCompiler, grammar: bytes) -> None:
         self._compiler = compiler
-        self.serialized = serialized
+        self.grammar = grammar
         self.worker = self._start_worker()
 
     def restart(self) -> None:
@@ -45,7 +45,7 @@ class LoadedGrammar:
 
     def _start_worker(self) -> "_Worker":
         worker = _Worker(self._compiler.fork_mask_worker())
-        worker.load(self.serialized)
+        worker.load(self.grammar)
         return worker
 
 
@@ -104,10 +104,9 @@ class _Worker:
         self._new_number = itertools.count().__next__
         self._ended: deque[int] = deque()  # followers that are gone; filled in any thread
 
-    def load(self, serialized: memoryview) -> None:
+    def load(self, grammar: bytes) -> None:
         try:
-            self._connection.sendall(len(serialized).to_bytes(LENGTH_BYTES, "big"))
-            self._connection.sendall(serialized)
+            self._send(grammar)
             if self._answers.read(1) == LOADED:
                 return
         except ConnectionError:
@@ -152,7 +151,7 @@ def _finish(row: MaskRow, status: bytes, content: bytes) -> None:
     if status == BROKEN:
         row.follower.failure = RequestError("the output does not follow the grammar", kind="grammar_broken")
     elif status == EXPENSIVE:
-        message = f"the grammar took {content.decode()} s of CPU time for {len(row.output) + 1} tokens; simplify it"
+        message = f"the grammar {content.decode()} for {len(row.output) + 1} tokens; simplify it"
         row.follower.failure = GrammarTooComplex(message, kind="invalid_grammar")
     else:
         row.mask_W.copy_(torch.frombuffer(bytearray(content), dtype=torch.int32))

@@ -1,95 +1,154 @@
-"""Grammar specifications, and xgrammar's `Grammar` of one.
+"""Grammar specifications, and the grammar of one in Lark's syntax with the extensions of llguidance.
 
 A specification is JSON with one of
 
-    json     a JSON schema. `place` may say what surrounds the JSON: `python`, whose strings have fewer escapes, or `xml`,
-             where strings write `<` as an escape
+    json     a JSON schema. `place` may be `python`, where literals may be Python's, or `xml`, where no string has a `<`
+             unless the schema lists it
     text     the JSON schema of a string that is written without quotes, and without `<`
     regex    a regular expression
     choice   a list of strings
     grammar  EBNF
     format   a format of `formats.py`
+
+llguidance cuts an output into lexemes, the longest that its terminals match, before it parses them. So a format whose parts
+are regular is one terminal: with a terminal for each part, one could take what the next begins with.
 """
 
-import json
-import re
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-# Parts of xgrammar's grammar of a JSON schema, and what stands in their place.
-CHARACTER = r"[^\0-\x1f\"\\\r\n]"
-LIMITED = r"[^\"\\\r\n]"  # in strings of limited length
-HEX = "[A-Fa-f0-9]"
-ESCAPES, UNICODE = r"[\"\\/bfnrt]", f'("u" {HEX} {HEX} {HEX} {HEX})'
-BASIC = f'("u" [A-CE-Fa-ce-f0-9] {HEX} {HEX} {HEX}) | ("u" [Dd] [0-7] {HEX} {HEX})'
-PAIR = rf'("u" [Dd] [89ABab] {HEX} {HEX} "\\u" [Dd] [C-Fc-f] {HEX} {HEX})'
-MENDED = {  # halves of surrogate pairs, control characters in limited strings, and any in JSON pointers
-    UNICODE: f"{BASIC} | {PAIR}",
-    LIMITED: r"[^\0-\x1f\"\\\ud800-\udfff]",
-    r"([\0-.]) | ([0-}]) | ([\x7f-\U0010ffff])": r"([ !#-.0-;=-[\]-}\x7f-\ud7ff\ue000-\U0010ffff])",
-}
-QUOTED_ADDRESS = re.compile(r' \| \("\\\\" "\\"" \w+ "\\\\" "\\""\)')  # in which any character is escaped
-LITERALS = {f'("{ours}")': f'("{ours}") | ("{python}")' for ours, python in (("true", "True"), ("null", "None"))}
-PLACES: dict[str, dict[str, str]] = {
-    "": {},
-    "xml": {CHARACTER: r"[^\0-\x1f\"\\<]", LIMITED: r"[^\0-\x1f\"\\<\ud800-\udfff]"},
-    "python": {UNICODE: BASIC, ESCAPES: r"[\"\\bfnrt]", '("false")': '("false") | ("False")', **LITERALS},
-    "text": {LIMITED: r"[^\0-\x08\x0b\x0c\x0e-\x1f<\ud800-\udfff]"},
-}
-# A number with a larger exponent is infinite to most readers.
-EXPONENT = re.compile(r"(?<=\[eE\] )(\w+ )(basic_number_digits)\{1, -1\}")
-FOLLOWED = re.compile(r" \(=\(.*\)\)$", re.MULTILINE)  # by what a string must be: by JSON
-STRING = re.compile(r'^root ::= \(\("\\"" (.*) "\\""\)\)$', re.MULTILINE)
-ANY_TEXT = r"root ::= [^<]*"
+from pdserve.grammars import regexes
+from pdserve.grammars.ebnf_rules import lark_rules
+from pdserve.grammars.formats import Format, specified
+from pdserve.grammars.json_rules import JsonRules
+from pdserve.grammars.schema import prepared
+from pdserve.grammars.schema_keywords import text_patterns
+
+# Any token that continues the text is allowed, not only those with which the tokenizer would write it.
+OPTIONS = '%llguidance {"no_forcing": true}'
+ANYTHING = "/(?s:.*)/"
+NOTHING = '""'
 
 
-def build_grammar(spec: dict[str, Any]) -> Any:
-    """Return xgrammar's `Grammar` of a specification.
+def lark_grammar(spec: dict[str, Any], special: Mapping[str, int | None]) -> str:
+    """Return the grammar of a specification.
+
+    Args:
+        special: ids of the special tokens by their strings; None for those that end the output.
 
     Raises:
-        RuntimeError: xgrammar cannot parse it.
+        ValueError: it is invalid, or the grammar cannot hold it.
     """
-    from xgrammar import Grammar
+    writer = _Writer(special)
+    form = spec.get("format", specified(spec))
+    start = writer.expression(form)
+    return "\n".join([OPTIONS, f"start: {start}", *writer.lines])
 
-    if "format" in spec:
-        return Grammar.from_structural_tag(
-            json.dumps({"type": "structural_tag", "format": _with_grammars(spec["format"])})
-        )
-    if "json" in spec:
-        return Grammar.from_ebnf(_json_grammar(spec["json"], spec.get("place", "")))
-    if "text" in spec:
-        grammar = _json_grammar(spec["text"], "text")
-        return Grammar.from_ebnf(STRING.sub(r"root ::= ((\1))", grammar) if STRING.search(grammar) else ANY_TEXT)
+
+class _Writer:
+    """Collects the rules and the terminals of a grammar."""
+
+    def __init__(self, special: Mapping[str, int | None]) -> None:
+        self._special = special
+        self._number = itertools.count().__next__
+        self.lines: list[str] = []
+
+    def expression(self, form: Format) -> str:
+        """Return the expression of a format in a rule."""
+        if (terminal := self._terminal(form)) is not None:
+            return self._name("T", terminal)
+        match form["type"]:
+            case "token":
+                return f"<[{form['id']}]>"
+            case "specified":
+                return self._specified(form["spec"])
+            case "either":
+                return "(" + " | ".join(map(self.expression, form["elements"])) + ")"
+            case "optional":
+                return f"({self.expression(form['content'])})?"
+            case "repeated":
+                return f"({self.expression(form['content'])})*"
+        parts = list[str]()
+        for is_regular, group in itertools.groupby(self._elements(form), lambda one: self._terminal(one) is not None):
+            if is_regular:
+                parts.append(self._name("T", " ".join(str(self._terminal(one)) for one in group)))
+            else:
+                parts += map(self.expression, group)
+        return " ".join(parts)
+
+    def _elements(self, form: Format) -> list[Format]:
+        """Return the elements of a sequence, of which none is a sequence, nor a text with special tokens in it."""
+        if form["type"] == "sequence":
+            return [part for element in form["elements"] for part in self._elements(element)]
+        return self._split(form["text"]) if form["type"] == "literal" else [form]
+
+    def _terminal(self, form: Format) -> str | None:
+        """Return the expression of a format in a terminal; None if it is not regular."""
+        match form["type"]:
+            case "literal":
+                parts = self._split(form["text"])
+                return _text(parts[0]["text"]) if len(parts) == 1 and "text" in parts[0] else None
+            case "pattern":
+                return f"({regexes.between_slashes(form['regex'])})"
+            case "text":
+                return _text_without([one for one in form["excludes"] if one not in self._special])
+            case "sequence" | "either" as kind:
+                found = [one for element in form["elements"] if (one := self._terminal(element)) is not None]
+                if len(found) < len(form["elements"]):
+                    return None
+                return "(" + (" " if kind == "sequence" else " | ").join(found) + ")"
+            case "specified":
+                return _specified_terminal(form["spec"])
+        return None
+
+    def _specified(self, spec: dict[str, Any]) -> str:
+        if "json" in spec:
+            place = spec.get("place", "")
+            document = prepared(spec["json"], is_in_tags=place == "xml")
+            return JsonRules(document, self._name, self._reserved, is_python=place == "python").start
+        name = f"g{self._number()}_"
+        self.lines += lark_rules(spec["grammar"], name)
+        return f"{name}root"
+
+    def _name(self, kind: str, expression: str) -> str:
+        name = f"{kind}{self._number()}"
+        self.lines.append(f"{name}: {expression}")
+        return name
+
+    def _reserved(self) -> tuple[str, Callable[[str], None]]:
+        """Return the name of a rule, and the function that sets its expression."""
+        name = f"r{self._number()}"
+        return name, lambda expression: self.lines.append(f"{name}: {expression}")
+
+    def _split(self, text: str) -> list[Format]:
+        """Return the parts of a text: special tokens, without those that end the output, and what is between them."""
+        for token, token_id in self._special.items():
+            if token in text:
+                before, _, after = text.partition(token)
+                found = [] if token_id is None else [{"type": "token", "id": token_id}]
+                parts = [*self._split(before), *found, *self._split(after)]
+                return [part for part in parts if part.get("text") != ""] or parts[:1]
+        return [{"type": "literal", "text": text}]
+
+
+def _specified_terminal(spec: dict[str, Any]) -> str | None:
     if "regex" in spec:
-        return Grammar.from_regex(spec["regex"])
+        return f"({regexes.between_slashes(regexes.translated(spec['regex']))})"
     if "choice" in spec:
-        return Grammar.from_ebnf(f"root ::= {' | '.join(map(_literal, spec['choice']))}")
-    return Grammar.from_ebnf(spec["grammar"])
+        return "(" + " | ".join(map(_text, spec["choice"])) + ")"
+    if "text" in spec:
+        patterns = [regexes.between_slashes(one) for one in text_patterns(spec["text"])]
+        return "(" + " & ".join([*patterns, _text_without(["<"])]) + ")"
+    return None
 
 
-def _json_grammar(schema: Any, place: str) -> str:
-    """Return the EBNF of a JSON schema."""
-    from xgrammar import Grammar
-
-    # White space is as json.dumps writes it: unbounded white space could go on until max_tokens.
-    grammar = str(Grammar.from_json_schema(json.dumps(schema), any_whitespace=False))
-    for part, replacement in (
-        PLACES[place] | {part: MENDED[part] for part in MENDED if part not in PLACES[place]}
-    ).items():
-        grammar = grammar.replace(part, replacement)
-    grammar = EXPONENT.sub(r"\1[12]? \2{1, 2}", QUOTED_ADDRESS.sub("", grammar))
-    return FOLLOWED.sub("", grammar) if place else grammar
+def _text(text: str) -> str:
+    return regexes.between_slashes(regexes.literal(text)) if text else NOTHING
 
 
-def _with_grammars(value: Any) -> Any:
-    """Return a format, or a part of it, with grammars in place of specifications."""
-    if isinstance(value, list):
-        return [_with_grammars(child) for child in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get("type") == "specified":
-        return {"type": "grammar", "grammar": str(build_grammar(value["spec"]))}
-    return {key: _with_grammars(child) for key, child in value.items()}
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _text_without(texts: list[str]) -> str:
+    if not texts:
+        return ANYTHING
+    # One complement: with one for each text, llguidance finds no more than a few of them.
+    return f"({ANYTHING} & ~/(?s:.*)({'|'.join(map(regexes.literal, texts))})(?s:.*)/)"

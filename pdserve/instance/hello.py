@@ -1,6 +1,5 @@
 """The Hello of an instance: its first frame to a router, which tells what it is and can do."""
 
-import importlib.util
 import os
 import secrets
 import socket
@@ -42,5 +41,5 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         itl_target=(config.itl_target_ms or 0) / 1e3,
         embedding_size=0 if pooling is None else pooling.num_classes or engine.checkpoint.hidden_size,
         classifies=pooling is not None and pooling.num_classes > 0,
-        grammars=importlib.util.find_spec("xgrammar") is not None,
+        grammars=True,
     )

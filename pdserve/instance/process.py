@@ -77,6 +77,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         probes = GrpcServer(("0.0.0.0", config.grpc_health_port), {"": checks["readiness"], **checks})
         await probes.start()
         log.info("gRPC health checks on port %d", probes.port)
+    instance.engine.start_grammars()
     hello = make_hello(role, config, instance)
     gc.freeze()  # loaded objects stay: a full collection would pause token generation for 0.1 s
     log.info("%s", describe(hello, time.monotonic() - started))

@@ -38,7 +38,7 @@ def parse_grammar(body: SamplingBody, info: ModelInfo) -> str:
 def check_grammar_support(body: SamplingBody, info: ModelInfo, name: str) -> None:
     """Raise BadRequest if the instances, or other fields of the body, rule out the grammar that field `name` asks for."""
     if not info.supports_grammars:
-        message = f"{name} needs xgrammar on all instances: pip install 'pdserve[structured]' there, or leave it out"
+        message = f"{name} is not supported by all instances, some of which are older; update them, or leave it out"
         raise BadRequest(message, kind="unsupported_parameter", param=name)
     if not info.eos_token_ids:
         raise InvalidParameter(name, f"{name} is not supported by this model: it has no end-of-sequence token")

@@ -5,16 +5,19 @@ delay grammars of that key that the router has not seen yet. Verdicts are cached
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
-from pdserve.errors import BadRequest, Overloaded
+from pdserve.errors import BadRequest, Overloaded, RequestError
 from pdserve.grammars.cache import BoundedCache
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.router.backend import ModelInfo
+
+log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
 MAX_WAITING = 16  # different grammars of one key
@@ -26,7 +29,7 @@ class GrammarChecker:
     """Decides whether a grammar can be used. Lives on one event loop.
 
     Args:
-        compiler: returns the compiler; called with the first grammar.
+        compiler: returns the compiler; called by `start`, or with the first grammar.
         on_result: called for each grammar that is not in the cache: valid, invalid, too_expensive, or failed for a reason
             that is not in the grammar.
     """
@@ -38,10 +41,15 @@ class GrammarChecker:
         self._on_result = on_result
         self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
-        self._verdicts = BoundedCache[str](CACHE_ENTRIES, CACHE_BYTES)  # empty, or why xgrammar rejects the grammar
+        self._verdicts = BoundedCache[str](CACHE_ENTRIES, CACHE_BYTES)  # empty, or why the grammar is rejected
         self._running: dict[tuple[str, str], asyncio.Task[str]] = {}  # by key and digest
         self._num_waiting: Counter[str] = Counter()  # entries of `_running` by key
         self._turns: dict[str, asyncio.Lock] = {}  # by key, while it has entries in `_running`
+
+    def start(self, info: ModelInfo) -> None:
+        """Load what compiling needs, in another thread: the first grammar need not wait for it."""
+        if info.eos_token_ids:  # else grammars are refused
+            self._threads.submit(_start, self._compiler_for(info))
 
     async def check(self, key: str, spec: str, info: ModelInfo) -> None:
         """Return if the specification can be compiled within the limits.
@@ -92,11 +100,22 @@ class GrammarChecker:
 
     async def _compile_in_turn(self, key: str, digest: str, spec: str, info: ModelInfo) -> str:
         async with self._turns.setdefault(key, asyncio.Lock()):
-            if self._compiler is None:
-                self._compiler = self._create_compiler(info)
-            verdict = await asyncio.get_running_loop().run_in_executor(self._threads, _verdict, self._compiler, spec)
+            compiler = self._compiler_for(info)
+            verdict = await asyncio.get_running_loop().run_in_executor(self._threads, _verdict, compiler, spec)
         self._verdicts.put(digest, verdict, len(verdict))
         return verdict
+
+    def _compiler_for(self, info: ModelInfo) -> GrammarCompiler:
+        if self._compiler is None:
+            self._compiler = self._create_compiler(info)
+        return self._compiler
+
+
+def _start(compiler: GrammarCompiler) -> None:
+    try:
+        compiler.start()
+    except RequestError as error:  # which the first request with a grammar meets again
+        log.warning("structured output will fail: %s", error)
 
 
 def _name_result(task: "asyncio.Task[str]") -> str:
@@ -109,7 +128,7 @@ def _name_result(task: "asyncio.Task[str]") -> str:
 
 
 def _verdict(compiler: GrammarCompiler, spec: str) -> str:
-    """Return why xgrammar rejects the specification; empty if it does not. A limit that is exceeded stays an error."""
+    """Return why a specification is rejected; empty if it does not. A limit that is exceeded stays an error."""
     try:
         compiler.compile(spec)
     except GrammarTooComplex:

@@ -74,7 +74,6 @@ def test_handover(run: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 def test_structured(run: Callable[..., Any]) -> None:
-    pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install -e '.[structured]'")
     content = run("structured.py")
     assert [row["answers"] for row in content["rows"]] == ["new schemas", "again", "without"]
     assert content["valid"] == content["same_again"] == content["settings"]["requests"]

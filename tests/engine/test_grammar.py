@@ -19,8 +19,6 @@ from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.request import SamplingParams
 
-pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
-
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -109,10 +107,10 @@ def test_outputs_follow_their_grammars_before_and_after_migration(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"json": {"type": "foo"}}, 'the grammar cannot be used: Unsupported type "foo"'),
+        ({"json": {"type": "foo"}}, 'the grammar cannot be used: "type" ["foo"], which is not a type, at the top'),
         ({"json": {"items": NESTED}}, "the grammar is nested too deeply"),
-        ({"regex": "[a"}, "the grammar cannot be used: Regex parsing error"),
-        ({"grammar": "nothing"}, "the grammar cannot be used: EBNF parser error"),
+        ({"regex": "[a"}, "the grammar cannot be used: unclosed character class"),
+        ({"grammar": "nothing"}, "the grammar cannot be used: a rule must begin with its name and ::= (line 1)"),
     ],
 )
 def test_invalid_grammar_is_reported(engine: Engine, spec: dict[str, Any], message: str) -> None:
@@ -131,7 +129,7 @@ def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pyt
     compiling, proceed = threading.Event(), threading.Event()
     compile_grammar = GrammarCompiler.compile
 
-    def slow(compiler: GrammarCompiler, spec: str) -> memoryview:
+    def slow(compiler: GrammarCompiler, spec: str) -> bytes:
         compiling.set()
         assert proceed.wait(600)
         return compile_grammar(compiler, spec)
@@ -164,7 +162,7 @@ def test_a_grammar_is_compiled_once_while_it_is_cached(engine: Engine, monkeypat
     compiled: list[str] = []
     compile_grammar = GrammarCompiler.compile
 
-    def record(compiler: GrammarCompiler, spec: str) -> memoryview:
+    def record(compiler: GrammarCompiler, spec: str) -> bytes:
         compiled.append(spec)
         return compile_grammar(compiler, spec)
 

@@ -1,4 +1,4 @@
-"""Masks of a worker: those that xgrammar computes here, and what happens to a grammar whose masks take too long."""
+"""Masks of a worker: those that are computed here, and what happens to a grammar whose masks take too long."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.grammars.compile_server import Loaded
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
 from pdserve.grammars.mask_client import Follower, LoadedGrammar, MaskRow, fill_masks
-from pdserve.grammars.specification import build_grammar
-
-xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
+from pdserve.grammars.mask_worker import new_matcher
+from pdserve.grammars.specification import lark_grammar
 
 SPECS: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"enum": ["x", 5]}, "b": {"type": "number"}}, "required": ["a"]}},
@@ -27,9 +27,9 @@ SPECS: list[dict[str, Any]] = [
     {"grammar": 'root ::= "x" | "(" inner ")"\ninner ::= "y" | "[z]"'},
     {"format": tag("<tool_call>\n", specified({"json": {"type": "boolean"}}), "\n</tool_call>")},
 ]
-# Each `a` opens a level, which an optional letter ends. After `Q`, each letter of each token may belong to any level, so the
-# next mask takes minutes; all masks before it take milliseconds.
-BOMB = {"grammar": 'root ::= s\ns ::= "a" s t | "Q"\nt ::= "" | [a-z]'}
+# After `Q`, letters may be grouped in any way, so that the time for each token grows with the square of their number; all
+# masks before take milliseconds.
+BOMB = {"grammar": 'root ::= [a-z]{600} "Q" s\ns ::= s s s | s s | [a-z]'}
 NUM_WORDS = 20_000
 
 
@@ -63,20 +63,13 @@ def compiler(model: Path) -> Iterator[GrammarCompiler]:
 @pytest.fixture(scope="module")
 def local_mask(model: Path) -> Callable[[dict[str, Any], list[int]], torch.Tensor]:
     """Computes the mask of a grammar after an output in this process."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=NUM_WORDS, stop_token_ids=[0])
-    compiler = xgrammar.GrammarCompiler(info)
+    loaded = Loaded(str(model), NUM_WORDS, [0])
 
     def compute(spec: dict[str, Any], output: list[int]) -> torch.Tensor:
-        matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(build_grammar(spec)))
-        assert all(matcher.accept_token(token) for token in output)
-        mask_1W = xgrammar.allocate_token_bitmask(1, NUM_WORDS)
-        if not matcher.is_terminated():
-            matcher.fill_next_token_bitmask(mask_1W, 0)
-        row: torch.Tensor = mask_1W[0]
-        return row
+        matcher = new_matcher(loaded.tokenizer, lark_grammar(spec, loaded.special))
+        assert all(map(matcher.consume_token, output))
+        words = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+        return words[: NUM_WORDS // 32]
 
     return compute
 
@@ -86,14 +79,14 @@ def follow(compiler: GrammarCompiler, spec: dict[str, Any]) -> Follower:
 
 
 def row_of(follower: Follower, output: list[int]) -> MaskRow:
-    return MaskRow(follower, list(output), xgrammar.allocate_token_bitmask(1, NUM_WORDS)[0])
+    return MaskRow(follower, list(output), torch.full((NUM_WORDS // 32,), -1, dtype=torch.int32))
 
 
 def allowed(mask_W: torch.Tensor) -> list[int]:
     return [i for i in range(NUM_WORDS) if int(mask_W[i // 32]) >> i % 32 & 1]
 
 
-def test_masks_are_those_of_xgrammar_in_this_process(
+def test_masks_are_those_that_are_computed_in_this_process(
     compiler: GrammarCompiler, local_mask: Callable[[dict[str, Any], list[int]], torch.Tensor]
 ) -> None:
     choose = random.Random(1).choice
@@ -115,10 +108,11 @@ def test_a_mask_that_takes_too_long_fails_its_sequence_only(
 ) -> None:
     bomb, other = follow(compiler, BOMB), follow(compiler, SPECS[1])
     goods = [other, Follower(bomb.grammar)]
-    output, good_outputs = [vocab["a"]] * 1000, [[vocab["a"]] * 3, [vocab["a"]] * 2]
+    output, good_outputs = [vocab["a"]] * 600, [[vocab["a"]] * 3, [vocab["a"]] * 2]
     fill_masks([row_of(bomb, output), *map(row_of, goods, good_outputs)])
     assert bomb.failure is None
-    rows = [row_of(goods[0], good_outputs[0]), row_of(bomb, [*output, vocab["Q"]]), row_of(goods[1], good_outputs[1])]
+    long = [*output, vocab["Q"], *[vocab["a"]] * 800]
+    rows = [row_of(goods[0], good_outputs[0]), row_of(bomb, long), row_of(goods[1], good_outputs[1])]
     fill_masks(rows)
     assert isinstance(bomb.failure, GrammarTooComplex) and "takes more than 0.25 s of CPU time" in str(bomb.failure)
     for row, spec in ((rows[0], SPECS[1]), (rows[2], BOMB)):

@@ -1,63 +1,164 @@
-"""Grammars of JSON schemas: strings of limited length are text that JSON can hold."""
+# ruff: noqa: E501 — a case per line
+"""What grammars of specifications allow: of JSON schemas, regular expressions, choices and formats."""
 
+import json
 from typing import Any
 
 import pytest
 
-from pdserve.grammars.specification import build_grammar
+from pdserve.grammars.formats import any_text, either, literal, optional, sequence, specified
+from pdserve.grammars.specification import lark_grammar
+from tests.grammars.byte_matcher import ByteMatcher
 
-xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
 STRING = {"type": "string", "minLength": 1, "maxLength": 3}
+A = {"type": "object", "properties": {"kind": {"const": "a", "default": "a"}, "next": {"$ref": "#"}}}
+B = {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]}
+UNION = {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": A, "B": B}}
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as Pydantic writes it
+PASSWORD = r"^(?=.*[A-Z])(?=.*\d).{4,}$"
+ALL_OF = {
+    "allOf": [{"$ref": "#/definitions/A"}, {"type": "object", "properties": {"b": {}}, "required": ["b"]}],
+    "definitions": {"A": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+}
+EITHER_REQUIRED = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+}
+TREE = {"$ref": "#/components/T", "components": {"T": {"type": "array", "items": {"$ref": "#/components/T"}}}}
 
 
-def accepts(schema: dict[str, Any], text: bytes) -> bool:
-    vocabulary = xgrammar.TokenizerInfo([b"a", b"b", b"</s>"], stop_token_ids=[2])
-    compiled = xgrammar.GrammarCompiler(vocabulary).compile_grammar(build_grammar({"json": schema}))
-    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
-    return bool(matcher.accept_string(text) and matcher.is_terminated())
+def matcher(spec: dict[str, Any]) -> ByteMatcher:
+    return ByteMatcher(lark_grammar(spec, {}))
+
+
+def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict[str, Any]:
+    return {"type": "object", **({} if properties is None else {"properties": properties}), **keywords}
 
 
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
-        (STRING, ['"a"', '"é漢😀"', '"\x7f"'], ['""', '"abcd"', '"a\x13"', b'"\xed\xa0\x80"', '"\\"', 'a"']),
-        ({"type": "string", "maxLength": 2}, ['""', '"ab"'], ['"abc"', '"\x00"']),
-        ({"type": "string", "minLength": 2}, ['"ab"', '"abcdefghi"'], ['"a"', '"ab\x1f"']),
-        ({"type": "string", "pattern": "^b+$", "maxLength": 1}, ['"b"'], ['"a"']),
-        (
-            {
-                "type": "object",
-                "properties": {"const": STRING, "minLength": STRING},
-                "required": ["const", "minLength"],
-            },
-            ['{"const": "a", "minLength": "b"}'],
-            ['{"const": "a\x13", "minLength": "b"}', '{"const": "a", "minLength": "\x13"}'],
-        ),
-        ({"const": STRING}, ['{"type":"string","minLength":1,"maxLength":3}'], ['"a"']),
+        # strings
+        (STRING, ['"a"', '"é漢😀"'], ['""', '"abcd"', '"a\x13"', b'"\xed\xa0\x80"', '"\\"', 'a"']),
+        ({"type": "string", "maxLength": 2}, ['""', '"ab"', '"\\n\\""'], ['"abc"', '"\x00"']),
+        ({"type": "string", "pattern": "^b+$", "minLength": 2}, ['"bb"'], ['"b"', '"ab"']),
+        ({"type": "string", "pattern": "[0-9]{2}"}, ['"a12b"'], ['"1a2"']),
+        ({"type": "string", "pattern": "^{[[a]}$"}, ['"{[}"', '"{a}"'], ['"[[a]"']),
+        ({"type": "string", "pattern": DECIMAL}, ['"5"', '"-0.50"'], ['"-."', '""', '"5a"']),
+        ({"type": "string", "pattern": PASSWORD}, ['"aB1c"'], ['"aB1"', '"abcd1"', '"ABCD"']),
+        ({"type": "string", "format": "uuid4"}, ['"3fa85f64-5717-4562-b3fc-2c963f66afa6"'], ['"3fa85f64"']),
+        ({"type": "string", "format": "json-pointer", "minLength": 2}, ['"/a~1b/é"'], ['"/~"', '"a"', '"/"']),
+        ({"type": "string", "format": "ipvanyaddress"}, ['"any"'], ["5"]),
+        ({"minLength": 2}, ['"ab"', "5", "null"], ['"a"']),
+        # numbers
+        ({"type": "number"}, ["-1.5e-200", "1e22", "100000", "0.5"], ["1e400", "2e939", "99999999999e299", "01"]),
+        ({}, ["1e299", '{"a": [1e2]}'], ["1e400", '{"a": [1e400]}']),
+        ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, ["6", "10"], ["5", "-7", "6.0"]),
+        ({"type": "number", "minimum": 0, "maximum": 1e308, "multipleOf": 0.5}, ["0.5", "12"], ["0.3", "-1"]),
+        ({"type": "integer", "maximum": 1e400}, ["5"], ["5.5"]),
+        # listed values
+        ({"type": ["string", "null"], "enum": ["a", None, 5]}, ['"a"', "null"], ["5"]),
+        ({"enum": [True, 1, {"a": [1]}]}, ["true", "1", '{"a": [1]}'], ['"a"', '{"a": [2]}']),
+        # lists
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, ["[1]", "[1, 2]"], ["[]", "[1, 2, 3]"]),
+        ({"prefixItems": [{"const": 1}, {"const": 2}], "minItems": 1, "items": {"const": 3}}, ["[1]", "[1, 2, 3, 3]", "4"], ["[]", "[1, 3]"]),
+        ({"type": "array", "items": [{"const": 1}], "additionalItems": False}, ["[1]", "[]"], ["[1, 1]"]),
+        ({"type": "array", "uniqueItems": False, "items": False}, ["[]"], ["[1]"]),
+        (TREE, ["[[], [[]]]"], ["[1]"]),
+        # objects
+        (object_of({"a": STRING, "b": {}}, required=["b"]), ['{"b": 1}', '{"a": "x", "b": []}'], ['{"a": "x"}', '{"b": 1, "c": 1}']),
+        (object_of({}), ["{}"], ['{"a": 1}']),
+        (object_of(), ["{}", '{"a": {"b": 1}}'], ["{", '{"a"}']),
+        (object_of({"a": {}}, required=["a", "b"]), ['{"a": 1, "b": 2}'], ['{"a": 1}']),
+        (object_of({"a": {"type": "integer"}}, additionalProperties={"const": "s"}), ['{"a": 1, "b": "s"}', '{"aa": "s"}'], ['{"a": "s"}', '{"\\u0061": "s"}']),
+        (object_of(additionalProperties={"const": 1}, minProperties=1, maxProperties=2), ['{"a": 1, "b": 1}'], ["{}", '{"a": 1, "b": 1, "c": 1}']),
+        (object_of(propertyNames={"enum": ["a", "b c"]}), ['{"b c": 1}'], ['{"c": 1}']),
+        (object_of(propertyNames={"maxLength": 2}, additionalProperties={"const": 1}), ['{"ab": 1}'], ['{"abc": 1}', '{"ab": 2}']),
+        (object_of(patternProperties={"^x": {"const": 1}}), ['{"xy": 1}', "{}"], ['{"y": 1}', '{"x": 2}']),
+        # several schemas
         ({"anyOf": [STRING, {"type": "null"}]}, ['"a"', "null"], ['"\x13"']),
+        ({**UNION, "discriminator": {"propertyName": "kind"}}, ['{"kind": "a", "next": {"kind": "b"}}'], ["{}", '{"kind": "c"}']),
+        (ALL_OF, ['{"a": 1, "b": null}'], ['{"a": 1}', '{"a": 1, "b": 1, "c": 1}']),
+        (EITHER_REQUIRED, ['{"b": 1}', '{"a": 1, "b": 1}'], ["{}", '{"b": 1, "c": 1}']),
+        ({"allOf": [{"type": "integer"}, {"minimum": 5}]}, ["5"], ["4", "null"]),
+        # annotations, and what is for other types
+        ({"type": "boolean", "default": 1, "title": "x", "x-any": {}, "contains": {}, "minLength": 9}, ["true"], ["null"]),
+        ({"x-guidance": {"whitespace_flexible": True}, "type": "array"}, ["[1, 2]"], ["[1,2]"]),
+        ({"type": "string", "nullable": True}, ["null", '"a"'], ["1"]),
     ],
-)
-def test_strings_of_limited_length(schema: dict[str, Any], good: list[str], bad: list[str | bytes]) -> None:
-    for text in good:
-        assert accepts(schema, text.encode()), text
-    for one in bad:
-        assert not accepts(schema, one if isinstance(one, bytes) else one.encode()), one
-
-
-HALF, PAIR = r'"\ud83d"', r'"\ud83d\ude00"'
+)  # fmt: skip
+def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | bytes]) -> None:
+    allows = matcher({"json": schema}).matches
+    assert ([*filter(allows, good)], [*filter(allows, bad)]) == (good, [])
 
 
 @pytest.mark.parametrize(
-    ("schema", "good", "bad"),
+    ("keywords", "problem"),
     [
-        ({"type": "string"}, [PAIR, r'"\u00e9\uE000"'], [HALF, HALF[:-1] + 'a"', r'"\ude00"', r'"\ud83d\u0041"']),
-        ({"type": "string", "format": "json-pointer"}, ['"/a~1b/é"'], ['"/""', '"/\n"', r'"/\x"']),
-        ({"type": "string", "format": "email"}, ['"a.b@c.de"'], [r'"\"a\x\"@c.de"']),
-        ({"type": "number"}, ["-1.5e-200", "1e22"], ["1e400", "2e939"]),
+        ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+        ({"not": {"const": 1}}, '"not"'),
+        ({"if": {"const": 1}, "then": {}}, '"if"'),
+        ({"contains": {}}, '"contains"'),
+        ({"dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, '"oneOf" with schemas that may both hold'),
+        (UNION | {"oneOf": [A, A]}, '"oneOf" with schemas that may both hold'),
+        ({"$ref": "http://other/schema"}, "\"$ref\" to 'http://other/schema', which is not in the schema,"),
+        ({"type": "string", "pattern": "a(?!b)"}, "\"pattern\" 'a(?!b)' (look-around"),
+        ({"type": "string", "format": "regex"}, "\"format\" 'regex'"),
+        ({"type": "objct"}, '"type" ["objct"], which is not a type,'),
+        (object_of({"b": {}}, required=["a"], additionalProperties=False), "\"required\" of 'a'"),
+        (object_of({"a": {}, "b": {}}, minProperties=2), '"minProperties" beside optional properties'),
+        (object_of(minProperties=2), '"minProperties" of more than the required properties and 1'),
+        (object_of({"a": {}}, propertyNames={"pattern": "a"}), '"propertyNames" beside "properties"'),
+        ({"allOf": [{}, {}], "unevaluatedProperties": False}, '"unevaluatedProperties" beside allOf'),
+        ({"minimum": "1"}, '"minimum" "1", which is not a number,'),
+        ({"minItems": -1}, '"minItems" -1, which is not a count,'),
     ],
 )
-def test_answers_are_json_that_every_reader_takes(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
-    for text in good:
-        assert accepts(schema, text.encode()), text
-    for text in bad:
-        assert not accepts(schema, text.encode()), text
+def test_what_a_grammar_cannot_hold_is_refused_with_its_place(keywords: dict[str, Any], problem: str) -> None:
+    schema = {"properties": {"u/v": {"items": keywords}}, "$defs": keywords.get("$defs", {})}
+    with pytest.raises(ValueError) as raised:
+        lark_grammar({"json": schema}, {})
+    assert str(raised.value).startswith(problem) and " at /properties/u~1v/items" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "good", "bad"),
+    [
+        ({"regex": r"^[ab]{3}-\d{2}/{x}$"}, ["aba-12/{x}"], ["aba-1٣/{x}", "ab-12/{x}"]),
+        ({"choice": ["Paris", 'Bonn "am\nRhein" é']}, ["Paris", 'Bonn "am\nRhein" é'], ["Bonn"]),
+        ({"json": {"type": ["boolean", "null"]}, "place": "python"}, ["True", "true", "None"], ["TRUE"]),
+        ({"json": object_of({"a<": {}, "b": {"enum": ["x<y"]}}), "place": "xml"}, ['{"a<": {"u": [1]}, "b": "x<y"}'], ['{"a<": "<"}', '{"a<": {"<": 1}}']),
+        ({"text": {"pattern": "^a|b$", "maxLength": 3}}, ["ax", "xb"], ["xx", "a<", "axyz"]),
+        ({"text": {"format": "date"}}, ["2026-01-31"], ["2026-01-32"]),
+    ],
+)  # fmt: skip
+def test_other_specifications(spec: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    allows = matcher(spec).matches
+    assert ([*filter(allows, good)], [*filter(allows, bad)]) == (good, [])
+
+
+def test_texts_end_where_what_follows_begins() -> None:
+    """A lexer that took each part by itself would take the beginning of the next one with it."""
+    value = either(any_text("</v>"), literal("a</v>b"))
+    form = sequence(literal("<v>"), value, literal("</v>"), optional(specified({"json": {"type": "integer"}})))
+    allows = matcher({"format": form}).matches
+    assert [allows(text) for text in ("<v></v>", "<v>a</</v>5", "<v>a</v>b</v>", "<v>a</v>c</v>")] == [True] * 3 + [
+        False
+    ]
+
+
+def test_special_tokens_are_tokens_in_formats_and_no_text() -> None:
+    form = sequence(literal("<call>"), any_text("<call>"), literal("<end>"))
+    grammar = lark_grammar({"format": form}, {"<call>": 300, "<end>": None})
+    assert "<[300]>" in grammar and "end" not in grammar
+
+
+def test_a_schema_may_be_deep_and_refer_in_circles() -> None:
+    schema: dict[str, Any] = {"$ref": "#/$defs/0"}
+    schema["$defs"] = {str(i): object_of({"a": {"$ref": f"#/$defs/{(i + 1) % 100}"}}) for i in range(100)}
+    text: Any = {}
+    for _ in range(150):
+        text = {"a": text}
+    assert matcher({"json": schema}).matches(json.dumps(text))

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-
-pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
 
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(850):

@@ -75,7 +75,6 @@ def test_budget_grammar_and_hits(
         assert limited["usage"]["completion_tokens_details"] == {"reasoning_tokens": BUDGET}
 
         # A grammar makes the output begin with reasoning, and applies after it.
-        pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
         structured = {"guided_regex": "[ab]{5}", "thinking_token_budget": BUDGET, "max_tokens": BUDGET + 20}
         choice = chat(deployment, [QUESTION], **structured)["choices"][0]
         assert choice["token_ids"][0] == open_id and close_id in choice["token_ids"]

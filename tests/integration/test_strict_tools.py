@@ -13,8 +13,6 @@ import pytest
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 
-pytest.importorskip("xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'")
-
 TEMPLATE = (
     "{% if tools %}FORMAT{{ tools | length }}{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"

@@ -74,40 +74,44 @@ class HarmonyParser(ToolParser):
 
     @classmethod
     def call_formats(cls, functions: Functions) -> list[Format]:
-        channel, kind = r"<\|channel\|>(commentary|analysis)", r"( ?<\|constrain\|>json| json)?<\|message\|>"
-        return [
-            formats.sequence(
-                formats.pattern(rf"({channel} to=functions\.{name}| to=functions\.{name}{channel}){kind}"),
-                cls._arguments_format(schema),
-            )
-            for name, schema in functions.items()
-        ]
+        kind = _any_of(" <|constrain|>json", "<|constrain|>json", " json", "")
+        calls = []
+        for name, schema in functions.items():
+            to = f" to=functions.{name}"
+            channels = [f"{CHANNEL}{channel}" for channel in ("commentary", "analysis")]
+            head = _any_of(*(channel + to for channel in channels), *(to + channel for channel in channels))
+            calls.append(formats.sequence(head, kind, formats.literal(MESSAGE), cls._arguments_format(schema)))
+        return calls
 
     @classmethod
     def output_format(cls, functions: Functions, *, single: bool, text: Format | None) -> Format:
         """Return the format of messages: of any, and then of calls or, if `text` is given, of a final one with that text."""
-        said, end = formats.any_text(*cls.TAGS), r"(<\|(end|call|return)\|>)?"
-        start = formats.pattern(end + r"<\|start\|>assistant")
-        channels = "analysis|commentary" + ("" if text else "|final")
-        message = formats.sequence(formats.pattern(rf"<\|channel\|>({channels})<\|message\|>"), said)
+        said, end = formats.any_text(*cls.TAGS), _any_of(*MESSAGE_ENDS, "")
+        start = formats.sequence(end, formats.literal(f"{START}assistant"))
+        channels = ("analysis", "commentary", *(() if text else ("final",)))
+        message = formats.sequence(_any_of(*(f"{CHANNEL}{channel}{MESSAGE}" for channel in channels)), said)
         call = formats.either(*cls.call_formats(functions))
         calls = call if single else formats.sequence(call, formats.repeated(formats.sequence(start, call)))
         # The prompt may end within a message. What looks like a recipient there would be taken for that of the next one.
         goes_on = formats.any_text(
             *cls.TAGS, *(f"to={prefix}{name}" for name in functions for prefix in ("functions.", ""))
         )
-        messages = formats.sequence(
-            formats.either(message, goes_on), formats.repeated(formats.sequence(start, message))
-        )
         if text is None:
-            answers = [calls, formats.sequence(messages, formats.optional(formats.sequence(start, calls)))]
+            lasts, firsts = [message, calls], [message, goes_on, calls]
         else:
-            last = formats.either(formats.sequence(formats.literal(f"{CHANNEL}final{MESSAGE}"), text), calls)
-            answers = [text, last, formats.sequence(messages, start, last)]
-        return formats.sequence(formats.either(*answers), formats.pattern(end))
+            lasts = [formats.sequence(formats.literal(f"{CHANNEL}final{MESSAGE}"), text), calls]
+            firsts = [text, *lasts]
+        began = formats.sequence(formats.either(message, goes_on), start)
+        further = formats.repeated(formats.sequence(message, start))
+        ends = [formats.sequence(one, end) for one in firsts]
+        return formats.either(*ends, *(formats.sequence(began, further, one, end) for one in lasts))
 
     def _calls(self, tag: str) -> Steps[None]:
         header, _ = yield from self._take_until(self._tag(MESSAGE))
         recipient = RECIPIENT.search(header)
         if recipient and (yield from self._call_with_json(recipient[1])):
             yield from self._skip_tags(*self._tags(*MESSAGE_ENDS))
+
+
+def _any_of(*texts: str) -> Format:
+    return formats.either(*map(formats.literal, texts))

@@ -8,6 +8,7 @@ mistral       [TOOL_CALLS]NAME[ARGS]{…}, and [TOOL_CALLS][{"name": "f", "argum
 
 import re
 
+from pdserve.grammars import formats
 from pdserve.router.text.parsers.json_calls import JsonCallParser
 from pdserve.router.text.parsers.reader import Steps
 from pdserve.router.text.parsers.tool_parser import ToolParser
@@ -23,7 +24,7 @@ class DeepSeekV31Parser(ToolParser):
     TAGS = (*BEGINS, *SILENT, "<｜tool▁sep｜>")
     ENDS_STRINGS = True
     FORMS = (("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),)
-    LIST = ("(<｜tool▁calls▁begin｜>)?", "(<｜tool▁calls▁end｜>)?")
+    LIST = (formats.maybe("<｜tool▁calls▁begin｜>"), formats.maybe("<｜tool▁calls▁end｜>"))
 
     def _calls(self, tag: str) -> Steps[None]:
         name, _ = yield from self._take_until(self._tag("<｜tool▁sep｜>"))
@@ -53,7 +54,7 @@ class KimiK2Parser(ToolParser):
     TAGS = (*BEGINS, *SILENT, "<|tool_call_argument_begin|>")
     ENDS_STRINGS = True
     FORMS = (("<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>", "<|tool_call_end|>"),)
-    LIST = (r"(<\|tool_calls_section_begin\|>)?", r"(<\|tool_calls_section_end\|>)?")
+    LIST = (formats.maybe("<|tool_calls_section_begin|>"), formats.maybe("<|tool_calls_section_end|>"))
 
     def _calls(self, tag: str) -> Steps[None]:
         head, _ = yield from self._take_until(self._tag("<|tool_call_argument_begin|>"))

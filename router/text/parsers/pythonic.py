@@ -31,7 +31,10 @@ class PythonicParser(ToolParser):
     BEGINS = ()
     TAGS = ("<|python_start|>", "<|python_end|>")
     FORMS = (("NAME(", ")"),)
-    LIST = (r"(<\|python_start\|>)?\[", r"\](<\|python_end\|>)?")
+    LIST = (
+        formats.sequence(formats.maybe("<|python_start|>"), formats.literal("[")),
+        formats.sequence(formats.literal("]"), formats.maybe("<|python_end|>")),
+    )
     SEPARATOR = ", "
     TEXT = text_without(r"\[")
 

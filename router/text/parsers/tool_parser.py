@@ -11,6 +11,7 @@ from pdserve.router.text.parsers.output import ToolCallDelta, new_call_id
 from pdserve.router.text.parsers.reader import Reader, Steps
 
 SPACE = r" \t-\r\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+NOTHING = formats.literal("")
 Schema = Mapping[str, Any]
 Functions = Mapping[str, Schema | None]  # schemas of the arguments by name; None: any arguments
 
@@ -41,10 +42,10 @@ class ToolParser(Reader):
         SILENT: tags around calls that say nothing, and are dropped.
         FORMS: what precedes and follows the arguments of a call of the function NAME, INDEX being any number; several if it
             may be written in several ways. Empty: no grammar can hold the arguments to a JSON schema.
-        LIST: regular expressions of what precedes and follows calls that are not among text, with SEPARATOR between them.
+        LIST: formats of what precedes and follows calls that are not among text, with SEPARATOR between them.
         ENDS: strings beside TAGS that end a call's JSON.
         ENDS_STRINGS: those of TAGS that are special tokens end a call's JSON even inside of a string.
-        TEXT: EBNF of text that is not taken for calls, where BEGINS is empty.
+        TEXT: regular expression of text that is not taken for calls, where BEGINS is empty.
         SAYS_REASONING: the format of outputs includes reasoning, however it begins.
         num_calls: complete calls so far.
     """
@@ -52,7 +53,7 @@ class ToolParser(Reader):
     BEGINS: ClassVar[tuple[str, ...]]
     SILENT: ClassVar[tuple[str, ...]] = ()
     FORMS: ClassVar[tuple[tuple[str, str], ...]] = ()
-    LIST: ClassVar[tuple[str, str]] = ("", "")
+    LIST: ClassVar[tuple[Format, Format]] = (NOTHING, NOTHING)
     SEPARATOR: ClassVar[str] = "\n"
     ENDS: ClassVar[tuple[str, ...]] = ()
     ENDS_STRINGS: ClassVar[bool] = False
@@ -106,10 +107,9 @@ class ToolParser(Reader):
         calls = cls.call_formats(functions)
         if text is None and cls.BEGINS:
             return formats.among_text(calls, cls.BEGINS, single=single)
-        begin, end = map(formats.pattern, cls.LIST)
+        begin, end = cls.LIST
         listed = formats.listed(calls, cls.SEPARATOR, single=single)
-        text = text or formats.specified({"grammar": cls.TEXT})
-        return formats.either(formats.sequence(begin, listed, end) if any(cls.LIST) else listed, text)
+        return formats.either(formats.sequence(begin, listed, end), text or formats.pattern(cls.TEXT))
 
     @classmethod
     def call_formats(cls, functions: Functions) -> list[Format]:
@@ -241,5 +241,5 @@ def _call(begin: str, end: str, name: str, arguments: Format) -> Format:
 
 
 def text_without(begin: str) -> str:
-    """Return the EBNF of text that begins neither with this character or `<|`, nor with white space before them."""
-    return rf'root ::= "" | ([^{begin}<{SPACE}] | "<" [^|]) [\0-\U0010ffff]*'
+    """Return the pattern of text that begins neither with this character or `<|`, nor with white space before them."""
+    return rf"(([^{begin}<{SPACE}]|<[^|])(?s:.*))?"

@@ -25,18 +25,18 @@ class XmlCallParser(ToolParser):
     """Base: emits arguments as JSON, strings as they arrive and other values once they are complete.
 
     Attributes:
-        LEAD: what precedes the arguments, KEY: what surrounds a key, VALUE_END: what follows a value; regular expressions.
+        LEAD: what precedes the arguments, KEY: what surrounds a key, VALUE_END: what follows a value.
         ENDS_OF_VALUE: what may not be in a value, because the parser ends it there.
     """
 
-    LEAD: ClassVar[str]
-    KEY: ClassVar[tuple[str, str]]
-    VALUE_END: ClassVar[str]
+    LEAD: ClassVar[Format]
+    KEY: ClassVar[tuple[Format, Format]]
+    VALUE_END: ClassVar[Format]
     ENDS_OF_VALUE: ClassVar[tuple[str, ...]]
 
     @classmethod
     def _arguments_format(cls, schema: Schema | None) -> Format:
-        lead = formats.pattern(cls.LEAD)
+        lead = cls.LEAD
         if schema is None:
             anything = cls._argument_format(formats.pattern(r"[^<>\s]{1,64}"), formats.any_text(*cls.ENDS_OF_VALUE))
             return formats.sequence(lead, formats.repeated(anything))
@@ -50,8 +50,8 @@ class XmlCallParser(ToolParser):
 
     @classmethod
     def _argument_format(cls, key: Format, value: Format) -> Format:
-        begin, end = map(formats.pattern, cls.KEY)
-        return formats.sequence(begin, key, end, value, formats.pattern(cls.VALUE_END))
+        begin, end = cls.KEY
+        return formats.sequence(begin, key, end, value, cls.VALUE_END)
 
     def _call_with_values(
         self, name: str, key: tuple[str, ...], value_begin: str, value_ends: tuple[str, ...], ends: tuple[str, ...]
@@ -129,7 +129,8 @@ class Qwen3CoderParser(XmlCallParser):
         ("<tool_call>\n<function=NAME>", "</function>\n</tool_call>"),
         ("<function=NAME>", "</function>"),
     )
-    LEAD, KEY, VALUE_END = r"\n", ("<parameter=", r">\n"), r"\n</parameter>\n"
+    LEAD, KEY = formats.literal("\n"), (formats.literal("<parameter="), formats.literal(">\n"))
+    VALUE_END = formats.literal("\n</parameter>\n")
     ENDS_OF_VALUE = ("</parameter>", "<parameter=", "</function>", "\n</tool_call>", "\n<tool_call>", "\n<function=")
     TAGS = ("<tool_call>", "</tool_call>")
 
@@ -151,7 +152,10 @@ class Glm45Parser(XmlCallParser):
 
     BEGINS = ("<tool_call>",)
     FORMS = (("<tool_call>NAME", "</tool_call>"),)
-    LEAD, KEY, VALUE_END = r"\n?", ("<arg_key>", r"</arg_key>\n?<arg_value>"), r"</arg_value>\n?"
+    LEAD = formats.maybe("\n")
+    KEY_END = formats.sequence(formats.literal("</arg_key>"), LEAD, formats.literal("<arg_value>"))
+    KEY = (formats.literal("<arg_key>"), KEY_END)
+    VALUE_END = formats.sequence(formats.literal("</arg_value>"), LEAD)
     ENDS_OF_VALUE = ("</arg_value>", "<arg_key>", "</tool_call>", "<tool_call>")
     TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 

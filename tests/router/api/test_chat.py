@@ -12,10 +12,11 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from pdserve.grammars.specification import build_grammar
+from pdserve.grammars.specification import lark_grammar
 from pdserve.router.text.parsers.registry import TOOL_PARSERS
 from pdserve.router.text.parsers.tool_parser import Tools
 from pdserve.router.text.tokenizer import Tokenizer
+from tests.grammars.byte_matcher import ByteMatcher
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -299,10 +300,7 @@ def test_a_forced_call(
 
 def matches_grammar(spec: dict[str, Any], text: str) -> bool:
     """Return whether the grammar accepts the whole text and an end of sequence after it."""
-    xgrammar = pytest.importorskip("xgrammar")
-    vocabulary = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [b"<|end|>"], stop_token_ids=[256])
-    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(vocabulary).compile_grammar(build_grammar(spec)))
-    return all(matcher.accept_token(token) for token in [*text.encode(), 256])
+    return ByteMatcher(lark_grammar(spec, {})).accepts(text)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import pytest
-import torch
+from llguidance import LLTokenizer, TokenizerWrapper
 from pydantic import BaseModel
 
-from pdserve.grammars.specification import build_grammar
+from pdserve.grammars.specification import lark_grammar
 from pdserve.router.api.schemas import ChatBody
 from pdserve.router.api.tools import parse_tools
 from pdserve.router.text.parsers.harmony import HarmonyParser, HarmonyReasoning
@@ -26,6 +26,7 @@ from pdserve.router.text.parsers.pythonic import PythonicParser
 from pdserve.router.text.parsers.registry import TOOL_PARSERS
 from pdserve.router.text.parsers.tool_parser import ToolParser, Tools
 from pdserve.router.text.parsers.xml_calls import Qwen3CoderParser, XmlCallParser
+from tests.grammars.byte_matcher import END, ByteMatcher, Bytes
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -51,31 +52,20 @@ STRICT = [
 ]
 ASKING: dict[str, Any] = {"messages": [{"role": "user", "content": "sunny?"}], "tools": STRICT}
 FORMATS = {parser: name for name, parser in TOOL_PARSERS.items()}  # names by parser
-END = 256
 CALL = ["<|channel|>", "commentary to=functions.f ", "<|constrain|>", "json", "<|message|>", '{"a": true}', "<|call|>"]
 VALUE_ENDS = (b"\n</parameter>\n", b"</arg_value>")
 
 
 @functools.cache
-def compiled(spec: str) -> Any:
-    import xgrammar
-
-    vocabulary = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [b"<|end|>"], stop_token_ids=[END])
-    return xgrammar.GrammarCompiler(vocabulary).compile_grammar(build_grammar(json.loads(spec)))
+def compiled(spec: str) -> str:
+    return lark_grammar(json.loads(spec), {})
 
 
-class Matcher:
-    """Follows a grammar, of which every byte is a token."""
+class Matcher(ByteMatcher):
+    """Follows the grammar of a specification."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        xgrammar = pytest.importorskip(
-            "xgrammar", reason="xgrammar is not installed: pip install 'pdserve[structured]'"
-        )
-        self._matcher = xgrammar.GrammarMatcher(compiled(json.dumps(spec)))
-        self._mask_1W = xgrammar.allocate_token_bitmask(1, END + 1)
-
-    def accepts(self, text: str, *, ends: bool = True) -> bool:
-        return all(self._matcher.accept_token(token) for token in [*text.encode(), *([END] if ends else [])])
+        super().__init__(compiled(json.dumps(spec)))
 
     def generate(self, choose: random.Random, most: int = 2000) -> Iterator[int]:
         """Yield random bytes up to the end of the output, which comes as soon as the grammar allows it.
@@ -83,19 +73,17 @@ class Matcher:
         Every second byte ends a value, string, object or list, if one of them may: so the output ends.
         """
         for _ in range(most):
-            self._matcher.fill_next_token_bitmask(self._mask_1W, 0)
-            words = self._mask_1W.view(torch.uint8).numpy()
+            words = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
             allowed = [int(i) for i in np.flatnonzero(np.unpackbits(words, bitorder="little", count=END + 1))]
-            if (
-                END not in allowed
-                and choose.random() < 0.5
-                and self._matcher.accept_string(end := choose.choice(VALUE_ENDS))
-            ):
+            end = choose.choice(VALUE_ENDS)
+            ends_value = self.matcher.validate_tokens(list(end)) == len(end)
+            if END not in allowed and choose.random() < 0.5 and ends_value:
+                assert self.matcher.consume_tokens(list(end))
                 yield from end
                 continue
             closing = [token for token in b'"}]' if token in allowed and choose.random() < 0.5]
             token = END if END in allowed else choose.choice(closing or allowed)
-            assert self._matcher.accept_token(token)
+            assert self.matcher.consume_token(token)
             if token == END:
                 return
             yield token
@@ -217,15 +205,15 @@ def test_text_is_free(parser: type[ToolParser], tokenizer: Tokenizer) -> None:
 )
 def test_harmony_in_tokens_that_end_the_output(parts: list[str], is_accepted: bool) -> None:
     """Of gpt-oss, `<|call|>` and `<|return|>` are stop tokens, and other tags special tokens."""
-    xgrammar = pytest.importorskip("xgrammar")
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     spec = {"format": HarmonyParser.output_format({"f": schema}, single=False, text=None)}
-    ids = {tag: 256 + number for number, tag in enumerate(HarmonyReasoning.TAGS)}
-    stops = [ids["<|call|>"], ids["<|return|>"]]
-    vocabulary = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [*ids], stop_token_ids=stops)
-    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(vocabulary).compile_grammar(build_grammar(spec)))
+    ids = {tag: END + 1 + number for number, tag in enumerate(HarmonyReasoning.TAGS)}
+    stops = (ids["<|call|>"], ids["<|return|>"])
+    special = {tag: None if token in stops else token for tag, token in ids.items()}
+    tokenizer = LLTokenizer(TokenizerWrapper(Bytes(*ids, eos=stops)), eos_token=list(stops))
+    matcher = ByteMatcher(lark_grammar(spec, special), tokenizer).matcher
     tokens = [token for part in parts for token in ([ids[part]] if part in ids else part.encode())]
-    assert (all(map(matcher.accept_token, tokens)) and matcher.is_terminated()) is is_accepted
+    assert (all(map(matcher.consume_token, tokens)) and matcher.is_stopped()) is is_accepted
 
 
 @pytest.mark.parametrize("text", ["{", " {", "\xa0{", "\u2003{", "\x1c{", "<|python_tag|>{"])

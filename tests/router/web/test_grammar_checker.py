@@ -102,7 +102,7 @@ def test_a_request_with_an_invalid_grammar_reaches_no_instance(
     assert len(backend.requests) == 2 and len(compiler.compiled) == 3
 
 
-def test_verdicts_of_xgrammar_are_cached_within_bounds(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_cached_within_bounds(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checker, "CACHE_ENTRIES", 2)
     results: list[str] = []
     checker = make_checker(compiler, results.append)

@@ -1,0 +1,125 @@
+"""Regular expressions of clients in the syntax of llguidance, which is that of Rust's `regex` without anchors inside."""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+
+SHORTHANDS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t-\r"}  # ASCII, which all readers of a pattern agree on
+TOKEN = re.compile(r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\.|\{\d+(?:,\d*)?\}|\(\?P?<\w+>|.", re.DOTALL)
+PLAIN = " <>=:,;_!@%'\""  # characters of no meaning in regular expressions
+ONLY = re.compile(r"\^?\[((?:\\.|[^\\\]^])(?:\\.|[^\\\]])*)\]\*\$")  # the strings of a class of characters
+
+
+def translated(pattern: str) -> str:
+    """Return a regular expression of ECMAScript or Python in Rust's syntax. What Rust has not is left, for it to refuse."""
+    parts, in_class, position = list[str](), False, 0
+    for match in TOKEN.finditer(pattern):
+        token, begins_class = match[0], in_class and position == 0
+        position += 1
+        if token.startswith("\\"):
+            token = _escape(token, in_class)
+        elif in_class:
+            if token == "]" and not begins_class:
+                in_class = False
+            elif token in "[]&~" or (token == "-" and parts[-1] == "-"):
+                token = f"\\{token}"  # not a class in a class, nor an operator between two
+            elif token == "^" and begins_class:
+                position = 0
+        elif token == "[":
+            in_class, position = True, 0
+        elif token in "{}":
+            token = f"\\{token}"  # not a quantifier
+        elif token.startswith("(?P<") or token.startswith("(?<"):
+            token = "("
+        parts.append(token)
+    return "".join(parts)
+
+
+def _escape(token: str, in_class: bool) -> str:
+    kind = token[1:]
+    if kind in SHORTHANDS:
+        return SHORTHANDS[kind] if in_class else f"[{SHORTHANDS[kind]}]"
+    if kind.lower() in SHORTHANDS and not in_class:
+        return f"[^{SHORTHANDS[kind.lower()]}]"
+    if kind in "/<>":
+        return kind
+    if len(kind) > 1:
+        return rf"\x{{{kind[1:]}}}"
+    return token if kind.isascii() else kind
+
+
+def between_slashes(pattern: str) -> str:
+    """Return a regular expression in Rust's syntax as a terminal of Lark."""
+    return "/" + pattern.replace("/", r"\x{2f}").replace("\n", r"\n").replace("\r", r"\r") + "/"
+
+
+def literal(text: str) -> str:
+    """Return the regular expression of a text."""
+    return "".join(c if c.isalnum() or c in PLAIN else _escaped(c) for c in text)
+
+
+def except_texts(texts: list[str], excluded: str = "") -> str:
+    """Return the regular expression of all strings but these, without the characters `excluded`."""
+    heads: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            heads.setdefault(text[0], []).append(text[1:])
+    anything = rf"[^{_escaped(excluded)}]" if excluded else "(?s:.)"
+    other = rf"[^{_escaped([*heads, *excluded])}]" if heads else anything
+    parts = [*([] if "" in texts else [""]), f"{other}{anything}*"]
+    parts += [literal(head) + f"(?:{except_texts(tails, excluded)})" for head, tails in heads.items()]
+    return "|".join(parts)
+
+
+def _escaped(characters: Iterable[str]) -> str:
+    return "".join(rf"\x{{{ord(character):x}}}" for character in characters)
+
+
+def without_lookaheads(pattern: str) -> list[str]:
+    """Return patterns which all match where a pattern of JSON schema does, with the lookaheads at its beginning taken apart.
+
+    A lookahead that excludes strings is held if those consist of the characters of a class: a string must have another one.
+
+    Raises:
+        ValueError: it has other lookarounds.
+    """
+    rest, patterns = pattern, list[str]()
+    while match := re.match(r"\^\(\?([=!])", rest):
+        end = next((i for i, depth in _depths(rest[match.end() :]) if depth < 0), None)
+        if end is None:
+            break
+        inside, rest = rest[match.end() :][:end], "^" + rest[match.end() + end + 1 :]
+        if match[1] == "=":
+            patterns.append(f"^(?:{inside})")
+        elif only := ONLY.fullmatch(inside):
+            patterns.append(f"[^{only[1]}]")
+        else:
+            raise ValueError("a lookahead that excludes strings")
+    return [*patterns, *([] if rest in ("^", "^.*$") else [rest])]
+
+
+def _depths(pattern: str, marks: str = "()") -> Iterator[tuple[int, int]]:
+    """Yield the position of each mark outside of classes, and the depth of parentheses after it."""
+    depth, in_class = 0, False
+    for match in TOKEN.finditer(pattern):
+        if match[0] == "[":
+            in_class = True
+        elif match[0] == "]":
+            in_class = False
+        elif not in_class:
+            depth += {"(": 1, ")": -1}.get(match[0][0], 0)
+            if match[0][0] in marks:
+                yield match.start(), depth
+
+
+def whole(pattern: str) -> str:
+    """Return the regular expression of all strings in which a pattern of JSON schema is found."""
+    cuts = [-1, *(i for i, depth in _depths(pattern, "|") if depth == 0), len(pattern)]
+    parts = []
+    for start, end in itertools.pairwise(cuts):
+        part = pattern[start + 1 : end]
+        head = "" if part.startswith("^") else "(?s:.*)"
+        is_anchored = part.endswith("$") and not part.endswith(r"\$")
+        body = part.removeprefix("^")[: -1 if is_anchored else None]
+        parts.append(f"{head}(?:{body}){'' if is_anchored else '(?s:.*)'}")
+    return "|".join(parts)

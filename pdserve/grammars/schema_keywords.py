@@ -1,0 +1,155 @@
+"""Keywords of JSON schemas that apply to values of one type, checked and in the form that llguidance takes."""
+
+import json
+import math
+from typing import Any
+
+from llguidance import LLMatcher
+
+from pdserve.grammars import regexes
+
+Schema = dict[str, Any]
+Path = tuple[object, ...]  # place in a schema: keys and indices
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+PATTERNS = {  # of further formats
+    "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
+    "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
+    **{f"uuid{version}": f"^.{{14}}{version}" for version in range(1, 9)},
+}
+UNHELD_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "regex", "uri-reference", "uri-template"}
+MAX_NUMBER = 10**18  # llguidance takes no larger bounds
+
+
+class Unsupported(ValueError):
+    """A grammar cannot hold what a schema says at a place."""
+
+    def __init__(self, problem: str, path: tuple[object, ...]) -> None:
+        pointer = "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+        super().__init__(f"{problem} at {pointer or 'the top'}")
+
+
+def string_patterns(given: Schema, path: Path = ()) -> list[str]:
+    """Return the patterns that a string must match by its `pattern` and `format`, apart from FORMATS."""
+    patterns = []
+    if "pattern" in given:
+        try:
+            patterns = regexes.without_lookaheads(expect(given["pattern"], str, '"pattern"', path))
+        except ValueError as error:
+            raise Unsupported(f'"pattern" with {error}', path) from None
+    kind = given.get("format")
+    if kind in UNHELD_FORMATS:
+        raise Unsupported(f'"format" {kind!r}', path)
+    patterns += [PATTERNS[kind]] if kind in PATTERNS else []
+    return [checked(pattern, path) for pattern in patterns]
+
+
+TEXT_FORMATS = {
+    "date": r"\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])",
+    "time": r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)",
+    "uuid": r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+}
+TEXT_FORMATS["date-time"] = f"{TEXT_FORMATS['date']}T{TEXT_FORMATS['time']}"
+
+
+def text_patterns(schema: Schema) -> list[str]:
+    """Return the regular expressions of strings by a schema that restricts them by LIMITS only: each matches all of a string.
+
+    Raises:
+        Unsupported: a grammar cannot hold it.
+    """
+    patterns = [regexes.whole(pattern) for pattern in string_patterns(schema)]
+    least, most = (count(schema, key, ()) if key in schema else "" for key in ("minLength", "maxLength"))
+    patterns += [f"(?s:.{{{least or 0},{most}}})"] if (least, most) != ("", "") else []
+    if (kind := schema.get("format")) in FORMATS:
+        if kind not in TEXT_FORMATS:
+            raise Unsupported(f'"format" {kind!r} of a string without quotes', ())
+        patterns.append(regexes.translated(TEXT_FORMATS[kind]))
+    return patterns
+
+
+def checked(pattern: str, path: Path) -> str:
+    """Return a pattern in llguidance's syntax."""
+    translated = regexes.translated(pattern)
+    schema = json.dumps({"type": "string", "pattern": translated})
+    found = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": json.loads(schema)}]}))
+    if found:
+        reason = next((line for line in found.splitlines() if line.startswith("error: ")), found.splitlines()[0])
+        raise Unsupported(f'"pattern" {pattern!r} ({reason.removeprefix("error: ")})', path)
+    return translated
+
+
+def number_keywords(given: Schema, path: Path) -> Schema:
+    written: Schema = {}
+    for side, exclusive, sign in (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1)):
+        bounds = {key: given[key] for key in (side, exclusive) if key in given}
+        if isinstance(bounds.get(exclusive), bool):  # as in draft 4
+            is_exclusive = bounds.pop(exclusive)
+            bounds = {exclusive: bounds[side]} if is_exclusive and side in bounds else bounds
+        for key, bound in bounds.items():
+            if isinstance(bound, bool) or not isinstance(bound, int | float) or math.isnan(bound):
+                raise Unsupported(f'"{key}" {json.dumps(bound)}, which is not a number,', path)
+            if bound * sign < -MAX_NUMBER:
+                raise Unsupported(f'"{key}" {bound:g}', path)
+            written[key] = sign * MAX_NUMBER if bound * sign > MAX_NUMBER else bound  # a narrower range
+    if written and "multipleOf" not in given:  # an infinite number is within one bound
+        for side, exclusive, sign in (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1)):
+            if not written.keys() & {side, exclusive}:
+                written[side] = sign * MAX_NUMBER
+    if "multipleOf" in given:
+        step = given["multipleOf"]
+        if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step < math.inf:
+            raise Unsupported(f'"multipleOf" {json.dumps(step)}, which is not a positive number,', path)
+        written["multipleOf"] = step
+    return written
+
+
+def count(given: Schema, key: str, path: Path) -> int:
+    value = given[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value // 1:
+        raise Unsupported(f'"{key}" {json.dumps(value)}, which is not a count,', path)
+    return int(value)
+
+
+def size_keywords(given: Schema, path: Path, num_required: int, num_properties: int | None) -> Schema:
+    """Return the limits of the number of properties, `num_properties` being that of a closed object."""
+    least, most = (count(given, key, path) if key in given else None for key in ("minProperties", "maxProperties"))
+    written = {}
+    if least is not None and least > num_required:
+        if num_properties is not None and least >= num_properties:
+            raise Unsupported('"minProperties" beside optional properties', path)
+        if least > 1:  # a key could be written twice
+            raise Unsupported('"minProperties" of more than the required properties and 1', path)
+        written["minProperties"] = least
+    if most is not None and not (num_properties is not None and most >= num_properties):
+        if num_properties is not None and num_properties > num_required:
+            raise Unsupported('"maxProperties" beside optional properties', path)
+        written["maxProperties"] = most
+    return written
+
+
+def expect(value: Any, kind: type, name: str, path: Path) -> Any:
+    if not isinstance(value, kind):
+        kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
+        raise Unsupported(f"{name} must be {kinds[kind]}, which it is not,", path)
+    return value
+
+
+def listed_values(schema: Schema) -> set[str] | None:
+    """Return the values that a schema lists, each as JSON of its kind and itself; None if it lists none."""
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {json.dumps([_kind(one), one], sort_keys=True) for one in listed} if isinstance(listed, list) else None
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "null")
+
+
+def kinds_of(schema: Schema, values: set[str] | None) -> set[str]:
+    """Return the types of the values of a schema."""
+    if values is not None:
+        return {json.loads(value)[0] for value in values}
+    types = schema.get("type", list(TYPES))
+    listed = [types] if isinstance(types, str) else types
+    return {"number" if kind == "integer" else kind for kind in listed}
