@@ -44,7 +44,7 @@ def concurrent_operations(context: RuleContext) -> str:
                 context.register_keys(pool.layout, operation_keys)
             loads = random.sample(previous, len(previous))
             stored, loaded, matched = _submit_at_once(pool, keys, loads)
-            for operation_keys, store in zip(keys, stored, strict=True):
+            for operation_keys, store in zip((keys[0], *keys), stored, strict=True):
                 result = pool.wait_transfer(store, "store", BLOCKS)
                 pool.must_have_stored(result)
                 pool.keep_ticket(operation_keys, result)
@@ -56,17 +56,20 @@ def concurrent_operations(context: RuleContext) -> str:
                 count = pool.wait(match, "match")
                 expect_count(count, 0 if context.tickets else BLOCKS, f"{BLOCKS} keys to match")
             previous = keys
+    blocks = {"store": TURNS * (AT_ONCE + 1) * BLOCKS, "load": (TURNS - 1) * AT_ONCE * BLOCKS}
+    counted = pool.connector.stats().blocks
+    expect(counted == blocks, f"{blocks['store']} blocks stored and {blocks['load']} loaded in stats", counted)
     return ""
 
 
 def _submit_at_once(
     pool: AttachedPool, stores: Sequence[list[bytes]], loads: Sequence[list[bytes]]
 ) -> tuple[list[Future[Result]], list[Future[Result]], list[Future[int]]]:
-    """Start the stores, and the loads and matches of these keys, in one of several orders."""
+    """Start the stores, of which the first one twice, and the loads and matches of these keys, in one of several orders."""
     stored, loaded, matched = list[Future[Result]](), list[Future[Result]](), list[Future[int]]()
 
     def store() -> None:
-        for i, keys in enumerate(stores):
+        for i, keys in zip((0, *range(AT_ONCE)), (stores[0], *stores), strict=True):
             stored.append(pool.connector.store(keys, _rows(0, i), lease_s=600.0))
 
     def load() -> None:

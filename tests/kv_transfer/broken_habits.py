@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Result
+from pdserve.kv_transfer.connector import Result, Stats
 from pdserve.kv_transfer.threaded import Full
 from pdserve.kv_transfer.url import Query
 
@@ -88,6 +88,40 @@ class FailsIfBusy(WireConnector):
         with contextlib.closing(contextlib.ExitStack()) as stack:
             stack.callback(self._one_at_a_time.release)
             return super()._call(op, name, lease_s, value)
+
+
+class LocksName(WireConnector):
+    """Raises a fault where it should wait for another store of the same block."""
+
+    def open(self) -> None:
+        self._names: set[str] = set()
+        super().open()
+
+    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        if name in self._names:
+            raise OSError("this block is being stored")
+        self._names.add(name)
+        super().put(name, header, payload, lease_s)
+        self._names.discard(name)
+
+
+class CountsInTwoSteps(WireConnector):
+    """Counts its blocks without a lock."""
+
+    def open(self) -> None:
+        self._loaded = 0
+        super().open()
+
+    def get(self, name: str) -> bytes | None:
+        loaded = self._loaded
+        value = super().get(name)
+        self._loaded = loaded + (value is not None)
+        return value
+
+    def stats(self) -> Stats:
+        stats = super().stats()
+        stats.blocks["load"] = self._loaded
+        return stats
 
 
 # Many blocks.
@@ -373,6 +407,8 @@ BROKEN: list[tuple[type, str, str]] = [
     (OneSendBuffer, "concurrent-operations", "blocks loaded, saw"),
     (NameInAttribute, "concurrent-operations", "blocks loaded, saw"),
     (FailsIfBusy, "concurrent-operations", "unavailable"),
+    (LocksName, "concurrent-operations", "2 unavailable"),
+    (CountsInTwoSteps, "concurrent-operations", "loaded in stats"),
     (CutsBatch, "large-operations", "128 corrupt"),
     (StoresFirst64, "large-operations", "128 keys to match, saw 64"),
     (LoadsFirst64, "large-operations", "saw 64 ok, 64 missing"),

@@ -379,6 +379,13 @@ def test_a_second_check_of_the_same_store_passes(guide_url: str, scheme: str) ->
         assert not [(one.rule, one.detail) for one in check(guide_url, seconds=0.3) if one.verdict is Verdict.BROKEN]
 
 
+@pytest.mark.slow
+def test_a_second_check_of_the_same_redis_passes(redis_server: Any) -> None:
+    for _ in range(2):
+        reports = list(check(redis_server.url, seconds=0.3))
+        assert not [(one.rule, one.detail) for one in reports if one.verdict is Verdict.BROKEN]
+
+
 def test_the_guide_lists_the_rules_in_their_order() -> None:
     guide = (ROOT / "docs" / "connectors.md").read_text()
     table = guide[guide.index("| rule | tries") : guide.index("A connector whose results")]
