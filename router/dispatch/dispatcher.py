@@ -211,10 +211,12 @@ class Dispatcher:
         fields = output.ListFields()
         has_only_tokens = token_ids and len(fields) == len(("request_id", "token_ids"))
         is_plain = has_only_tokens and state.is_plain and instance is state.final_instance
+        present = set() if is_plain else {field.name for field, _ in fields}
         if is_plain:
             reason = tokens_fault(token_ids, instance.vocab_size, state.remaining_tokens)
         else:
-            reason = self._output_fault(state, instance, output, {field.name for field, _ in fields})
+            max_tokens = state.remaining_tokens if instance is state.final_instance else 1
+            reason = output_fault(output, present, instance.hello, max_tokens, state.num_tokens)
         if reason:
             state.num_drops += 1
             raise InvalidFrame(reason)
@@ -223,28 +225,13 @@ class Dispatcher:
             if is_plain:
                 self._record_success(instance)
                 self._on_decoded_tokens(state, instance, Chunk(token_ids))
-            elif reason := self._content_fault(state, instance, output, {field.name for field, _ in fields}):
+            elif reason := _content_fault(state, instance, output, present):
                 self._fail_for_content(state, instance, reason)
             else:
                 self._handle_output(state, instance, output)
         except IllegalTransition as error:
             state.num_drops += 1
             raise InvalidFrame(str(error)) from error
-
-    def _output_fault(self, state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]) -> str:
-        max_tokens = state.remaining_tokens if instance is state.final_instance else 1
-        return output_fault(output, present, instance.hello, max_tokens, state.num_tokens)
-
-    def _content_fault(
-        self, state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]
-    ) -> str:
-        num_scored, sampling = 0, state.request.sampling
-        if state.scores_prompt:
-            if state.leader is not None and state.num_unscored and "token_ids" in present:
-                return "a token before the log probabilities of the prompt"
-            due = 0 if state.leader is not None else state.num_unscored
-            num_scored = due if "token_ids" in present else min(due, len(output.prompt_logprobs))
-        return content_fault(output, present, instance.hello, state.remaining_tokens, sampling, num_scored)
 
     def _fail_for_content(self, state: RequestState, instance: InstanceHandle, reason: str) -> None:
         """End a request whose output is invalid by what the model computed. It may be due to the client's input."""
@@ -625,6 +612,17 @@ class Dispatcher:
         state.timeline.placement = selection.placement
         state.timeline.decisions += selection.decisions
         return selection.request
+
+
+def _content_fault(state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]) -> str:
+    """Return why the content of an output, of whose fields some are present, is invalid for its request, or ""."""
+    num_scored, sampling = 0, state.request.sampling
+    if state.scores_prompt:
+        if state.leader is not None and state.num_unscored and "token_ids" in present:
+            return "a token before the log probabilities of the prompt"
+        due = 0 if state.leader is not None else state.num_unscored
+        num_scored = due if "token_ids" in present else min(due, len(output.prompt_logprobs))
+    return content_fault(output, present, instance.hello, state.remaining_tokens, sampling, num_scored)
 
 
 def _numerics(hello: pb.Hello) -> tuple[str, str, str]:

@@ -244,7 +244,7 @@ class Fleet:
 
     def record_success(self, instance: InstanceHandle) -> None:
         """Close the instance's circuit breaker, since it has just produced a token."""
-        if not self._output_faults.is_suspect(instance.id, self.now()):
+        if not self._output_faults.by_instance or not self._output_faults.is_suspect(instance.id, self.now()):
             self.breakers.record_success(instance.id)
 
     def record_invalid_output(self, instance: InstanceHandle, request_id: str, client: str) -> None:
