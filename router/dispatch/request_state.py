@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
 from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
@@ -66,7 +67,7 @@ class RequestState:
         self.hedge_tried = False
         self.is_follower = self.has_answered = False
         self.leader: RequestState | None = None
-        self._own_scores: list[TokenLogprobs] = []  # of the prompt, since the last submission
+        self._own_scores: list[pb.Logprobs] = []  # of the prompt, since the last submission
         self.num_drops = 0
         self.migrates_for = ""
         self.holders: list[InstanceHandle] = []
@@ -128,7 +129,7 @@ class RequestState:
         return self.request.sampling.prompt_logprobs is not None and not self.emitted
 
     @property
-    def prompt_scores(self) -> list[TokenLogprobs]:
+    def prompt_scores(self) -> list[pb.Logprobs]:
         """Log probabilities of the prompt that have arrived; all choices of a prompt share them."""
         return self._own_scores if self.leader is None else self.leader.prompt_scores
 
@@ -235,7 +236,7 @@ class RequestState:
             list(output.token_ids),
             output.finish_reason or None,
             [_logprobs(one) for one in output.logprobs],
-            self.prompt_scores if self.scores_prompt else [],
+            PromptScores(self.prompt_scores) if self.scores_prompt else [],
             [_hypothesis(one) for one in output.hypotheses],
             output.embedding,
         )
@@ -269,7 +270,7 @@ class RequestState:
         makes its stamps late, never early: what an instance does on a message is not stamped before the router sent that.
         """
         if not self.is_plain and output.prompt_logprobs:
-            self._own_scores += map(_logprobs, output.prompt_logprobs)
+            self._own_scores += output.prompt_logprobs
         for stamp in output.stamps:
             if stamp.stage == RELEASED:
                 continue  # of an earlier request with the same id
@@ -307,6 +308,27 @@ class RequestState:
         if not self.machine.is_over:
             self.timeline.finish_reason = finish_reason
             self._on_cancel(self)
+
+
+class PromptScores(Sequence[TokenLogprobs]):
+    """Log probabilities of a prompt, converted when they are read: for a long prompt that is done in a thread."""
+
+    def __init__(self, messages: list[pb.Logprobs]) -> None:
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "PromptScores": ...
+
+    def __getitem__(self, index: int | slice) -> "TokenLogprobs | PromptScores":
+        if isinstance(index, slice):
+            return PromptScores(self._messages[index])
+        return _logprobs(self._messages[index])
 
 
 def _hypothesis(message: pb.Hypothesis) -> Hypothesis:
