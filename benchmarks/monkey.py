@@ -1,4 +1,4 @@
-"""Random fault injection, in rounds that contain one fault of every kind."""
+"""Random fault injection, in rounds that contain one fault of every kind; each may come as a pair: two at once."""
 
 import asyncio
 import os
@@ -16,8 +16,9 @@ from stage import Stage
 if TYPE_CHECKING:
     from chaos import Settings
 
-KINDS = ("kill", "freeze", "drain", "flip", "store", "cut", "rank")
+KINDS = ("kill", "freeze", "drain", "flip", "store", "cut", "rank", "dark")
 ROLES = ("prefill", "decode", "both")
+LEASE_S = 1.5  # of instances: a freeze that is longer detaches them
 
 
 def followers_of(pid: int) -> list[int]:
@@ -31,7 +32,8 @@ class FaultInjector:
 
     Attributes:
         done: faults by kind and result: `done`, `refused` by the router, or `not now`, if another fault of the same victim
-            still lasts, or the victim already has that role.
+            still lasts, or the victim already has that role. The kind `dark` is all instances at once, some killed and the
+            others frozen.
     """
 
     def __init__(self, at: Stage, settings: "Settings") -> None:
@@ -62,18 +64,35 @@ class FaultInjector:
                     drawn.choice(ROLES),
                     drawn.uniform(0.1, self._settings.lasting),
                 )
+                other, second = drawn.choice([kind for kind in self._kinds if kind != "dark"]), drawn.choice(names)
+                is_pair = drawn.random() < self._settings.pairs
                 if now < until or kind in self.missing:
                     await asyncio.sleep(pause)
-                    result = await self._inject_one(kind, victim, seconds, role)
-                    self.done[f"{kind} {result}"] += 1
-                    at = time.monotonic() - started
-                    self.log.append(f"{at:.1f} s: {kind} {victim} {seconds:.1f} s {role}: {result}")
+                    await self._inject(kind, victim, seconds, role, started)
+                    if is_pair:
+                        await self._inject(other, second, seconds, role, started)
             await asyncio.gather(*self._lasting.values())
+
+    async def _inject(self, kind: str, victim: str, seconds: float, role: str, started: float) -> None:
+        """Inject one fault, and note its result."""
+        result = await self._inject_one(kind, victim, seconds, role)
+        self.done[f"{kind} {result}"] += 1
+        at = time.monotonic() - started
+        self.log.append(f"{at:.1f} s: {kind} {victim} {seconds:.1f} s {role}: {result}")
+
+    async def _inject_dark(self, seconds: float, role: str) -> str:
+        """Freeze the instances whose names begin with one role, and kill the others: all that still run, at once."""
+        for name in (child.name for child in self._deployment.instances):
+            kind = "freeze" if name.startswith(role) or role == "both" else "kill"
+            await self._inject_one(kind, name, max(seconds, 2 * LEASE_S), role)
+        return "done"
 
     async def _inject_one(self, kind: str, victim: str, seconds: float, role: str) -> str:
         """Inject one fault and return its result."""
         child, store, island = self._deployment.child(victim), self._store, self._deployment.island
         match kind:
+            case "dark":
+                return await self._inject_dark(seconds, role)
             case "store":
                 assert store is not None
                 return self._inject_for("store", seconds, store.kill, store.start)

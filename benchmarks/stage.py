@@ -39,7 +39,8 @@ class ChaosDeployment(Deployment):
     def settle(self, island: NetworkNamespace | None) -> None:
         """Assign the namespace; must be called before the start."""
         self.island, self.pids = island, set()
-        self.child("router").arguments += ["--handover-timeout-seconds", "10"]
+        # Instances restart in less, also those that have failed repeatedly and wait, on a busy machine.
+        self.child("router").arguments += ["--handover-timeout-seconds", "10", "--no-instance-timeout", "100"]
         for child in self.instances:
             child.arguments += ["--drain-seconds", "10"]
         if island is not None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from chaos import Settings
 
 WHOLE = ("stop", "length")
-NO_INSTANCE = ("is available", "no instance has registered")
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Traffic:
     """Requests of many kinds, and their results.
 
     Attributes:
-        ends: number of answers by outcome; a 503 other than "no instance" counts under its message.
+        ends: number of answers by outcome: a finish reason, or a status with the error's code and message.
         defects: descriptions of violations.
         seconds: durations of complete answers.
         pauses: longest pause of each complete stream, by request id.
@@ -153,5 +152,4 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any], name: str = "", st
 
 
 def _failure(status: int, error: dict[str, str]) -> str:
-    words = "" if any(one in error["message"] for one in NO_INSTANCE) else f", though: {error['message']}"
-    return f"{status} {error['code']}{words}"
+    return f"{status} {error['code']}: {error['message']}"

@@ -33,7 +33,10 @@ class Chunk:
     def extend(self, other: "Chunk") -> None:
         """Append the chunk that follows this one."""
         self.token_ids += other.token_ids
-        self.logprobs = [*self.logprobs, *other.logprobs]
+        if other.logprobs:
+            if not isinstance(self.logprobs, list):
+                self.logprobs = list(self.logprobs)
+            self.logprobs.extend(other.logprobs)
         self.finish_reason = other.finish_reason
 
 

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.config import InstanceConfig, parse_size
+from pdserve.control.frame_connection import MAX_FRAME_BYTES
 from pdserve.decode.decoder import Decoder
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine
@@ -49,6 +50,7 @@ IDLE_HEARTBEAT_UPDATE_S = 1.0  # the same while it waits: stores work in the bac
 PROBE_S = 5.0  # between two probes of KV stores that are out
 INTEGRITY_CHECK_S = 1.0  # between two checks of the whole pool while idle
 DEFAULT_INFLIGHT_BYTES = 512 << 20
+LARGE_FRAME_BYTES = 1 << 20  # to which outputs with log probabilities are collected
 Send = Callable[[str, pb.InstanceFrame], None]
 
 
@@ -113,6 +115,7 @@ class Instance:
         # Also holds jobs with unfinished stores whose request id has been used again since.
         self._by_sequence: dict[object, Job] = {}
         self._closed_jobs: dict[Job, None] = {}  # whose last output has not been sent
+        self._has_unsent = False
         self._event_publisher: ZmqPublisher | None = None
         self._should_stop = False
         self._turn_began_at = now()
@@ -209,6 +212,11 @@ class Instance:
         self._inbox.put(lambda: future.set_result(None))
         return future
 
+    def announce_failure(self) -> None:
+        """Tell all routers with requests here that the engine has failed. Only to be called once `run` has raised."""
+        for link in {job.link for job in self._by_sequence.values()}:
+            self._send(link, pb.InstanceFrame(failed=pb.Failed()))
+
     def stop(self) -> None:
         """Make `run` return after the current step, once every transfer has finished."""
         self._inbox.put(lambda: setattr(self, "_should_stop", True))
@@ -231,7 +239,7 @@ class Instance:
             wait: block until the inbox has an entry, or the heartbeat needs an update.
 
         Returns:
-            Whether the engine was idle. Then only a new inbox entry can give it work.
+            Whether the engine was idle and all outputs are sent. Then only a new inbox entry can give it work.
         """
         self._run_inbox(wait)
         self.decoder.reserve()
@@ -258,7 +266,7 @@ class Instance:
         if result.idle or started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
             self._heartbeat_updated_at = started
             self._update_heartbeat()
-        return result.idle
+        return result.idle and not self._has_unsent
 
     def _role_of(self, job: Job) -> Prefiller | Decoder:
         return self.prefiller if job.phase == pb.PREFILL else self.decoder
@@ -309,6 +317,8 @@ class Instance:
             Job(link=link, seq=one, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
             for one in (seq, *siblings)
         ]
+        for other in others:
+            other.leader = job
         for one in (job, *others):
             self._jobs[link, one.seq.request_id] = self._by_sequence[one.seq] = one
         if job.phase == pb.PREFILL:
@@ -335,20 +345,37 @@ class Instance:
                 self._cancel(job)
 
     def _send_outputs(self) -> None:
-        """Send all urgent outputs, one frame per router."""
+        """Send all urgent outputs, one frame per router, or several if they are large."""
         frames: dict[str, pb.InstanceFrame] = {}
+        sizes: dict[str, int] = {}
         now = self.now()
         for job in [*self._by_sequence.values(), *self._closed_jobs]:
-            if job.output is not None and job.urgent:
-                for stamp in job.output.stamps:
-                    stamp.seconds = now - stamp.seconds
-                if (frame := frames.get(job.link)) is None:
-                    frame = frames[job.link] = pb.InstanceFrame()
-                frame.step.outputs.append(job.output)
-                job.output, job.urgent = None, False
+            if (output := job.take_output()) is None:
+                continue
+            for stamp in output.stamps:
+                stamp.seconds = now - stamp.seconds
+            if job.may_be_large:
+                size = output.ByteSize()
+                if size > MAX_FRAME_BYTES // 2:
+                    output = self._refuse_output(job, size)
+                sizes[job.link] = sizes.get(job.link, 0) + size
+                if sizes[job.link] > LARGE_FRAME_BYTES and job.link in frames:
+                    self._send(job.link, frames.pop(job.link))
+                    sizes[job.link] = size
+            if (frame := frames.get(job.link)) is None:
+                frame = frames[job.link] = pb.InstanceFrame()
+            frame.step.outputs.append(output)
         for link, frame in frames.items():
             self._send(link, frame)
-        self._closed_jobs.clear()
+        self._closed_jobs = {job: None for job in self._closed_jobs if job.has_unsent}
+        self._has_unsent = any(job.has_unsent for job in (*self._by_sequence.values(), *self._closed_jobs))
+
+    def _refuse_output(self, job: Job, size: int) -> pb.Output:
+        """End a request whose output no frame can hold, and return the error in its place."""
+        if not job.ended:
+            self._cancel(job)
+        error = RequestError(f"the answer takes {size} bytes at once, more than a frame holds", kind="answer_too_large")
+        return pb.Output(request_id=job.seq.request_id, error=error_message(error))
 
     def _update_heartbeat(self) -> None:
         now = self.now()

@@ -31,6 +31,7 @@ from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+FAILURE_GRACE_S = 0.2  # for the event loop to send the last frame
 CLOSE_GRACE_S = 2.0  # for routers to read their queued frames
 
 
@@ -84,7 +85,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     loop.add_signal_handler(signal.SIGTERM, links.drain_requests.put_nowait, "")
-    thread = threading.Thread(target=_run_engine, args=(instance,), name="engine")
+    thread = threading.Thread(target=_run_engine, args=(instance, links, loop), name="engine")
     thread.start()
     serving = asyncio.create_task(links.run(instance, hello))
     serving.add_done_callback(lambda _: stop.set())
@@ -154,7 +155,7 @@ async def _drain(links: RouterLinks, instance: Instance, hello: pb.Hello, stop: 
     stop.set()
 
 
-def _run_engine(instance: Instance) -> None:
+def _run_engine(instance: Instance, links: RouterLinks, loop: asyncio.AbstractEventLoop) -> None:
     """Run the engine thread. An exception ends the process, so that routers notice the failure at once.
 
     After most failures of a GPU, such as an Xid, only a new process can use it again.
@@ -170,6 +171,9 @@ def _run_engine(instance: Instance) -> None:
             log.exception("the engine failed; the instance exits")
         else:
             log.critical("%s; the instance exits, and its streams move", fault)
+        instance.announce_failure()
+        loop.call_soon_threadsafe(links.close)  # so that none is dialled again meanwhile
+        time.sleep(FAILURE_GRACE_S)
         logging.shutdown()
         os._exit(70)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 from pdserve.beam_search import Hypothesis
@@ -18,6 +19,7 @@ from pdserve.request import TokenLogprobs
 
 T = TypeVar("T")
 
+LOGPROBS_PER_OUTPUT = 4096  # of a prompt, the top tokens included: some 40 KB and 2 ms
 BATCHED_TOKENS = 16  # tokens per frame of an answer that the client reads only at its end
 
 
@@ -38,6 +40,8 @@ class Job:
         transferred_blocks: blocks moved by finished transfers.
         transfer_seconds: time in which at least one transfer was active.
         last_transfer_end: when the last transfer ended.
+        leader: the first choice of the same prompt, which alone reports the prompt's log probabilities.
+        scores: log probabilities of the prompt's tokens that are to be sent before `output`.
         ended: the router needs nothing more, because the end was reported or the request was cancelled.
         cancelled: the request was cancelled, or its link closed.
     """
@@ -55,6 +59,8 @@ class Job:
     transferred_blocks: int = 0
     transfer_seconds: float = 0.0
     last_transfer_end: float = -math.inf
+    leader: "Job | None" = None
+    scores: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
     cancelled: bool = False
 
@@ -65,9 +71,38 @@ class Job:
             self.output = pb.Output(request_id=self.seq.request_id)
         return self.output
 
+    @cached_property
+    def may_be_large(self) -> bool:
+        """True if its outputs hold more than tokens."""
+        sampling = self.seq.sampling
+        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        return has_logprobs or sampling.embed or sampling.beam_width > 0
+
+    def take_output(self) -> pb.Output | None:
+        """Return what the next frame has of this request; None if nothing is due.
+
+        The log probabilities of a long prompt come in pieces, one for each call, and the output with the last: neither this
+        thread nor the router's is to be busy with them for long. Other choices of the prompt wait until they are sent.
+        """
+        if self.output is None or not self.urgent or (self.leader is not None and self.leader.scores):
+            return None
+        if self.scores:
+            size = max(1, LOGPROBS_PER_OUTPUT // (1 + (self.seq.sampling.prompt_logprobs or 0)))
+            piece, self.scores = self.scores[:size], self.scores[size:]
+            if self.scores:
+                return pb.Output(request_id=self.seq.request_id, prompt_logprobs=map(_logprobs, piece))
+            self.output.prompt_logprobs.extend(map(_logprobs, piece))
+        output, self.output, self.urgent = self.output, None, False
+        return output
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if an output is due that has to wait for pieces of a prompt's log probabilities."""
+        return self.urgent and self.output is not None
+
     def mark_cancelled(self) -> None:
         """Drop unsent tokens. Unsent stamps, as of a store that ended just before, still complete the timeline."""
-        self.cancelled = True
+        self.cancelled, self.scores = True, []
         if self.output is not None:
             for field_name in ("token_ids", "logprobs", "stored", "finish_reason", "hypotheses", "embedding"):
                 self.output.ClearField(field_name)
@@ -129,9 +164,8 @@ class Job:
             self.urgent = True
         if logprobs is not None:
             output.logprobs.append(_logprobs(logprobs))
-        if len(self.seq) == self.seq.num_initial + 1:
-            for _, of_prompt in sorted(self.seq.prompt_scores.items()):
-                output.prompt_logprobs.append(_logprobs(of_prompt))
+        if len(self.seq) == self.seq.num_initial + 1 and self.leader is None:
+            self.scores = [of_prompt for _, of_prompt in sorted(self.seq.prompt_scores.items())]
 
     def report_answers(self, answers: SequenceABC[Hypothesis]) -> None:
         """Report the answers of a beam search that is over."""

@@ -10,7 +10,7 @@ from pdserve.router.api.parsing import or_default
 from pdserve.router.api.schemas import SamplingBody
 from pdserve.router.backend import Chunk, ModelInfo, TokenStream
 
-MAX_LOGPROBS_AT_ONCE = 1 << 18  # of all answers, the top tokens included: they come in one frame
+MAX_LOGPROBS_AT_ONCE = 1 << 15  # of all answers, the top tokens included: they come in one output
 # Fields that a beam search cannot honour, and what a client can do.
 EXCLUDED = {
     "stream": "every answer may change until the search ends",

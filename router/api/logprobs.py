@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from pdserve.request import TokenLogprobs
@@ -9,7 +10,13 @@ from pdserve.router.backend import Chunk
 from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.tokenizer import Tokenizer
 
+MANY = 2000  # log probabilities that are too many for the event loop at a time: some 5 ms
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
+
+
+def are_many(*logprobs: Sequence[TokenLogprobs]) -> bool:
+    """Return True if these are too many, top tokens included, to be converted on the event loop."""
+    return sum(len(entries) * (1 + len(entries[0].top)) for entries in logprobs if entries) > MANY
 
 
 def completion_logprobs(
@@ -22,15 +29,13 @@ def completion_logprobs(
         logprobs: one entry per token. The sampled token is always added to its top tokens.
         text_offsets: the character offset in the choice's text at which each token begins.
     """
-    sampled = [
-        (_token_name(tokenizer.token_bytes(token_id)), entry) for token_id, entry in zip(ids, logprobs, strict=True)
-    ]
+    name_of = cache(lambda token_id: _token_name(tokenizer.token_bytes(token_id)))
+    sampled = [(name_of(token_id), entry) for token_id, entry in zip(ids, logprobs, strict=True)]
     return {
         "tokens": [name for name, _ in sampled],
         "token_logprobs": [_finite(entry.logprob) for _, entry in sampled],
         "top_logprobs": [
-            {_token_name(tokenizer.token_bytes(top_id)): _finite(value) for top_id, value in entry.top}
-            | {name: _finite(entry.logprob)}
+            {name_of(top_id): _finite(value) for top_id, value in entry.top} | {name: _finite(entry.logprob)}
             for name, entry in sampled
         ],
         "text_offset": list(text_offsets),
@@ -54,11 +59,12 @@ def prompt_logprobs(
 ) -> list[dict[str, object] | None]:
     """Return vLLM's `prompt_logprobs`: for each token of a prompt a map from token ids; None for the first."""
     entries: list[dict[str, object] | None] = [None]
+    decode = cache(lambda one: tokenizer.decode([one]))
     for token_id, entry in zip(ids[1:], logprobs, strict=True):
         ranked = [(top_id, value, rank) for rank, (top_id, value) in enumerate(entry.top[:num_top], 1)]
         entries.append(
             {
-                str(one): {"logprob": _finite(value), "rank": rank, "decoded_token": tokenizer.decode([one])}
+                str(one): {"logprob": _finite(value), "rank": rank, "decoded_token": decode(one)}
                 for one, value, rank in [*ranked, (token_id, entry.logprob, entry.rank)]
             }
         )
@@ -67,19 +73,21 @@ def prompt_logprobs(
 
 def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, object]:
     """Return the `logprobs` object of a chat completion; `logprobs` has one entry per token of `ids`."""
+    named = cache(lambda token_id: _named(tokenizer, token_id))
     content = [
         {
-            **_chat_entry(tokenizer, token_id, entry.logprob),
-            "top_logprobs": [_chat_entry(tokenizer, top_id, value) for top_id, value in entry.top],
+            **named(token_id),
+            "logprob": _finite(entry.logprob),
+            "top_logprobs": [{**named(top_id), "logprob": _finite(value)} for top_id, value in entry.top],
         }
         for token_id, entry in zip(ids, logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, object]:
+def _named(tokenizer: Tokenizer, token_id: int) -> dict[str, object]:
     token_bytes = tokenizer.token_bytes(token_id)
-    return {"token": _token_name(token_bytes), "logprob": _finite(logprob), "bytes": list(token_bytes)}
+    return {"token": _token_name(token_bytes), "bytes": list(token_bytes)}
 
 
 def _token_name(token_bytes: bytes) -> str:

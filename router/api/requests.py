@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
-MAX_PROMPT_LOGPROBS = 1 << 18  # of one prompt, the top tokens included
+MAX_LOGPROBS_OF_ANSWER = 1 << 18  # the top tokens included: of all prompts with all choices, and so of whole outputs
 MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 UNCHANGED = (  # fields of bodies that are fields of SamplingParams as they are
@@ -157,7 +158,9 @@ def parse_chat(
     if max_tokens is None:
         # What the context leaves on every instance, so that any may be selected, unless the prompt fits on some only.
         length = info.common_model_len if len(prompt) < info.common_model_len else info.max_model_len
-        max_tokens = max(1, length - len(prompt))
+        max_tokens = min(
+            max(1, length - len(prompt)), most_tokens_with_logprobs(_chat_logprobs(body), n, bool(body.stream))
+        )
     structured = parse_grammar(body, info)
     grammar = _chat_grammar(body, tools, structured, info)
     sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
@@ -233,7 +236,7 @@ def _build(
         raise BadRequest(message, kind="not_generative", param="model")
     for prompt in prompts:
         check_length(len(prompt), sampling.max_tokens, info.max_model_len)
-        _check_num_scored(len(prompt), sampling)
+    _check_num_logprobs(prompts, n, sampling, is_whole=not body.stream)
     options = _stream_options(body)
     return ParsedRequest(
         id=context.request_id,
@@ -354,14 +357,30 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
     return tuple(found)
 
 
-def _check_num_scored(num_tokens: int, sampling: SamplingParams) -> None:
-    """Raise BadRequest if too many log probabilities of a prompt are requested."""
-    if sampling.prompt_logprobs is None:
-        return
-    count = num_tokens * (1 + sampling.prompt_logprobs)
-    if count > MAX_PROMPT_LOGPROBS:
-        message = f"{count} log probabilities of a prompt are more than {MAX_PROMPT_LOGPROBS}; ask for fewer top tokens"
-        raise InvalidParameter("prompt_logprobs", message)
+def most_tokens_with_logprobs(logprobs: int | None, num_choices: int, is_stream: bool) -> int:
+    """Return how many tokens each choice of an answer may have at most because of their log probabilities."""
+    if logprobs is None or is_stream:
+        return sys.maxsize
+    return max(1, MAX_LOGPROBS_OF_ANSWER // (num_choices * (1 + max(0, logprobs))))  # numbers below 0 are refused later
+
+
+def _check_num_logprobs(prompts: list[list[int]], n: int, sampling: SamplingParams, *, is_whole: bool) -> None:
+    """Raise BadRequest if the answer, with all choices of all prompts, could have too many log probabilities at once."""
+    if sampling.prompt_logprobs is not None:
+        count = n * sum(map(len, prompts)) * (1 + sampling.prompt_logprobs)
+        if count > MAX_LOGPROBS_OF_ANSWER:
+            message = (
+                f"{count} log probabilities of prompts, counted for each choice, are more than {MAX_LOGPROBS_OF_ANSWER}; "
+                "ask for fewer top tokens or choices, or send fewer tokens"
+            )
+            raise InvalidParameter("prompt_logprobs", message)
+    most = most_tokens_with_logprobs(sampling.logprobs, n * len(prompts), not is_whole)
+    if sampling.max_tokens > most:
+        message = (
+            f"an answer that is not streamed may have {MAX_LOGPROBS_OF_ANSWER} log probabilities, which allows {most} tokens "
+            f"for each choice here, not {sampling.max_tokens}; lower max_tokens, the top tokens or the choices, or stream"
+        )
+        raise InvalidParameter("logprobs", message)
 
 
 def _truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: ModelInfo) -> list[int]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,9 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError
+from pdserve.request import TokenLogprobs
 from pdserve.router.api.generation import Delta, Generation, Json
-from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response
-from pdserve.router.api.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
+from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response, sliced_json
+from pdserve.router.api.logprobs import are_many, chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.text.parsers.output import ToolCallDelta
@@ -35,7 +36,18 @@ async def whole_response(generation: Generation, client: ClientConnection, build
         generation.close()
     if not finished:
         return Response(status_code=CLIENT_GONE)
-    return json_response(build_body(generation, [merge(parts) for parts in deltas]))
+    choices = [merge(parts) for parts in deltas]
+    if not are_many(*_all_logprobs(choices)):
+        return json_response(build_body(generation, choices))
+    # In a thread, which shares the interpreter with the streams of others.
+    body = await asyncio.to_thread(lambda: sliced_json(build_body(generation, choices)))
+    return Response(body, media_type="application/json")
+
+
+def _all_logprobs(deltas: Iterable[Delta]) -> Iterator[Sequence[TokenLogprobs]]:
+    for delta in deltas:
+        yield delta.logprobs
+        yield delta.prompt_logprobs or ()
 
 
 def merge(deltas: list[Delta]) -> Delta:
@@ -85,13 +97,16 @@ class EventStream(Response, ABC):
     async def _stream(self, send: Send) -> None:
         async def emit(deltas: Iterable[Delta]) -> None:
             async with self._sending:
-                events: list[Json] = []
+                events: list[bytes] = []
                 for delta in deltas:
-                    events += self.delta_events(delta)
+                    if are_many(*_all_logprobs([delta])):
+                        events += await asyncio.to_thread(self._large_events, delta)
+                    else:
+                        events += map(self.encode, self.delta_events(delta))
                     self._unfinished -= delta.finish_reason is not None
                 last = not self._unfinished
                 if last:
-                    events += self.final_events()
+                    events += map(self.encode, self.final_events())
                     await self.before_end()
                 await self._send(send, events, last)
 
@@ -101,16 +116,20 @@ class EventStream(Response, ABC):
             if not self._started:
                 raise
             reported = error if isinstance(error, RequestError) else InternalError()
-            await self._send(send, [self.error_event(reported)], reported is error)
+            await self._send(send, [self.encode(self.error_event(reported))], reported is error)
             if reported is not error:
                 raise
 
-    async def _send(self, send: Send, events: list[Json], last: bool) -> None:
+    def _large_events(self, delta: Delta) -> list[bytes]:
+        """Return the events of a delta with many log probabilities, which only `ChunkStream` has. To be run in a thread."""
+        return [b"data: " + sliced_json(event) + b"\n\n" for event in self.delta_events(delta)]
+
+    async def _send(self, send: Send, events: list[bytes], last: bool) -> None:
         """Send all events in one write: a write wakes the client and costs more than building an event."""
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        body = b"".join(self.encode(event) for event in events) + (self.terminator if last else b"")
+        body = b"".join(events) + (self.terminator if last else b"")
         await send({"type": "http.response.body", "body": body, "more_body": not last})
 
     # ---- the format of one endpoint ---------------------------------------------------------------------------

@@ -43,7 +43,7 @@ CLIENT_ERRORS = (
     "beams_do_not_fit",
     "too_few_answers",
 )  # kinds of errors of instances that the request has caused
-MAX_DROPS = 1  # instances that the router may drop for a request's outputs until it is not tried on a further one
+MAX_DROPS = 1  # instances that a request may cost until it is not tried on a further one
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
@@ -209,10 +209,12 @@ class Dispatcher:
         fields = output.ListFields()
         has_only_tokens = token_ids and len(fields) == len(("request_id", "token_ids"))
         is_plain = has_only_tokens and state.is_plain and instance is state.final_instance
+        present = set() if is_plain else {field.name for field, _ in fields}
         if is_plain:
             reason = tokens_fault(token_ids, instance.vocab_size, state.remaining_tokens)
         else:
-            reason = self._output_fault(state, instance, output, {field.name for field, _ in fields})
+            max_tokens = state.remaining_tokens if instance is state.final_instance else 1
+            reason = output_fault(output, present, instance.hello, max_tokens, state.num_tokens)
         if reason:
             state.num_drops += 1
             raise InvalidFrame(reason)
@@ -221,24 +223,13 @@ class Dispatcher:
             if is_plain:
                 self._record_success(instance)
                 self._on_decoded_tokens(state, instance, Chunk(token_ids))
-            elif reason := self._content_fault(state, instance, output, {field.name for field, _ in fields}):
+            elif reason := _content_fault(state, instance, output, present):
                 self._fail_for_content(state, instance, reason)
             else:
                 self._handle_output(state, instance, output)
         except IllegalTransition as error:
             state.num_drops += 1
             raise InvalidFrame(str(error)) from error
-
-    def _output_fault(self, state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]) -> str:
-        max_tokens = state.remaining_tokens if instance is state.final_instance else 1
-        return output_fault(output, present, instance.hello, max_tokens, state.num_tokens)
-
-    def _content_fault(
-        self, state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]
-    ) -> str:
-        num_scored = len(state.request.prompt) - 1 if state.scores_prompt and "token_ids" in present else 0
-        sampling = state.request.sampling
-        return content_fault(output, present, instance.hello, state.remaining_tokens, sampling, num_scored)
 
     def _fail_for_content(self, state: RequestState, instance: InstanceHandle, reason: str) -> None:
         """End a request whose output is invalid by what the model computed. It may be due to the client's input."""
@@ -283,7 +274,7 @@ class Dispatcher:
         for request_id in list(instance.requests):
             state = self.states.get(request_id)
             if state is not None:
-                state.num_drops += instance.sent_unreadable and not state.has_answered
+                state.num_drops += instance.may_be_poisoned and not state.has_answered
                 error = Unavailable(
                     f"instance {instance.id} was lost while it served the request", kind="instance_lost"
                 )
@@ -433,9 +424,7 @@ class Dispatcher:
         is_split_prefill = state.decode is not None and instance is state.prefill
         instance.unassign(state.id)
         if state.num_drops > MAX_DROPS:
-            message = (
-                f"{state.num_drops} instances were dropped for what they sent for this request; no other one is tried"
-            )
+            message = f"{state.num_drops} instances have failed over this request, so no other one is tried"
             self.handle(state, Event.REJECTED, RequestError(f"{message} ({error})", kind="invalid_output"))
         elif instance is state.hedge:
             state.hedge = None
@@ -524,14 +513,14 @@ class Dispatcher:
         state.machine.restart(state.decode is not None, self.fleet.awake_now())
         # A hedge would compute the prompt once for each choice, and wins with a first token, which a beam search has not.
         is_hedged = not state.is_follower and not state.request.sampling.beam_width
-        state.has_answered, state.holders = False, []
+        state.begin()
         state.submitted_at, state.hedge_tried = self.fleet.awake_now(), not is_hedged
         self.states[state.id] = state
 
     def _migrate(self, state: RequestState, error: RequestError) -> None:
         """Move the request to other instances; its stream continues after the last emitted token."""
         del self.states[state.id]
-        state.is_follower = False
+        state.leave_leader()
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
         state.timeline.migrations.append(Migration(self._now(), failed.id, str(error)))
         state.migrates_for = error.kind
@@ -621,6 +610,17 @@ class Dispatcher:
         state.timeline.placement = selection.placement
         state.timeline.decisions += selection.decisions
         return selection.request
+
+
+def _content_fault(state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]) -> str:
+    """Return why the content of an output, of whose fields some are present, is invalid for its request, or ""."""
+    num_scored, sampling = 0, state.request.sampling
+    if state.scores_prompt:
+        if state.leader is not None and state.num_unscored and "token_ids" in present:
+            return "a token before the log probabilities of the prompt"
+        due = 0 if state.leader is not None else state.num_unscored
+        num_scored = due if "token_ids" in present else min(due, len(output.prompt_logprobs))
+    return content_fault(output, present, instance.hello, state.remaining_tokens, sampling, num_scored)
 
 
 def _numerics(hello: pb.Hello) -> tuple[str, str, str]:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
 from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
@@ -37,7 +38,9 @@ class RequestState:
         migrates_for: the kind of the error for which it last left an instance; empty if it has not.
         holders: the instances to which it was submitted since it last moved.
         has_answered: an instance has sent an output of it since the last submission.
-        num_drops: instances that were dropped for what they sent for this request, or perhaps for this request.
+        num_drops: instances that failed or were dropped for what they sent for this request, or perhaps for this request.
+        leader: the choice of the same prompt along with which it was submitted, and which alone gets the prompt's log
+            probabilities; None for that one itself, and for those that have moved since.
         is_follower: it was submitted along with another choice of the same prompt, which accounts for the prompt.
     """
 
@@ -63,6 +66,8 @@ class RequestState:
         self.submitted_at = 0.0
         self.hedge_tried = False
         self.is_follower = self.has_answered = False
+        self.leader: RequestState | None = None
+        self._own_scores: list[pb.Logprobs] = []  # of the prompt, since the last submission
         self.num_drops = 0
         self.migrates_for = ""
         self.holders: list[InstanceHandle] = []
@@ -123,9 +128,27 @@ class RequestState:
         """True if the instance that samples the first token has to report the log probabilities of the prompt."""
         return self.request.sampling.prompt_logprobs is not None and not self.emitted
 
+    @property
+    def prompt_scores(self) -> list[pb.Logprobs]:
+        """Log probabilities of the prompt that have arrived; all choices of a prompt share them."""
+        return self._own_scores if self.leader is None else self.leader.prompt_scores
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log probabilities are still due."""
+        return len(self.request.prompt) - 1 - len(self.prompt_scores) if self.scores_prompt else 0
+
+    def begin(self) -> None:
+        """Forget what instances have sent for the last submission, before the next one."""
+        self.has_answered, self.holders, self._own_scores = False, [], []
+
+    def leave_leader(self) -> None:
+        """Move alone from now on."""
+        self.is_follower, self.leader = False, None
+
     def follow(self, other: "RequestState") -> None:
         """Use the instances that were selected for another choice of the same prompt."""
-        self.is_follower = True
+        self.is_follower, self.leader = True, other
         self.prefill, self.decode, self.cached = other.prefill, other.decode, other.cached
         self.timeline.placement = other.timeline.placement
         self.timeline.decisions += other.timeline.decisions
@@ -213,7 +236,7 @@ class RequestState:
             list(output.token_ids),
             output.finish_reason or None,
             [_logprobs(one) for one in output.logprobs],
-            [_logprobs(one) for one in output.prompt_logprobs],
+            PromptScores(self.prompt_scores) if self.scores_prompt else [],
             [_hypothesis(one) for one in output.hypotheses],
             output.embedding,
         )
@@ -241,11 +264,13 @@ class RequestState:
         self.on_readable()
 
     def record_output(self, instance: InstanceHandle, output: pb.Output, now: float) -> None:
-        """Record an output's stamps and counts in the timeline.
+        """Record an output's stamps and counts in the timeline, and the prompt's log probabilities.
 
         An instance sends each stamp as its age, which is subtracted from the frame's time of arrival. So a delayed frame
         makes its stamps late, never early: what an instance does on a message is not stamped before the router sent that.
         """
+        if not self.is_plain and output.prompt_logprobs:
+            self._own_scores += output.prompt_logprobs
         for stamp in output.stamps:
             if stamp.stage == RELEASED:
                 continue  # of an earlier request with the same id
@@ -283,6 +308,27 @@ class RequestState:
         if not self.machine.is_over:
             self.timeline.finish_reason = finish_reason
             self._on_cancel(self)
+
+
+class PromptScores(Sequence[TokenLogprobs]):
+    """Log probabilities of a prompt, converted when they are read: for a long prompt that is done in a thread."""
+
+    def __init__(self, messages: list[pb.Logprobs]) -> None:
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "PromptScores": ...
+
+    def __getitem__(self, index: int | slice) -> "TokenLogprobs | PromptScores":
+        if isinstance(index, slice):
+            return PromptScores(self._messages[index])
+        return _logprobs(self._messages[index])
 
 
 def _hypothesis(message: pb.Hypothesis) -> Hypothesis:

@@ -124,7 +124,7 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
         self._server.connections.discard(self)
         self._introduce()
         if self._instance is not None:
-            self._instance.sent_unreadable = self.error is not None
+            self._instance.may_be_poisoned = self.error is not None
             reason = f"a frame could not be handled: {self.error!r}" if self.error else "the connection was lost"
             self._server.fleet.deregister(self._instance, reason)
         elif self.error is not None:

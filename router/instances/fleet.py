@@ -59,7 +59,8 @@ class InstanceHandle:
         requests: ids of this router's requests on it → their remaining work.
         other_load: sum of the remaining work of other routers' requests, as last reported.
         is_draining: it accepts no new requests.
-        sent_unreadable: it was dropped for a frame that could not be read, so that nothing tells for which request it was.
+        may_be_poisoned: it was lost by a fault that an unknown request may have caused: its engine has failed, or a frame
+            could not be read.
         acknowledged_at: when this router last acknowledged a heartbeat, on its monotonic clock.
         candidate: the view of the policies: this router's requests as of now, plus `other_load`.
         kind: all that decides which instances it can serve with. Most instances of a fleet are of a few kinds.
@@ -77,7 +78,7 @@ class InstanceHandle:
     requests: dict[str, Load] = field(default_factory=dict)
     other_load: Load = NO_LOAD
     is_draining: bool = False
-    sent_unreadable: bool = False
+    may_be_poisoned: bool = False
     acknowledged_at: float = -math.inf
     id: str = field(init=False)
     role: str = field(init=False)
@@ -245,7 +246,7 @@ class Fleet:
 
     def record_success(self, instance: InstanceHandle) -> None:
         """Close the instance's circuit breaker, since it has just produced a token."""
-        if not self._output_faults.is_suspect(instance.id, self.now()):
+        if not self._output_faults.by_instance or not self._output_faults.is_suspect(instance.id, self.now()):
             self.breakers.record_success(instance.id)
 
     def record_invalid_output(self, instance: InstanceHandle, request_id: str, client: str) -> None:
@@ -349,6 +350,9 @@ class Fleet:
                 log.info("%s is draining; it has %d requests", instance.id, len(instance.requests), extra=extra)
                 self.begin_drain(instance)
                 self.listener.on_draining(instance)
+            case "failed":
+                instance.may_be_poisoned = True
+                self.deregister(instance, "its engine has failed")
             case "hello":
                 self._handle_role_change(instance, frame)
             case "blocks":

@@ -81,7 +81,7 @@ def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> s
     Registrations are checked by `hello_fault`, outputs one by one in `output_checks.py`.
     """
     match kind:
-        case "step" | "hello" | "draining":
+        case "step" | "hello" | "draining" | "failed":
             return ""
         case "heartbeat":
             return _heartbeat_fault(frame.heartbeat, num_blocks)

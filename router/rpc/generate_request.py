@@ -7,6 +7,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.parsing import checked_fields
+from pdserve.router.api.requests import most_tokens_with_logprobs
 from pdserve.router.api.schemas import CompletionBody
 from pdserve.router.backend import ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
@@ -32,9 +33,15 @@ def to_completion_body(request: "vllm.GenerateRequest", tokenizer: Tokenizer, in
     _check_supported(request)
     params = request.sampling_params
     prompt = tokenizer.encode(request.text) if request.HasField("text") else [*request.tokenized.input_ids]
+    is_stream = request.stream and not params.HasField("prompt_logprobs")
     fields: dict[str, Any] = {
         "prompt": prompt,
-        "max_tokens": max(1, info.common_model_len - len(prompt)),
+        "max_tokens": min(
+            max(1, info.common_model_len - len(prompt)),
+            most_tokens_with_logprobs(
+                params.logprobs if params.HasField("logprobs") else None, params.n or 1, is_stream
+            ),
+        ),
         "top_k": params.top_k,
         "n": params.n or 1,
         "min_tokens": params.min_tokens,
@@ -46,7 +53,7 @@ def to_completion_body(request: "vllm.GenerateRequest", tokenizer: Tokenizer, in
         "logit_bias": {str(token_id): _decimal(bias) for token_id, bias in params.logit_bias.items()},
         "structured_outputs": _structured_outputs(params),
         # Scores of the prompt are in the first message of a stream here, and the body has no such form.
-        "stream": request.stream and not params.HasField("prompt_logprobs"),
+        "stream": is_stream,
     }
     # Not set is 0 in protobuf, and the default in vLLM. 0 is the default of the penalties, and no valid top_p.
     fields |= {name: _decimal(getattr(params, name)) for name in FLOATS if getattr(params, name)}

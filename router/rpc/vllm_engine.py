@@ -26,6 +26,7 @@ from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, TooLarge, Unavailable
 from pdserve.model_path import model_folder
 from pdserve.router.api.generation import Delta, Generation
+from pdserve.router.api.logprobs import are_many
 from pdserve.router.api.requests import ParsedRequest, RequestContext, parse_completion
 from pdserve.router.api.streaming import merge
 from pdserve.router.backend import Backend, ModelInfo
@@ -239,7 +240,11 @@ class _Answer:
                     await self._call.send(chunk(self._generation, delta))
                 if delta.finish_reason is not None:
                     whole = delta if streams else merge(self._deltas[delta.index])
-                    await self._call.send(complete(self._generation, whole))
+                    if are_many(whole.logprobs, whole.prompt_logprobs or ()):
+                        message = await asyncio.to_thread(complete, self._generation, whole)
+                    else:
+                        message = complete(self._generation, whole)
+                    await self._call.send(message)
 
 
 def _aborted(index: int) -> Delta:

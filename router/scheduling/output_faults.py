@@ -12,25 +12,29 @@ MAX_KEPT = 64  # faults of each instance
 
 
 class OutputFaults:
-    """The latest faulty outputs, by instance id. The current time is an argument, in monotonic seconds."""
+    """The latest faulty outputs. The current time is an argument, in monotonic seconds.
+
+    Attributes:
+        by_instance: instance id → (time, client, request) of each.
+    """
 
     def __init__(self) -> None:
-        self._faults: dict[str, deque[tuple[float, str, str]]] = {}  # (time, client, request)
+        self.by_instance: dict[str, deque[tuple[float, str, str]]] = {}
 
     def record(self, instance_id: str, request_id: str, client: str, now: float) -> bool:
         """Add a faulty output. Return True if it counts against the instance."""
-        faults = self._faults.setdefault(instance_id, deque(maxlen=MAX_KEPT))
+        faults = self.by_instance.setdefault(instance_id, deque(maxlen=MAX_KEPT))
         faults.append((now, client, request_id))
         return self.is_suspect(instance_id, now)
 
     def is_suspect(self, instance_id: str, now: float) -> bool:
         """Return True if several requests of several clients have had faulty outputs of this instance."""
-        if not self._faults or (faults := self._faults.get(instance_id)) is None:
+        if (faults := self.by_instance.get(instance_id)) is None:
             return False
         while faults and now - faults[0][0] > WINDOW_S:
             faults.popleft()
         if not faults:
-            del self._faults[instance_id]
+            del self.by_instance[instance_id]
         clients = {client for _, client, _ in faults}
         requests = {(client, request) for _, client, request in faults}
         return len(requests) >= MIN_REQUESTS and len(clients) >= MIN_CLIENTS

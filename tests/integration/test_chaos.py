@@ -22,6 +22,8 @@ def test_faults_change_no_token_and_leak_nothing(
         self.child("router").arguments += [
             "--handover-timeout-seconds",
             "600",
+            "--no-instance-timeout",
+            "600",
         ]  # far above the length of any fault (3 s)
 
     settings = chaos.Settings(**{**chaos.QUICK, "seconds": seconds, "deadline": 600.0})

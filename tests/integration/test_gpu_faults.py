@@ -66,6 +66,8 @@ def test_an_instance_whose_gpu_fails_ends_with_one_sentence_and_its_streams_move
         sum("the GPU failed (CUDA error: an illegal memory access was encountered)" in line for line in of_victim) == 1
     )
     assert any("exited (exit code 70)" in line for line in of_victim)
+    assert sum("decode-0 joined" in line for line in lines) == 1
+    assert any("decode-0 left: its engine has failed" in line for line in lines)
     assert not any("Traceback" in line for line in lines)
 
 

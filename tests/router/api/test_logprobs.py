@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -79,3 +82,66 @@ def test_logprobs_of_a_chat(
         client.post(CHAT, {**CHATTING, "logprobs": True}).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {**HELLO, "logprobs": 2, "n": 2, "echo": True}),
+        (COMPLETIONS, {**HELLO, "logprobs": 1, "prompt_logprobs": 1, "prompt": ["hello", "the fox"]}),
+        (COMPLETIONS, {**HELLO, "logprobs": 1, "echo": True, "stream": True}),
+        (CHAT, {**CHATTING, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 2, "n": 2}),
+        (CHAT, {**CHATTING, "logprobs": True, "top_logprobs": 1, "stream": True}),
+    ],
+)
+def test_answers_with_many_log_probabilities_are_the_same_built_in_a_thread(
+    client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    def answer() -> str:
+        threads.clear()
+        monkeypatch.setattr("asyncio.to_thread", record)
+        response = client.post(path, body, headers={"X-Request-Id": "same"})
+        assert response.status_code == 200
+        return re.sub(r'"created":\d+', "", response.text)
+
+    async def record(build: Callable[..., object], *args: object) -> object:
+        threads.append(await to_thread(threading.get_ident))
+        return await to_thread(build, *args)
+
+    to_thread, threads = asyncio.to_thread, list[int]()
+    plain = answer()
+    assert not threads
+    monkeypatch.setattr("pdserve.router.api.logprobs.MANY", 0)
+    assert answer() == plain and threads and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {**HELLO, "prompt": [[1] * 10] * 2, "n": 2, "prompt_logprobs": 4}, "prompt_logprobs"),
+        (COMPLETIONS, {**HELLO, "prompt": [1] * 21, "logprobs": 4, "echo": True, "max_tokens": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {**HELLO, "n": 2, "logprobs": 4, "max_tokens": 11}, "logprobs"),
+        (CHAT, {**CHATTING, "n": 2, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (CHAT, {**CHATTING, "n": 2, "logprobs": True, "top_logprobs": 4, "max_tokens": 11}, "logprobs"),
+    ],
+)
+def test_limits_hold_for_all_choices_and_prompts_together(
+    client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr("pdserve.router.api.requests.MAX_LOGPROBS_OF_ANSWER", 100)
+    error = client.post(path, body).json()["error"]
+    assert (error["param"], error["code"]) == (param, "invalid_parameter") and "100" in error["message"]
+    small = {name: value for name, value in body.items() if name not in ("echo", "n", "prompt_logprobs")}
+    assert client.post(path, {**small, "max_tokens": 1}).status_code == 200
+
+
+def test_without_max_tokens_an_answer_is_as_long_as_its_log_probabilities_may_be(
+    client: Client, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.api.requests.MAX_LOGPROBS_OF_ANSWER", 100)
+    body = {**CHATTING, "n": 2, "logprobs": True, "top_logprobs": 4}
+    assert client.post(CHAT, body).status_code == 200
+    assert client.post(CHAT, {**body, "stream": True}).status_code == 200
+    assert client.post(CHAT, CHATTING).status_code == 200
+    lengths = [request.sampling.max_tokens for request in backend.requests]
+    assert lengths[:2] == [10, 10] and min(lengths[2:]) > 100

@@ -106,14 +106,14 @@ def test_a_request_for_which_instances_are_dropped_is_not_tried_on_all_of_them(m
         cluster.deliver(innocent.final_instance, innocent.id, token_ids=[len(innocent.emitted)])
         which = cluster.instances.index(poison.final_instance)
         send(cluster, which, request_id=poison.id, token_ids=[99])
-    with pytest.raises(RequestError, match="2 instances were dropped for what they sent for this request"):
+    with pytest.raises(RequestError, match="2 instances have failed over this request"):
         cluster.tokens(poison)
     assert len(cluster.fleet.instances) == 4 - MAX_DROPS - 1
     cluster.deliver(innocent.final_instance, innocent.id, token_ids=[8], finish_reason="stop")
     assert cluster.tokens(innocent)[-1] == 8
 
 
-def test_after_frames_that_cannot_be_read_only_requests_without_an_output_are_suspected(
+def test_after_failures_of_engines_only_requests_without_an_output_are_suspected(
     make_cluster: type[Cluster],
 ) -> None:
     cluster = make_cluster(*["both"] * 4)
@@ -123,8 +123,7 @@ def test_after_frames_that_cannot_be_read_only_requests_without_an_output_are_su
             instance = state.final_instance
             if instance.id in cluster.fleet.instances:
                 cluster.deliver(streaming.final_instance, streaming.id, token_ids=[1])
-                instance.sent_unreadable = True
-                cluster.fleet.deregister(instance, "a frame could not be handled")
+                cluster.fleet.handle_frame(instance, pb.InstanceFrame(failed=pb.Failed()))
         assert silent.machine.is_over is (drops > MAX_DROPS)
         if not cluster.fleet.instances.keys() - {streaming.final_instance.id}:
             break
