@@ -6,7 +6,7 @@ A field of OpenAI or vLLM that this router does not support is accepted only at 
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,10 @@ from pdserve.reasoning import MAX_BUDGET
 from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+# Of what is stored, with OpenAI's limits.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
 NO_OPS: NoOps = {
@@ -337,6 +341,7 @@ class ResponseBody(GenerationBody):
     tools: list[FunctionTool] | None = None
     tool_choice: Any = untyped({"type": ["string", "object", "null"]})
     parallel_tool_calls: bool | None = None
+    metadata: Metadata | None = None
 
 
 class BatchBody(Body):
@@ -345,7 +350,7 @@ class BatchBody(Body):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
 
 
 class RoleBody(Body):
