@@ -116,8 +116,9 @@ class BatchQueue:
     def load(self, key: str, batch_id: str) -> Json:
         """Return a batch as it is now. Raises NotFound."""
         batch = self.store.load(key, batch_id, BATCH)
-        counts: Json = self._counts.get(batch_id, batch["request_counts"])
-        return batch | {"request_counts": {**counts}}
+        if batch_id in self._counts:
+            batch["request_counts"] = {**self._counts[batch_id]}
+        return batch
 
     def cancel(self, key: str, batch_id: str) -> Json:
         """Stop a batch; the answers so far become its output file. Raises Conflict if it has ended."""
