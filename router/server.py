@@ -111,7 +111,7 @@ async def _serve(
         response_store = open_store(config)
         if response_store is not None:
             stack.push_async_callback(response_store.close)
-        batches = _batch_queue(config)
+        batches = _batch_queue(config, is_shared=len(keys) > 1)
         app = create_app(
             config,
             tokenizer,
@@ -222,10 +222,10 @@ def _kv_event_subscribers(
     ]
 
 
-def _batch_queue(config: RouterConfig) -> BatchQueue | None:
+def _batch_queue(config: RouterConfig, *, is_shared: bool) -> BatchQueue | None:
     if not config.batch_folder:
         return None
-    store = FileStore(Path(config.batch_folder), parse_size(config.max_batch_bytes))
+    store = FileStore(Path(config.batch_folder), parse_size(config.max_batch_bytes), is_shared=is_shared)
     return BatchQueue(store, config.batch_concurrency)
 
 

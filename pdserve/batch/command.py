@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,7 +12,7 @@ import httpx
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from pdserve.batch.lines import BatchRequest, Json, parse_lines, read_done
+from pdserve.batch.lines import BatchRequest, InvalidLine, Json, parse_lines, read_done
 from pdserve.batch.runner import run_batch
 from pdserve.errors import SetupError
 
@@ -48,17 +48,22 @@ async def _run(lines: BinaryIO, answers: BinaryIO, url: str, concurrency: int) -
         with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as bar:
             task = bar.add_task("requests", total=total, completed=len(done))
 
-            def write(line: Json) -> None:
+            async def write(line: Json) -> None:
                 answers.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                 answers.flush()
                 bar.advance(task)
 
-            unanswered = await run_batch(parse_lines(lines), done, _sender(http), write, concurrency)
+            unanswered = await run_batch(_each(parse_lines(lines)), done, _sender(http), write, concurrency)
     for text in unanswered[:MAX_SHOWN]:
         print(text, file=sys.stderr)
     if unanswered:
         print(f"{len(unanswered)} requests have no answer; run the same command again to try these", file=sys.stderr)
     return not unanswered
+
+
+async def _each(lines: Iterable[BatchRequest | InvalidLine]) -> AsyncIterator[BatchRequest | InvalidLine]:
+    for line in lines:
+        yield line
 
 
 def _sender(http: httpx.AsyncClient) -> Callable[[BatchRequest], Any]:

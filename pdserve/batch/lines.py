@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_ID_CHARS = 512
 ID_PREFIX = "batch_req_"
+MAX_ERRORS = 100  # that are named of one file
 Json = dict[str, Any]
 
 
@@ -36,14 +37,29 @@ class InvalidLine(ValueError):
         self.line, self.code, self.custom_id = line, code, custom_id
 
 
-def parse_lines(lines: Iterable[bytes], endpoints: Sequence[str] = ENDPOINTS) -> Iterator[BatchRequest | InvalidLine]:
+def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+    """Return the lines of a file, and of a longer one the first `max_bytes` + 1 bytes."""
+    while raw := file.readline(max_bytes + 1):
+        part = raw
+        while len(part) > max_bytes and not part.endswith(b"\n"):
+            part = file.readline(max_bytes + 1)
+        yield raw
+
+
+def parse_lines(
+    lines: Iterable[bytes], endpoints: Sequence[str] = ENDPOINTS, max_bytes: int | None = None
+) -> Iterator[BatchRequest | InvalidLine]:
     """Return the request of each line that is not blank, or what is wrong with it.
 
     Args:
         endpoints: the paths that requests may have.
+        max_bytes: of a line.
     """
     seen: set[str] = set()
     for number, raw in enumerate(lines, 1):
+        if max_bytes is not None and len(raw) > max_bytes:
+            yield InvalidLine(number, f"a line has at most {max_bytes} bytes", "line_too_long")
+            continue
         if not raw.strip():
             continue
         try:
@@ -82,6 +98,22 @@ def _parse(number: int, raw: bytes, endpoints: Sequence[str]) -> BatchRequest:
     if body.get("stream"):
         raise InvalidLine(number, "stream is not possible in a batch; leave it out", "invalid_body", name)
     return BatchRequest(number, name, line["url"], body)
+
+
+def check_lines(lines: Iterable[BatchRequest | InvalidLine], max_lines: int) -> tuple[int, list[InvalidLine]]:
+    """Return the number of requests, and the first errors: of lines, or that there are too many or none."""
+    count, errors = 0, []
+    for line in lines:
+        count += 1
+        if count > max_lines:
+            errors.append(InvalidLine(line.line, f"a batch has at most {max_lines} requests", "too_many_requests"))
+        elif isinstance(line, InvalidLine):
+            errors.append(line)
+        if count > max_lines or len(errors) == MAX_ERRORS:
+            break
+    if not count:
+        errors.append(InvalidLine(1, "the file has no request", "empty_file"))
+    return count, errors
 
 
 def answer_line(request: BatchRequest, status: int, request_id: str, body: Json) -> Json:

@@ -1,7 +1,7 @@
 """Runs the requests of a batch, a bounded number at once, and retries those that cannot be answered now."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 
 from pdserve.batch.lines import BatchRequest, InvalidLine, Json, answer_line, error_line
 
@@ -18,19 +18,20 @@ class Unanswered(Exception):
 
 
 async def run_batch(
-    lines: Iterable[BatchRequest | InvalidLine],
+    lines: AsyncIterable[BatchRequest | InvalidLine],
     done: Mapping[int, str | None],
     send: Send,
-    on_line: Callable[[Json], None],
+    on_line: Callable[[Json], Awaitable[None]],
     concurrency: int,
 ) -> list[str]:
-    """Answer all lines that are not done, and call `on_line` with each answer, in the order in which they end.
+    """Answer all lines that are not done, and await `on_line` with each answer, in the order in which they end.
 
     Returns:
         Why lines have no answer: the server was overloaded or gone in all attempts. Another run can answer them.
 
     Raises:
         ValueError: a line that is done has another custom id.
+        Exception: the first one that `on_line` or `send` raised, but for the OSErrors of `send`.
     """
     unanswered: list[str] = []
     mismatch = ""
@@ -38,23 +39,26 @@ async def run_batch(
 
     async def answer(request: BatchRequest) -> None:
         try:
-            on_line(await _answer(request, send))
+            await on_line(await _answer(request, send))
         except Unanswered as error:
             unanswered.append(f"line {request.line}: {error}")
         finally:
             free.release()
 
-    async with asyncio.TaskGroup() as tasks:
-        for line in lines:
-            if line.line in done:
-                if done[line.line] != line.custom_id:
-                    mismatch = f"it answers line {line.line} as {done[line.line]!r}, which is of another batch"
-                    break
-            elif isinstance(line, InvalidLine):
-                on_line(error_line(line))
-            else:
-                await free.acquire()
-                tasks.create_task(answer(line))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            async for line in lines:
+                if line.line in done:
+                    if done[line.line] != line.custom_id:
+                        mismatch = f"it answers line {line.line} as {done[line.line]!r}, which is of another batch"
+                        break
+                elif isinstance(line, InvalidLine):
+                    await on_line(error_line(line))
+                else:
+                    await free.acquire()
+                    tasks.create_task(answer(line))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     if mismatch:
         raise ValueError(mismatch)
     return unanswered

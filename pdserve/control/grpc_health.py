@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2
@@ -16,6 +16,7 @@ WATCH_S = 1.0  # between two checks for the clients that watch a service
 MAX_OPEN_CALLS = 8  # on one connection
 RECEIVE_SECONDS = 1.0  # for which a message may be under way: it has few bytes, but could take those of the largest one
 Check = Callable[[], object]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Status = health_pb2.HealthCheckResponse
 
 
@@ -52,8 +53,10 @@ class Health:
 
     def handler(self, calls: OpenCalls) -> grpc.GenericRpcHandler:
         serialize = Status.SerializeToString
-        check = grpc.stream_unary_rpc_method_handler(calls.limited(self._check), response_serializer=serialize)
-        watch = grpc.stream_stream_rpc_method_handler(calls.limited(self._watch), response_serializer=serialize)
+        check: Handler = grpc.stream_unary_rpc_method_handler(calls.limited(self._check), response_serializer=serialize)
+        watch: Handler = grpc.stream_stream_rpc_method_handler(
+            calls.limited(self._watch), response_serializer=serialize
+        )
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check, "Watch": watch})
 
     async def run(self) -> None:
@@ -108,11 +111,12 @@ def reflection_handler(services: Iterable[str], calls: OpenCalls) -> grpc.Generi
             yield parse(reflection_pb2.ServerReflectionRequest, raw)
 
     async def describe(context: Context) -> None:
-        async for answer in servicer.ServerReflectionInfo(questions(context), context):
+        answers: Any = servicer.ServerReflectionInfo(questions(context), context)  # its stub says otherwise
+        async for answer in answers:
             await context.write(answer)
 
     serialize = reflection_pb2.ServerReflectionResponse.SerializeToString
-    handler = grpc.stream_stream_rpc_method_handler(calls.limited(describe), response_serializer=serialize)
+    handler: Handler = grpc.stream_stream_rpc_method_handler(calls.limited(describe), response_serializer=serialize)
     return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": handler})
 
 

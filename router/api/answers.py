@@ -275,7 +275,7 @@ class Batch(Answer):
     object: Literal["batch"]
     endpoint: str
     input_file_id: str
-    status: Literal["in_progress", "cancelling", "cancelled", "completed", "failed"]
+    status: Literal["validating", "in_progress", "cancelling", "cancelled", "completed", "failed"]
     output_file_id: str | None
     error_file_id: str | None
     request_counts: dict[str, int]

@@ -19,6 +19,7 @@ MAX_ENTRIES = 1024  # of an object with any keys
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 MAX_SHORT = 512  # characters of a name or an id
+MAX_METADATA = 16  # entries
 
 Item = TypeVar("Item")
 
@@ -43,6 +44,12 @@ Messages = Annotated[Array[Item], Field(max_length=MAX_MESSAGES)]
 Tools = Annotated[Array[Item], Field(max_length=MAX_TOOLS)]
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+# Of what is stored, with OpenAI's limits.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    BeforeValidator(lambda value: _check_size(value, MAX_METADATA)),
+]
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
 NO_OPS: NoOps = {
@@ -371,6 +378,7 @@ class ResponseBody(GenerationBody):
     tools: Tools[FunctionTool] | None = None
     tool_choice: Any = untyped({"type": ["string", "object", "null"]})
     parallel_tool_calls: bool | None = None
+    metadata: Metadata | None = None
 
 
 class BatchBody(Body):
@@ -379,7 +387,7 @@ class BatchBody(Body):
     input_file_id: Short
     endpoint: Short
     completion_window: Literal["24h"]
-    metadata: Object[Any] | None = None
+    metadata: Metadata | None = None
 
 
 class RoleBody(Body):

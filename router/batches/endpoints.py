@@ -8,17 +8,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from pdserve.errors import BadRequest, InvalidParameter, NotFound
+from pdserve.errors import BadRequest, InvalidParameter, NotFound, Overloaded
 from pdserve.router.api import answers, schemas
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.json_body import JsonBody, check_not_compressed
 from pdserve.router.batches.batch_queue import BatchQueue
+from pdserve.router.storage.file_store import FILE, FileStore, Json
 from pdserve.router.storage.input_items import page_limit
 from pdserve.router.web.auth import Access
 from pdserve.router.web.endpoint import Endpoints, endpoint, example
 from pdserve.router.web.parse_queue import ParseQueue
 
 MAX_FILENAME = 255
+
+
+class LengthRequired(BadRequest):
+    status = 411
 
 
 class BatchEndpoints(Endpoints):
@@ -55,11 +60,23 @@ class BatchEndpoints(Endpoints):
 
         return await asyncio.to_thread(read_page)
 
-    @endpoint("POST", "/v1/files", Access.CLIENT, errors=[404, 413, 429], response_model=answers.StoredFile)
+    @endpoint("POST", "/v1/files", Access.CLIENT, errors=[404, 411, 413, 429], response_model=answers.StoredFile)
     async def upload_file(self, request: Request) -> Response:
         """Store a file: a form with `file` and `purpose=batch`."""
-        store = self._queue.store
         check_not_compressed(request)
+        store, key, size = self._queue.store, request.state.key, _length(request)
+        try:
+            await asyncio.to_thread(store.reserve, key, size)
+        except Overloaded:
+            async for _ in request.stream():  # a client that is still sending would not see the answer
+                pass
+            raise
+        try:
+            return json_response(await self._store(request, store))
+        finally:
+            store.release(key, size)
+
+    async def _store(self, request: Request, store: FileStore) -> Json:
         try:
             async with request.form(max_files=1, max_fields=10) as form:
                 file, purpose = form.get("file"), form.get("purpose")
@@ -69,10 +86,9 @@ class BatchEndpoints(Endpoints):
                     message = "file must be a file of the form"
                     raise BadRequest(message, kind="missing_field", param="file")
                 name = (file.filename or "")[:MAX_FILENAME]
-                stored = await asyncio.to_thread(store.add_file, request.state.key, name, "batch", file.file)
+                return await asyncio.to_thread(store.add_file, request.state.key, name, "batch", file.file)
         except HTTPException as error:  # of starlette's parser
             raise BadRequest(f"the body is no form: {error.detail}", kind="invalid_form") from None
-        return json_response(stored)
 
     @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=answers.StoredList)
     async def list_files(self, request: Request) -> Response:
@@ -82,13 +98,13 @@ class BatchEndpoints(Endpoints):
     @endpoint("GET", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=answers.StoredFile)
     async def file(self, request: Request, file_id: str) -> Response:
         """A file's name, size and purpose."""
-        return json_response(self._queue.store.load(request.state.key, file_id))
+        return json_response(self._queue.store.load(request.state.key, file_id, FILE))
 
     @endpoint("GET", "/v1/files/{file_id}/content", Access.CLIENT, errors=[404], response_class=Response)
     async def file_content(self, request: Request, file_id: str) -> Response:
         """A file's content."""
         store, key = self._queue.store, request.state.key
-        store.load(key, file_id)
+        store.load(key, file_id, FILE)
         return FileResponse(store.data_path(key, file_id), media_type="application/octet-stream")
 
     @endpoint("DELETE", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=answers.DeletedFile)
@@ -119,9 +135,17 @@ class BatchEndpoints(Endpoints):
     @endpoint("GET", "/v1/batches/{batch_id}", Access.CLIENT, errors=[404], response_model=answers.Batch)
     async def batch(self, request: Request, batch_id: str) -> Response:
         """The state of a batch, and its files of answers and errors once it has ended."""
-        return json_response(self._queue.store.load(request.state.key, batch_id))
+        return json_response(self._queue.load(request.state.key, batch_id))
 
     @endpoint("POST", "/v1/batches/{batch_id}/cancel", Access.CLIENT, errors=[404, 409], response_model=answers.Batch)
     async def cancel_batch(self, request: Request, batch_id: str) -> Response:
         """Stop a batch; the answers so far are its output."""
         return json_response(self._queue.cancel(request.state.key, batch_id))
+
+
+def _length(request: Request) -> int:
+    """Return the length of the body, so that room can be kept for it."""
+    length = request.headers.get("content-length")
+    if length is None:
+        raise LengthRequired("an upload needs a Content-Length, not chunks", kind="length_required")
+    return int(length)

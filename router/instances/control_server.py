@@ -13,7 +13,7 @@ import ssl
 from pdserve.control.frame_connection import FrameConnection
 from pdserve.errors import SetupError
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.instances.arrivals import Arrivals, default_max_waiting, listen
+from pdserve.router.instances.arrivals import Arrival, Arrivals, default_max_waiting, listen
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import MAX_INSTANCE_ID_CHARS
 
@@ -73,7 +73,7 @@ class ControlServer:
         return not self._token or hmac.compare_digest(token.encode(), self._token.encode())
 
 
-class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
+class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame], Arrival):
     """Connection of one instance, which becomes a member of the fleet with its first frame.
 
     Attributes:
@@ -84,7 +84,7 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame]):
         super().__init__(pb.InstanceFrame)
         self._server = server
         self._instance: InstanceHandle | None = None
-        self.introduced: asyncio.Future[None] = self._loop.create_future()
+        self.introduced = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

@@ -4,8 +4,8 @@
     <folder>/<key>/file-<id>.data     its content
     <folder>/<key>/batch_<id>.json    a batch's object
 
-Ids begin with the time, by which they are thus sorted, and end in random digits. A path is made of nothing else that a client
-sends.
+Ids begin with the time, by which they are thus sorted, and end in random digits; those of answers are digests of such. A path
+is made of nothing else that a client sends.
 """
 
 import json
@@ -13,53 +13,68 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pdserve.errors import NotFound, Overloaded, SetupError
+from pdserve.errors import NotFound, Overloaded, SetupError, TooLarge
 
 Json = dict[str, Any]
-ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
+FILE, BATCH = "file-", "batch_"  # how their ids begin
+ID = re.compile(rf"(?:{FILE}|{BATCH})[0-9a-f]{{24}}")
+ENTRY_BYTES = 4096  # that each file counts besides its content
 
 
 class FileStore:
-    """The files and batches under one folder.
+    """The files and batches under one folder. Thread-safe.
 
     Args:
         max_bytes: of the contents of all files together.
+        is_shared: there are several API keys. Then each may have as much as is free for the others, and no more.
 
     Raises:
         SetupError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, *, is_shared: bool = False) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
+        self._is_shared = is_shared
+        self._reserved: Counter[str] = Counter()  # bytes that are being uploaded, by key
+        self._lock = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".writable").touch()
         except OSError as error:
             raise SetupError(f"--batch-folder {folder}: {error.strerror}") from error
 
+    def reserve(self, key: str, num_bytes: int) -> None:
+        """Keep room for an upload until `release`. Raises Overloaded if there is none, and TooLarge if there never is."""
+        if num_bytes > self._max_bytes:
+            raise TooLarge(f"the body is larger than {self._max_bytes} bytes", kind="body_too_large")
+        with self._lock:
+            self._check_room(key, num_bytes)
+            self._reserved[key] += num_bytes
+
+    def release(self, key: str, num_bytes: int) -> None:
+        with self._lock:
+            self._reserved[key] -= num_bytes
+
+    def check_room(self, key: str, num_bytes: int) -> None:
+        """Raise Overloaded unless the key may store this many further bytes."""
+        with self._lock:
+            self._check_room(key, num_bytes)
+
     def add_file(self, key: str, name: str, purpose: str, source: BinaryIO) -> Json:
-        """Store a copy of an open file and return its object. Raises Overloaded if there is no room."""
-        file_id = new_id("file-")
-        self.check_room(source.seek(0, os.SEEK_END))
+        """Store a copy of an open file, for which room is reserved, and return its object."""
+        file_id = new_id(FILE)
         source.seek(0)
         with self.data_path(key, file_id).open("wb") as target:
             shutil.copyfileobj(source, target)
         return self.complete_file(key, file_id, name, purpose)
-
-    def check_room(self, num_bytes: int) -> None:
-        """Raise Overloaded unless this many further bytes may be stored."""
-        used = sum(path.stat().st_size for path in self._folder.glob("*/*.data"))
-        if used + num_bytes > self._max_bytes:
-            message = (
-                f"the files of this router have {used} bytes of {self._max_bytes}; delete files that are not needed"
-            )
-            raise Overloaded(message, kind="files_full", retry_after_s=60)
 
     def complete_file(self, key: str, file_id: str, name: str, purpose: str) -> Json:
         """Make the object of a file whose content is written, and return it."""
@@ -71,12 +86,14 @@ class FileStore:
     def save(self, key: str, item: Json) -> None:
         """Write the object of a file or batch, which replaces an earlier one at once."""
         path = self._path(key, item["id"], ".json")
-        temporary = path.with_suffix(".new")
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}.new")  # two threads may save the same batch
         temporary.write_text(json.dumps(item))
         os.replace(temporary, path)
 
-    def load(self, key: str, item_id: str) -> Json:
-        """Return the object of a file or batch. Raises NotFound if the key has none with this id."""
+    def load(self, key: str, item_id: str, prefix: str = "") -> Json:
+        """Return the object of a file or batch. Raises NotFound if the key has none with this id and its prefix."""
+        if not item_id.startswith(prefix):
+            raise _unknown(item_id)
         try:
             item: Json = json.loads(self._path(key, item_id, ".json").read_text())
         except OSError:
@@ -89,7 +106,7 @@ class FileStore:
 
     def delete_file(self, key: str, file_id: str) -> None:
         """Delete a file. Raises NotFound if the key has none with this id."""
-        self.load(key, file_id)
+        self.load(key, file_id, FILE)
         self._path(key, file_id, ".json").unlink(missing_ok=True)
         self.data_path(key, file_id).unlink(missing_ok=True)
 
@@ -101,8 +118,21 @@ class FileStore:
         """Return every batch with its key."""
         for folder in self._folder.iterdir():
             if folder.is_dir():
-                for batch_id in self.ids(folder.name, "batch_"):
+                for batch_id in self.ids(folder.name, BATCH):
                     yield folder.name, self.load(folder.name, batch_id)
+
+    def _check_room(self, key: str, num_bytes: int) -> None:
+        used = self._reserved + Counter(
+            {folder.name: _size(folder) for folder in self._folder.iterdir() if folder.is_dir()}
+        )
+        free = self._max_bytes - used.total() - num_bytes
+        if free < 0:
+            message = f"the files of this router have {used.total()} bytes of {self._max_bytes}"
+        elif self._is_shared and used[key] + num_bytes > free:
+            message = f"the files of this API key have {used[key]} bytes, and may have no more than are free for others"
+        else:
+            return
+        raise Overloaded(f"{message}; delete files that are not needed", kind="files_full", retry_after_s=60)
 
     def _path(self, key: str, item_id: str, suffix: str) -> Path:
         if not ID.fullmatch(item_id):
@@ -114,6 +144,17 @@ class FileStore:
 
 def new_id(prefix: str) -> str:
     return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(6)}"
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                total += entry.stat().st_size + ENTRY_BYTES
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+    return total
 
 
 def _unknown(item_id: str) -> NotFound:

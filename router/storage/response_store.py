@@ -1,4 +1,4 @@
-"""Responses of /v1/responses that clients continue or read later: per API key, bounded in number and in time.
+"""Responses of /v1/responses that clients continue or read later: per API key, bounded in number, bytes and time.
 
     store.get(key, id) → the stored response, or None        store.put(key, response)        store.delete(key, id) → existed
 
@@ -6,6 +6,7 @@ A key never sees the responses of another one. In Redis, routers share them:
 
     pdserve:responses:{<model>/<key>}        sorted set of ids, by the time of their storage
     pdserve:responses:{<model>/<key>}:<id>   one response as JSON
+    pdserve:responses:{<model>/<key>}::bytes hash of the size of each, and of all (`:all`)
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,16 +29,41 @@ from pdserve.errors import SetupError, Unavailable
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0  # of a call to Redis
-MAX_MEMORY_BYTES = 256 << 20  # of all responses in a router's memory, as JSON
-PUT_SCRIPT = """
+MAX_BYTES = 256 << 20  # of all responses in a router's memory, or of a key's in Redis, as JSON
+# ':' is in no response's id. Responses of earlier versions have no size.
+DROP = """
+local sizes = KEYS[1] .. '::bytes'
+local function drop(id)
+  local size = redis.call('HGET', sizes, id)
+  if size then
+    redis.call('HINCRBY', sizes, ':all', -size)
+    redis.call('HDEL', sizes, id)
+  end
+  redis.call('ZREM', KEYS[1], id)
+  return redis.call('DEL', KEYS[1] .. ':' .. id)
+end
+"""
+DELETE_SCRIPT = DROP + "return drop(ARGV[1])"
+PUT_SCRIPT = (
+    DROP
+    + """
 local time = redis.call('TIME')
+drop(ARGV[1])
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', (time[1] - ARGV[3]) .. '000000')) do
+  drop(id)
+end
 redis.call('SET', KEYS[1] .. ':' .. ARGV[1], ARGV[2], 'EX', ARGV[3])
 redis.call('ZADD', KEYS[1], time[1] .. string.format('%06d', time[2]), ARGV[1])
+redis.call('HSET', sizes, ARGV[1], #ARGV[2])
+local total = redis.call('HINCRBY', sizes, ':all', #ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
-for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1 - ARGV[4])) do
-  redis.call('DEL', KEYS[1] .. ':' .. id)
-  redis.call('ZREM', KEYS[1], id)
+redis.call('EXPIRE', sizes, ARGV[3])
+local count = redis.call('ZCARD', KEYS[1])
+while count > tonumber(ARGV[4]) or (total > tonumber(ARGV[5]) and count > 0) do
+  drop(redis.call('ZRANGE', KEYS[1], 0, 0)[1])
+  count, total = count - 1, tonumber(redis.call('HGET', sizes, ':all'))
 end"""
+)
 
 
 @dataclass(frozen=True)
@@ -85,65 +111,69 @@ def open_store(config: RouterConfig, now: Callable[[], float] = time.monotonic) 
 
 
 class MemoryStore:
-    """Responses in the router's memory. `now` is a clock in seconds."""
+    """Responses in the router's memory. `now` is a clock in seconds.
 
-    def __init__(
-        self, max_per_key: int, ttl_s: float, now: Callable[[], float], max_bytes: int = MAX_MEMORY_BYTES
-    ) -> None:
+    If all keys together have too many bytes, the oldest responses of the key with the most bytes are dropped.
+    """
+
+    def __init__(self, max_per_key: int, ttl_s: float, now: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self._max_per_key = max_per_key
         self._ttl_s = ttl_s
         self._now = now
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        # (key, id) → (JSON, time at which it ends), the oldest first, and the number of responses of each key
-        self._entries: OrderedDict[tuple[str, str], tuple[bytes, float]] = OrderedDict()
-        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._num_bytes: Counter[str] = Counter()  # by key
+        # key → id → (JSON, time at which it ends), the oldest first
+        self._entries: defaultdict[str, dict[str, tuple[bytes, float]]] = defaultdict(dict)
 
     async def get(self, key: str, response_id: str) -> StoredResponse | None:
         self._drop_expired()
-        entry = self._entries.get((key, response_id))
+        entry = self._entries.get(key, {}).get(response_id)
         return None if entry is None else await asyncio.to_thread(_decode, entry[0])
 
     async def put(self, key: str, stored: StoredResponse) -> None:
         data = await asyncio.to_thread(_encode, stored)
         self._drop_expired()
-        self._remove((key, stored.id))
-        self._entries[key, stored.id] = data, self._now() + self._ttl_s
-        self._counts[key] += 1
-        self._num_bytes += len(data)
-        if self._counts[key] > self._max_per_key:
-            self._remove(next(name for name in self._entries if name[0] == key))
-        while self._num_bytes > self._max_bytes:
-            self._remove(next(iter(self._entries)))
+        self._remove(key, stored.id)
+        self._entries[key][stored.id] = data, self._now() + self._ttl_s
+        self._num_bytes[key] += len(data)
+        if len(self._entries[key]) > self._max_per_key:
+            self._remove_oldest(key)
+        while self._num_bytes.total() > self._max_bytes:
+            self._remove_oldest(max(self._num_bytes, key=self._num_bytes.__getitem__))
 
     async def delete(self, key: str, response_id: str) -> bool:
         self._drop_expired()
-        return self._remove((key, response_id))
+        return self._remove(key, response_id)
 
     async def close(self) -> None: ...
 
     def _drop_expired(self) -> None:
         now = self._now()
-        while self._entries and next(iter(self._entries.values()))[1] <= now:
-            self._remove(next(iter(self._entries)))
+        for key in list(self._entries):
+            while key in self._entries and next(iter(self._entries[key].values()))[1] <= now:
+                self._remove_oldest(key)
 
-    def _remove(self, name: tuple[str, str]) -> bool:
-        entry = self._entries.pop(name, None)
+    def _remove_oldest(self, key: str) -> None:
+        self._remove(key, next(iter(self._entries[key])))
+
+    def _remove(self, key: str, response_id: str) -> bool:
+        entries = self._entries.get(key, {})
+        entry = entries.pop(response_id, None)
         if entry is None:
             return False
-        self._num_bytes -= len(entry[0])
-        self._counts[name[0]] -= 1
-        if not self._counts[name[0]]:
-            del self._counts[name[0]]
+        self._num_bytes[key] -= len(entry[0])
+        if not entries:
+            del self._entries[key], self._num_bytes[key]
         return True
 
 
 class RedisStore:
     """Responses in Redis, for several routers."""
 
-    def __init__(self, url: str, model: str, max_per_key: int, ttl_s: float) -> None:
+    def __init__(self, url: str, model: str, max_per_key: int, ttl_s: float, max_bytes: int = MAX_BYTES) -> None:
         """Parse the URL. No connection is made yet. Raises SetupError if it is invalid."""
         self._model, self._max_per_key, self._ttl_s = model, max_per_key, max(1, round(ttl_s))
+        self._max_bytes = max_bytes
         try:
             self._redis = redis.asyncio.Redis.from_url(
                 url,
@@ -162,13 +192,12 @@ class RedisStore:
         return None if data is None else await asyncio.to_thread(_decode, data)
 
     async def put(self, key: str, stored: StoredResponse) -> None:
-        arguments = (stored.id, await asyncio.to_thread(_encode, stored), self._ttl_s, self._max_per_key)
+        data = await asyncio.to_thread(_encode, stored)
+        arguments = (stored.id, data, self._ttl_s, self._max_per_key, self._max_bytes)
         await self._call(self._redis.eval(PUT_SCRIPT, 1, self._index(key), *arguments))
 
     async def delete(self, key: str, response_id: str) -> bool:
-        index = self._index(key)
-        await self._call(self._redis.zrem(index, response_id))
-        return bool(await self._call(self._redis.delete(f"{index}:{response_id}")))
+        return bool(await self._call(self._redis.eval(DELETE_SCRIPT, 1, self._index(key), response_id)))
 
     async def close(self) -> None:
         await self._redis.aclose()

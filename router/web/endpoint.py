@@ -29,6 +29,7 @@ ERRORS = {
     404: "There is no such model, request or instance",
     408: "The headers or the body did not arrive in time",
     409: "The order conflicts with the state of the instances",
+    411: "The upload has no Content-Length",
     413: "The body is too large",
     415: "The body is not JSON",
     421: "The Host header names no host that this router serves",

@@ -181,7 +181,8 @@ def test_watches_are_limited_on_each_connection(serve: Serve) -> None:
         grpc.insecure_channel(f"127.0.0.1:{port}", option) as one,
         grpc.insecure_channel(f"127.0.0.1:{port}", option) as two,
     ):
-        first, second = health_pb2_grpc.HealthStub(one), health_pb2_grpc.HealthStub(two)
+        first: Any = health_pb2_grpc.HealthStub(one)
+        second: Any = health_pb2_grpc.HealthStub(two)
         watches: list[Any] = [first.Watch(request) for _ in range(most)]
         serving = health_pb2.HealthCheckResponse.SERVING
         assert {next(watch).status for watch in watches} == {serving}
@@ -207,7 +208,8 @@ def test_connections_are_limited(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
 def test_calls_that_send_nothing_hold_no_request(serve: Serve) -> None:
     never = Event()
     with serve(client_timeout_seconds=0.2) as port, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.stream_stream(GENERATE)(iter(partial(never.wait, 600), True), timeout=600)
+        generate: Any = channel.stream_stream(GENERATE)
+        call = generate(iter(partial(never.wait, 600), True), timeout=600)
         with pytest.raises(grpc.RpcError, match="did not arrive") as caught:
             next(call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -157,6 +157,46 @@ def test_the_store_in_memory() -> None:
     asyncio.run(run())
 
 
+def test_the_key_with_the_most_bytes_loses_its_oldest_responses() -> None:
+    async def run() -> None:
+        store = MemoryStore(100, 10.0, lambda: 0.0, max_bytes=2000)
+        for name in "abc":
+            await store.put("alice", stored(name))
+        for name in "defghij":
+            await store.put("mallory", stored(name, "x" * 300))
+        assert await ids(store, "alice", "abc") == "abc"
+        assert await ids(store, "mallory", "defghij") in ("ij", "j")
+        await store.put("mallory", stored("k", "x" * 3000))
+        assert (await ids(store, "alice", "abc"), await ids(store, "mallory", "ijk")) == ("abc", "")
+
+    asyncio.run(run())
+
+
+def test_a_key_has_a_bounded_number_of_bytes_in_redis(redis_server: Any) -> None:
+    async def run() -> None:
+        store = RedisStore(redis_server.url, "bytes", 100, 10.0, max_bytes=2000)
+        await store.put("alice", stored("a"))
+        for name in "bcdefg":
+            await store.put("mallory", stored(name, "x" * 300))
+        kept = await ids(store, "mallory", "bcdefg")
+        assert kept in ("fg", "g") and await ids(store, "alice", "a") == "a"
+        for name in kept:
+            assert await store.delete("mallory", name)
+        for name in "hi":  # what was deleted does not count, nor what is stored again
+            for _ in range(5):
+                await store.put("mallory", stored(name, "x" * 300))
+        assert await ids(store, "mallory", "hi") == "hi"
+        await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("metadata", [{str(i): "v" for i in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}])
+def test_metadata_has_the_limits_of_openai(stateful: Starlette, serving: Serving, metadata: dict[str, str]) -> None:
+    with serving(stateful) as url, client(url) as one, pytest.raises(openai.BadRequestError, match="metadata"):
+        one.responses.create(model="demo", input="hello", metadata=metadata)
+
+
 def test_the_store_in_redis(redis_server: Any) -> None:
     client: Any = redis.Redis.from_url(redis_server.url)
 
