@@ -53,12 +53,16 @@ def tag(begin: str, content: Format, end: str) -> Format:
 
 
 def among_text(tags: list[Format], triggers: tuple[str, ...], *, single: bool) -> Format:
-    """Return the format of tags among any text; each begins with a trigger, and none is text. `single`: at most one."""
+    """Return the format of tags among any text; each begins with a trigger, and none is text.
+
+    `single`: at most one, with which the output ends.
+    """
     calls = []
     for trigger in triggers:
         rests = [rest for one in tags if (rest := _after(trigger, one))]
         calls.append(sequence(any_text(*triggers), literal(trigger), either(*rests)))
-    return sequence((optional if single else repeated)(either(*calls)), any_text(*triggers))
+    text = any_text(*triggers)
+    return either(*calls, text) if single else sequence(repeated(either(*calls)), text)
 
 
 def listed(tags: list[Format], separator: str, *, single: bool) -> Format:

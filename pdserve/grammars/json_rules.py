@@ -61,6 +61,8 @@ class JsonRules:
 
     def _value(self, schema: Any) -> str:
         """Return the expression of values by a schema."""
+        if schema is False:
+            raise ValueError("the schema false, which allows no value, is required somewhere")
         if schema in (True, {}):
             return self._later("any", {"type": [*("null", "boolean", "number", "string", "array", "object")]})
         keys = schema.keys() - {"type"}
@@ -79,7 +81,7 @@ class JsonRules:
         """Return the name of the rule of a definition, which is written once."""
         if key not in self._names:
             self._names[key], set_expression = self._reserve()
-            self._pending.append((False if schema is False else schema, set_expression))
+            self._pending.append((schema, set_expression))
         return self._names[key]
 
     def _of_type(self, kind: str, schema: Schema) -> str:
@@ -103,8 +105,6 @@ class JsonRules:
             number = min(found - definitions.keys())
             definitions[number] = self._definitions[number]
             found |= set(_references(self._definitions[number]))
-        if schema is False:
-            schema = {"not": {}}
         text = json.dumps({**schema, **({"$defs": definitions} if definitions else {}), "x-guidance": OPTIONS})
         if text not in self._names:
             self._names[text] = self._define("r", f"%json {text}")

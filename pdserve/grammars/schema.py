@@ -42,7 +42,8 @@ OF_TYPE = {  # keywords that apply to values of a type
 }
 TYPED = {keyword for keywords in OF_TYPE.values() for keyword in keywords}
 ANY_TYPE = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref", "not", "if", "$dynamicRef", "$recursiveRef")
-REFUSED = {"not", "if", "$dynamicRef", "$recursiveRef", "dependentRequired", "dependentSchemas", "dependencies"}
+TRIVIAL: dict[str, Any] = {"not": False, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}}
+REFUSED = {"if", "contains", "$dynamicRef", "$recursiveRef", *TRIVIAL}
 MAX_DISJOINT_DEPTH = 8
 NO_TAG = "^[^<]*$"  # of strings in tags
 
@@ -88,6 +89,8 @@ class _Writer:
         if schema is False:
             return False
         schema = expect({} if schema is True else schema, dict, "a schema", path)
+        if schema.get("not") in ({}, True):
+            return False
         given = self._applicable(schema, path)
         types = given.pop("type")
         composed = [key for key in ("allOf", "anyOf", "oneOf", "$ref") if key in given]
@@ -149,8 +152,8 @@ class _Writer:
         given.pop("uniqueItems", None)
         if "then" not in schema and "else" not in schema:
             given.pop("if", None)
-        for key in given.keys() & (REFUSED | {"contains"}):
-            if given[key] not in ({}, False) or key in ("if", "contains"):
+        for key in sorted(given.keys() & REFUSED):
+            if given[key] != TRIVIAL.get(key):
                 raise Unsupported(f'"{key}"', path)
             del given[key]
         return {**given, "type": types}
@@ -291,7 +294,9 @@ class _Writer:
         patterns = expect(given.get("patternProperties", {}), dict, '"patternProperties"', path)
         rest = given.get("additionalProperties", not (closed and ("properties" in given or patterns)))
         if closed and not patterns:
-            for name in set(needed) - properties.keys():
+            for name in needed:
+                if name in properties:
+                    continue
                 if given.get("additionalProperties", True) is False:
                     raise Unsupported(f'"required" of {name!r}, which "additionalProperties" excludes,', path)
                 properties[name] = given.get("additionalProperties", True)

@@ -12,7 +12,12 @@ Schema = dict[str, Any]
 Path = tuple[object, ...]  # place in a schema: keys and indices
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-PATTERNS = {  # of further formats
+LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+REAL_DATE = f"(?:.{{4}}-(?:(?:0[13-9]|1[0-2])-..|02-(?:[01].|2[0-8]))|{LEAP_YEAR}-02-29)"
+PATTERNS = {  # of further formats, and of days and seconds that FORMATS allow and calendars lack
+    "date": f"^{REAL_DATE}$",
+    "date-time": f"^{REAL_DATE}.{{6}}:[0-5]",
+    "time": "^.{5}:[0-5]",
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
     **{f"uuid{version}": f"^.{{14}}{version}" for version in range(1, 9)},
@@ -26,7 +31,7 @@ class Unsupported(ValueError):
 
     def __init__(self, problem: str, path: tuple[object, ...]) -> None:
         pointer = "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
-        super().__init__(f"{problem} at {pointer or 'the top'}")
+        super().__init__(f"{problem} at {pointer or 'the top'} cannot be held by a grammar")
 
 
 def string_patterns(given: Schema, path: Path = ()) -> list[str]:

@@ -124,7 +124,8 @@ def _forced_functions(choice: object, names: list[str]) -> list[str]:
 
 
 def _object_schema(name: str, parameters: Schema) -> Schema:
-    schema = {"type": "object", **parameters}
+    """Return the schema of a function's arguments; without parameters it has none."""
+    schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema["type"] != "object":
         raise InvalidParameter("tools", f"the parameters of {name} must be the JSON schema of an object")
     return schema

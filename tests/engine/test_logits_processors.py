@@ -1,7 +1,9 @@
 """Logits processors of other packages, found by entry point: they change the tokens of their own requests only."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,24 @@ def test_they_change_their_own_requests_only(checkpoint: Callable[..., Path]) ->
         and "broken" in str(broken.plugin_failure)
         and broken.num_output == 4
     )
+
+
+@pytest.mark.parametrize("grammar", ["", '{"choice": ["zz"]}'])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_request_for_which_no_token_is_left_fails(
+    grammar: str, temperature: float, checkpoint: Callable[..., Path]
+) -> None:
+    ready = threading.Event()
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=60), on_grammar_ready=ready.set)
+    banned = [i for i in range(engine.checkpoint.vocab_size) if i != 7 or not grammar]  # 7 is no z
+    params = replace(sampling(ids=banned), temperature=temperature, grammar=grammar, ignore_eos=not grammar)
+    seq = engine.new_sequence("0", [*range(20)], params)
+    engine.add(seq)
+    while seq.plugin_failure is None and not seq.finish_reason():
+        if engine.step().idle:
+            assert ready.wait(600)
+    expected = "the logits processors leave no token" + (" that the grammar allows" if grammar else "")
+    assert isinstance(seq.plugin_failure, BadRequest) and str(seq.plugin_failure) == expected
 
 
 def test_wrong_names_and_arguments_are_refused() -> None:

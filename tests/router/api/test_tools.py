@@ -20,6 +20,7 @@ from pdserve.grammars.specification import lark_grammar
 from pdserve.router.api.schemas import ChatBody
 from pdserve.router.api.tools import parse_tools
 from pdserve.router.text.parsers.harmony import HarmonyParser, HarmonyReasoning
+from pdserve.router.text.parsers.json_calls import HermesParser, Llama3JsonParser
 from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
 from pdserve.router.text.parsers.output_parser import OutputParser
 from pdserve.router.text.parsers.pythonic import PythonicParser
@@ -223,6 +224,22 @@ def test_json_calls_cannot_hide_behind_white_space(text: str, tokenizer: Tokeniz
     parser = TOOL_PARSERS["llama3_json"]
     assert parser(Tools({"weather": SCHEMA}), {}).push(call, is_end=True).calls
     assert not Matcher(grammar_of(tokenizer, parser)).accepts(call)
+
+
+@pytest.mark.parametrize("parser", FORMATS, ids=FORMATS.values())
+@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_without_parameters_has_no_arguments(
+    parser: type[ToolParser], parameters: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    function = {"name": "time", **parameters}
+    strict = grammar_of(tokenizer, parser, tools=[{"type": "function", "function": {**function, "strict": True}}])
+    assert Matcher(strict).accepts(write(parser, ("time", {})))
+    assert not Matcher(strict).accepts(write(parser, ("time", {"zone": "UTC"})))
+    tools = [{"type": "function", "function": function}]
+    forced = Matcher(grammar_of(tokenizer, parser, tools=tools, tool_choice="required"))
+    text = bytes(forced.generate(random.Random(0), most=100)).decode()
+    calls = OutputParser(None, (HermesParser if "<tool" in text else Llama3JsonParser)(Tools({"time": {}}), {}), {})
+    assert arguments_of(calls.push(text, is_end=True).calls) == [("time", {})]
 
 
 class Report(BaseModel):
