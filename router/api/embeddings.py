@@ -68,6 +68,7 @@ def _parse_pairs(
 ) -> ParsedRequest:
     """Return a request for each pair or, for similarities, one for each text. One first text belongs to all others."""
     check_model(model, info.name)
+    _check_num_inputs(len(second), param)
     if not info.classifies:
         return _parse([*first, *second], param, context, tokenizer, info)
     if info.embedding_size > 1:
@@ -83,8 +84,7 @@ def _parse(
     if not info.embedding_size:
         message = f"{info.name} has no embeddings: start its instances with --pooling last, mean or cls"
         raise BadRequest(message, kind="no_embeddings", param="model")
-    if len(texts) > MAX_INPUTS:
-        raise InvalidParameter(param, f"{param} has {len(texts)} texts; at most {MAX_INPUTS} are allowed")
+    _check_num_inputs(len(texts), param)
     prompts = [tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size, param)
@@ -105,6 +105,11 @@ def _parse(
         for index, prompt in enumerate(prompts)
     ]
     return ParsedRequest(id=context.request_id, chat=False, model=info.name, prompts=prompts, requests=requests)
+
+
+def _check_num_inputs(count: int, param: str) -> None:
+    if count > MAX_INPUTS:
+        raise InvalidParameter(param, f"{param} has {count} texts; at most {MAX_INPUTS} are allowed")
 
 
 async def embed(parsed: ParsedRequest, backend: Backend, release: Callable[[int], None]) -> Vectors:

@@ -5,6 +5,7 @@ No field is ignored silently: an unknown field is an error, with a suggestion wh
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Set
 from typing import Any, NoReturn, TypeVar
 
@@ -20,7 +21,8 @@ ADVICE = {
 ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "messages": "prompt"}
 
 BYTE_ORDER_MARK = "\ufeff"  # which some clients put before UTF-8
-
+MAX_DEPTH = 200  # of lists and objects; pydantic writes no JSON beyond 255
+MAX_NAME = 100  # characters of a name in an error message
 BodyType = TypeVar("BodyType", bound=Body)
 
 
@@ -28,23 +30,36 @@ def _reject_constant(name: str) -> NoReturn:
     raise BadRequest(f"the body holds {name}, which is not a number in JSON", kind="invalid_json")
 
 
-DECODER = json.JSONDecoder(parse_constant=_reject_constant)  # `json.loads` would build one for each body
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of these names and values. Two values of a name would mean one thing here and another to a gateway."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise BadRequest(f"an object of the body has two fields {quote(name)}", kind="invalid_json")
+    return fields
+
+
+# `json.loads` would build one for each body.
+DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_without_duplicates)
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
     """Parse a body that must be a JSON object.
 
     Raises:
-        BadRequest: it is not JSON or not an object, or it holds NaN, Infinity or half of a surrogate pair.
+        BadRequest: it is not JSON, not an object, or nested too deeply, or it holds NaN, Infinity, half of a surrogate pair,
+            or two fields of the same name in an object.
     """
     if not raw.strip():
         raise BadRequest("the body is empty; it must be a JSON object", kind="invalid_json")
     try:
         body = DECODER.decode(raw.decode().removeprefix(BYTE_ORDER_MARK))
     except RecursionError:
-        raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
+        raise _too_deep() from None
     except ValueError as error:  # malformed, not UTF-8, or an integer with thousands of digits
         raise BadRequest(f"the body is not valid JSON: {error}", kind="invalid_json") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        _check_depth(body)
     if b"\\u" in raw and not _is_valid_unicode(body):
         raise BadRequest("the body holds half of a surrogate pair, which is not a character", kind="invalid_unicode")
     if not isinstance(body, dict):
@@ -66,7 +81,9 @@ def validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        _raise_bad_field(error.errors(include_url=False)[0], known)
+        _raise_bad_field(
+            error.errors(include_url=False)[0], known
+        )  # there are few: see schemas.Array and schemas.Object
 
 
 def _drop_no_ops(body: dict[str, Any], known: Set[str], no_ops: NoOps, prefix: str = "") -> dict[str, Any]:
@@ -95,18 +112,27 @@ def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
 
 def _raise_bad_field(error: ErrorDetails, known: Set[str]) -> NoReturn:
     """Raise BadRequest for a validation error of pydantic."""
-    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"]).lstrip(".")
-    top = str(error["loc"][0])
+    steps = [step if isinstance(step, int) else step[: MAX_NAME + 1] for step in error["loc"]]
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
+    top = str(steps[0]) if steps else ""
     if error["type"] == "extra_forbidden":
         hint = _suggestion(name, known) if name == top else ""
-        raise BadRequest(f"unknown field {quote(name)}{hint}", kind="unknown_field", param=name[:100])
+        raise BadRequest(f"unknown field {quote(name)}{hint}", kind="unknown_field", param=name[:MAX_NAME])
+    name = name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…"
     if error["type"] == "missing":
         raise BadRequest(f"{name} is required", kind="missing_field", param=name)
     if top == "stop":
         raise InvalidParameter(top, "stop must be a string or a list of strings")
+    if error["type"] == "too_many_keys":
+        raise InvalidParameter(name, f"{name or 'the body'} must be {error['msg']}, not with {len(error['input'])}")
+    for bound, word in (("min_length", "least"), ("max_length", "most")):
+        if bound in error.get("ctx", ()):
+            unit = "characters" if isinstance(error["input"], str) else "items"
+            raise InvalidParameter(name, f"{name} must have at {word} {error['ctx'][bound]} {unit}")
     if error["type"] == "finite_number":
         raise InvalidParameter(name, f"{name} must be a finite number")
     expected, given = error["msg"].removeprefix("Input should be "), error["input"]
+    expected = "an object" if error["type"] in ("model_type", "dict_type") else expected
     shows_value = error["type"] == "literal_error" and isinstance(given, str)
     raise InvalidParameter(name, f"{name} must be {expected}, not {quote(given) if shows_value else json_type(given)}")
 
@@ -124,14 +150,29 @@ def or_default(value: Value | None, default: Value) -> Value:
 
 
 def quote(text: str) -> str:
-    """Return client text quoted for an error message, cut to 100 characters."""
-    return repr(text if len(text) <= 100 else text[:100] + "…")
+    """Return client text quoted for an error message, cut to `MAX_NAME` characters."""
+    return repr(text if len(text) <= MAX_NAME else text[:MAX_NAME] + "…")
 
 
 def json_type(value: object) -> str:
     """Return the JSON type of a parsed value with its article, such as `an object`."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def _check_depth(body: object) -> None:
+    """Raise BadRequest if lists and objects are nested too deeply for what reads them recursively later."""
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
+        level = [item for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> BadRequest:
+    return BadRequest(f"the body is nested too deeply; at most {MAX_DEPTH} levels are allowed", kind="invalid_json")
 
 
 def _is_valid_unicode(body: object) -> bool:

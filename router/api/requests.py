@@ -3,14 +3,14 @@
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.grammars.limits import check_grammar
 from pdserve.keys import block_keys, root_key
-from pdserve.request import MAX_LOGPROBS, Request, SamplingParams, check_length
+from pdserve.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams, check_length
 from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
@@ -323,8 +323,13 @@ def _allowed_token_ids(body: SamplingBody, grammar: str, info: ModelInfo) -> tup
     return tuple(sorted(set(ids)))
 
 
-def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word, also those that it has after a space."""
+    if len(words) > MAX_BAD_WORDS or any(
+        len(word) > MAX_STOP_CHARS for word in words
+    ):  # before each is tokenized twice
+        message = f"bad_words must be at most {MAX_BAD_WORDS} strings of at most {MAX_STOP_CHARS} characters each"
+        raise InvalidParameter("bad_words", message)
     found = dict[tuple[int, ...], None]()
     for word in words:
         if not word.strip():

@@ -6,12 +6,41 @@ A field of OpenAI or vLLM that this router does not support is accepted only at 
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from pdserve.reasoning import MAX_BUDGET
 from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS
+
+MAX_FIELDS = 128  # of an object with fixed fields, unknown ones included: each of these is an error of its own
+MAX_ENTRIES = 1024  # of an object with any keys
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
+MAX_SHORT = 512  # characters of a name or an id
+
+Item = TypeVar("Item")
+
+
+def _check_size(value: object, most: int) -> object:
+    """Return the value. Raises PydanticCustomError if it is an object with more keys: for each, an error may be built."""
+    if isinstance(value, dict) and len(value) > most:
+        raise PydanticCustomError("too_many_keys", "an object with at most {most} fields", {"most": most})
+    return value
+
+
+# All lists and objects of bodies are of these types, whose validation ends at the first error: pydantic builds gigabytes of
+# errors for a list of wrong items otherwise.
+Array = Annotated[list[Item], Field(fail_fast=True)]
+Object = Annotated[
+    dict[str, Item],
+    Field(max_length=MAX_ENTRIES),
+    BeforeValidator(lambda value: _check_size(value, MAX_ENTRIES)),  # pydantic compares the length after all errors
+]
+Short = Annotated[str, Field(max_length=MAX_SHORT)]
+Messages = Annotated[Array[Item], Field(max_length=MAX_MESSAGES)]
+Tools = Annotated[Array[Item], Field(max_length=MAX_TOOLS)]
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
@@ -82,6 +111,11 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     no_ops: ClassVar[NoOps] = {}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_num_fields(cls, fields: object) -> object:
+        return _check_size(fields, MAX_FIELDS)
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -114,21 +148,21 @@ class GenerationBody(Body):
     top_k: int | None = bounded(-1, 2**31 - 1)
     min_p: float | None = bounded(0, 1)
     seed: int | None = bounded(0, 2**63 - 1)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Array[str] | None = None
+    stop_token_ids: Array[int] | None = None
     ignore_eos: bool | None = None
     frequency_penalty: float | None = bounded(-2, 2)
     presence_penalty: float | None = bounded(-2, 2)
     repetition_penalty: float | None = bounded(0, 10)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Object[float] | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Short | None = None
     priority: int | None = bounded(-(2**31) + 1, 2**31 - 1)
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Short | None = None
+    metadata: Object[Any] | None = None
+    safety_identifier: Short | None = None
+    prompt_cache_key: Short | None = None
 
 
 class SamplingBody(GenerationBody):
@@ -139,19 +173,19 @@ class SamplingBody(GenerationBody):
     max_tokens: int | None = None
     n: int | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Object[Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Array[str] | None = None
+    allowed_token_ids: Array[int] | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = bounded(0, MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
-    logits_processors: dict[str, dict[str, Any]] | None = None
+    logits_processors: Object[Object[Any]] | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = bounded(1, MAX_BEAM_WIDTH)
     best_of: int | None = bounded(1, MAX_BEAM_WIDTH)
@@ -184,14 +218,14 @@ class Message(Body):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None  # the older name
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_calls: Array[ToolCall] | None = None
+    tool_call_id: Short | None = None
 
 
 class Function(Body):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object[Any] | None = None
     strict: bool | None = None
 
 
@@ -205,15 +239,15 @@ class Thinking(Body):
 
 
 class ChatBody(SamplingBody):
-    messages: list[Message]
+    messages: Messages[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = bounded(0, MAX_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: Any = untyped({"type": ["string", "object", "null"]})
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object[Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -238,13 +272,13 @@ class CountTokensBody(Body):
     no_ops: ClassVar = MESSAGES_API_NO_OPS
 
     model: str | None = None
-    messages: list[Any] = Field(json_schema_extra=MESSAGES)
+    messages: Messages[Any] = Field(json_schema_extra=MESSAGES)
     system: Any = untyped({"anyOf": [{"type": ["string", "null"]}, PARTS]})
-    tools: list[Any] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    tools: Tools[Any] | None = None
+    tool_choice: Object[Any] | None = None
+    thinking: Object[Any] | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: Object[Any] | None = None
 
 
 class MessagesBody(CountTokensBody):
@@ -254,10 +288,10 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = bounded(0, 1)
     top_k: int | None = bounded(-1, 2**31 - 1)
     top_p: float | None = bounded(0, 1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Array[str] | None = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    thread: dict[str, Any] | None = None
+    metadata: Object[Any] | None = None
+    thread: Object[Any] | None = None
 
 
 class EmbeddingBody(Body):
@@ -265,13 +299,13 @@ class EmbeddingBody(Body):
     input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    user: str | None = None
+    user: Short | None = None
 
 
 class ScoreBody(Body):
     model: str | None = None
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | Array[str]
+    text_2: str | Array[str]
 
 
 class ClassifyBody(Body):
@@ -282,7 +316,7 @@ class ClassifyBody(Body):
 class RerankBody(Body):
     model: str | None = None
     query: str
-    documents: list[str] = Field(min_length=1)
+    documents: Array[str] = Field(min_length=1)
     top_n: int | None = Field(None, ge=0)
     return_documents: bool | None = None
 
@@ -290,7 +324,7 @@ class RerankBody(Body):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -298,7 +332,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: Array[int]
 
 
 class TextFormat(Body):
@@ -328,13 +362,13 @@ class ResponseBody(GenerationBody):
     no_ops: ClassVar = RESPONSES_NO_OPS
 
     input: Any = untyped({"anyOf": [{"type": "string"}, MESSAGES]})
-    previous_response_id: str | None = None
+    previous_response_id: Short | None = None
     store: bool | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Tools[FunctionTool] | None = None
     tool_choice: Any = untyped({"type": ["string", "object", "null"]})
     parallel_tool_calls: bool | None = None
 
@@ -342,10 +376,10 @@ class ResponseBody(GenerationBody):
 class BatchBody(Body):
     """Fields of /v1/batches."""
 
-    input_file_id: str
-    endpoint: str
+    input_file_id: Short
+    endpoint: Short
     completion_window: Literal["24h"]
-    metadata: dict[str, Any] | None = None
+    metadata: Object[Any] | None = None
 
 
 class RoleBody(Body):
@@ -368,4 +402,4 @@ class LeaseBody(Body):
     holder: str = Field(min_length=1, max_length=200)
     lease_seconds: float = Field(ge=0)
     decision: str = Field("", max_length=1000)
-    changes: list[MadeChange] = Field([], max_length=1000)
+    changes: Array[MadeChange] = Field([], max_length=1000)

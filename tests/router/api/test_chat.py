@@ -108,7 +108,7 @@ def test_special_tokens_in_messages_are_text(client: Client, backend: ScriptedBa
     [
         ([], "messages must hold at least one message"),
         ("hello", "messages must be a valid list, not a string"),
-        (["hello"], "messages[0] must be a valid dictionary or instance of Message, not a string"),
+        (["hello"], "messages[0] must be an object, not a string"),
         ([{"content": "a"}], "messages[0].role is required"),
         (
             [{"role": "function", "content": "a"}],

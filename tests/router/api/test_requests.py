@@ -231,7 +231,12 @@ def test_forms_of_a_prompt(
         (
             {"bad_words": [chr(97 + i) + chr(97 + j) for i in range(17) for j in range(17)]},
             "bad_words",
-            "bad_words must be at most 256 sequences of tokens, not 291",
+            "bad_words must be at most 256 strings of at most 256 characters each",
+        ),
+        (
+            {"bad_words": ["a" * 257]},
+            "bad_words",
+            "bad_words must be at most 256 strings of at most 256 characters each",
         ),
         ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids is empty; leave it out to allow all"),
         (
