@@ -49,6 +49,7 @@ class HttpServer(uvicorn.Server):
             config.max_connections or default_max_connections(),
             round(max(1, min(HEAD_TIMEOUT_S, config.client_timeout_seconds))),
             round(KEEP_ALIVE_S),
+            max(1, round(config.client_timeout_seconds)),
             lambda kind: metrics.refused_connections.labels(reason=kind).inc(),
         )
         metrics.connections.set_function(lambda: len(self.open.connections))
