@@ -124,7 +124,7 @@ async def _serve(
             overview.snapshot,
             grammars,
             response_store,
-            [BatchEndpoints(batches)],
+            [BatchEndpoints(batches, admission.parse_queue)],
         )
         if batches is not None:
             batches.handlers = generation_handlers(app)

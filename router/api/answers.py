@@ -284,7 +284,9 @@ class Batch(Answer):
 class StoredList(Answer):
     object: Literal["list"]
     data: list[dict[str, Any]]
-    has_more: Literal[False]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
 
 
 class MessageBlock(Answer):

@@ -152,7 +152,8 @@ class BatchQueue:
 
         async def send(request: BatchRequest) -> tuple[int, str, Json]:
             request_id = new_id("batch_req-")
-            body = [{"type": "http.request", "body": json.dumps(request.body).encode(), "more_body": False}]
+            raw = await asyncio.to_thread(lambda: json.dumps(request.body).encode())
+            body = [{"type": "http.request", "body": raw, "more_body": False}]
 
             async def receive() -> Message:
                 if body:
@@ -172,7 +173,7 @@ class BatchQueue:
                 response = await self.handlers[request.url](Request(scope, receive))
             except RequestError as error:
                 return error.status, request_id, error.body()
-            return response.status_code, request_id, json.loads(bytes(response.body))
+            return response.status_code, request_id, await asyncio.to_thread(json.loads, bytes(response.body))
 
         return send
 

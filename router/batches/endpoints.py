@@ -1,6 +1,7 @@
 """The endpoints /v1/files and /v1/batches, in OpenAI's format."""
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated
 
 from starlette.exceptions import HTTPException
@@ -12,8 +13,10 @@ from pdserve.router.api import answers, schemas
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.json_body import JsonBody
 from pdserve.router.batches.batch_queue import BatchQueue
+from pdserve.router.storage.input_items import page_limit
 from pdserve.router.web.auth import Access
 from pdserve.router.web.endpoint import Endpoints, endpoint, example
+from pdserve.router.web.parse_queue import ParseQueue
 
 MAX_FILENAME = 255
 
@@ -23,8 +26,9 @@ class BatchEndpoints(Endpoints):
 
     tag = "batches"
 
-    def __init__(self, queue: BatchQueue | None) -> None:
+    def __init__(self, queue: BatchQueue | None, parse_queue: ParseQueue) -> None:
         self._given_queue = queue
+        self._parse_queue = parse_queue
 
     @property
     def _queue(self) -> BatchQueue:
@@ -35,9 +39,21 @@ class BatchEndpoints(Endpoints):
             raise NotFound(message, kind="no_batches")
         return self._given_queue
 
-    def _list(self, request: Request, prefix: str) -> Response:
-        items = self._queue.store.list(request.state.key, prefix)
-        return json_response({"object": "list", "data": items, "has_more": False})
+    async def _list(self, request: Request, prefix: str) -> Response:
+        """Return a page of the objects whose ids begin like this; the query parameters are limit and after."""
+        store, key = self._queue.store, request.state.key
+        limit, after = page_limit(request.query_params), request.query_params.get("after", "")
+
+        def read_page() -> Response:
+            ids = [item_id for item_id in store.ids(key, prefix) if not after or item_id < after]
+            items = []
+            for item_id in ids[:limit]:
+                with suppress(NotFound):  # deleted in the meantime
+                    items.append(store.load(key, item_id))
+            ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+            return json_response({"object": "list", "data": items, **ends, "has_more": len(ids) > limit})
+
+        return await asyncio.to_thread(read_page)
 
     @endpoint("POST", "/v1/files", Access.CLIENT, errors=[404, 413, 429], response_model=answers.StoredFile)
     async def upload_file(self, request: Request) -> Response:
@@ -59,8 +75,8 @@ class BatchEndpoints(Endpoints):
 
     @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=answers.StoredList)
     async def list_files(self, request: Request) -> Response:
-        """All files of this API key, the newest first."""
-        return self._list(request, "file-")
+        """Files of this API key, the newest first: at most `limit`, those that are older than the file `after`."""
+        return await self._list(request, "file-")
 
     @endpoint("GET", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=answers.StoredFile)
     async def file(self, request: Request, file_id: str) -> Response:
@@ -80,7 +96,7 @@ class BatchEndpoints(Endpoints):
         self._queue.store.delete_file(request.state.key, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
-    @endpoint("POST", "/v1/batches", Access.CLIENT, errors=[404], response_model=answers.Batch)
+    @endpoint("POST", "/v1/batches", Access.CLIENT, errors=[404, 429], response_model=answers.Batch)
     async def create_batch(
         self,
         request: Request,
@@ -90,14 +106,14 @@ class BatchEndpoints(Endpoints):
         ],
     ) -> Response:
         """Answer the requests of a file."""
-        fields = body.parse()
         queue, key = self._queue, request.state.key
+        fields = await self._parse_queue.run(key, body.raw, body.parse)
         return json_response(queue.create(key, fields.input_file_id, fields.endpoint, fields.metadata or {}))
 
     @endpoint("GET", "/v1/batches", Access.CLIENT, errors=[404], response_model=answers.StoredList)
     async def list_batches(self, request: Request) -> Response:
-        """All batches of this API key, the newest first."""
-        return self._list(request, "batch_")
+        """Batches of this API key, the newest first: at most `limit`, those that are older than the batch `after`."""
+        return await self._list(request, "batch_")
 
     @endpoint("GET", "/v1/batches/{batch_id}", Access.CLIENT, errors=[404], response_model=answers.Batch)
     async def batch(self, request: Request, batch_id: str) -> Response:

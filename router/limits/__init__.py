@@ -1,1 +1,1 @@
-"""API keys, their rate limits, and the admission queue."""
+"""API keys, their rate limits, the memory of their bodies, and the admission queue."""

@@ -4,7 +4,8 @@
     <folder>/<key>/file-<id>.data     its content
     <folder>/<key>/batch_<id>.json    a batch's object
 
-Ids are random, and a path is made of nothing else that a client sends.
+Ids begin with the time, by which they are thus sorted, and end in random digits. A path is made of nothing else that a client
+sends.
 """
 
 import json
@@ -82,10 +83,9 @@ class FileStore:
             raise _unknown(item_id) from None
         return item
 
-    def list(self, key: str, prefix: str) -> list[Json]:
-        """Return the objects whose id begins like this, the newest first."""
-        items = [self.load(key, path.stem) for path in (self._folder / key).glob(f"{prefix}*.json")]
-        return sorted(items, key=lambda item: (item["created_at"], item["id"]), reverse=True)
+    def ids(self, key: str, prefix: str) -> list[str]:
+        """Return the ids that begin like this, the newest first."""
+        return sorted((path.stem for path in (self._folder / key).glob(f"{prefix}*.json")), reverse=True)
 
     def delete_file(self, key: str, file_id: str) -> None:
         """Delete a file. Raises NotFound if the key has none with this id."""
@@ -101,8 +101,8 @@ class FileStore:
         """Return every batch with its key."""
         for folder in self._folder.iterdir():
             if folder.is_dir():
-                for batch in self.list(folder.name, "batch_"):
-                    yield folder.name, batch
+                for batch_id in self.ids(folder.name, "batch_"):
+                    yield folder.name, self.load(folder.name, batch_id)
 
     def _path(self, key: str, item_id: str, suffix: str) -> Path:
         if not ID.fullmatch(item_id):
@@ -113,7 +113,7 @@ class FileStore:
 
 
 def new_id(prefix: str) -> str:
-    return prefix + secrets.token_hex(12)
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(6)}"
 
 
 def _unknown(item_id: str) -> NotFound:

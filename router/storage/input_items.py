@@ -19,9 +19,7 @@ def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
     Raises:
         BadRequest: one of them is invalid.
     """
-    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
-    if not (len(limit) < 4 and limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= MAX_LIMIT):
-        raise InvalidParameter("limit", f"limit must be from 1 to {MAX_LIMIT}, not {quote(limit)}")
+    limit, order = page_limit(query), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidParameter("order", f'order must be "asc" or "desc", not {quote(order)}')
     items = [_item(f"msg_{stored.id}_{i}", message) for i, message in enumerate(stored.messages[:-1])]
@@ -33,9 +31,17 @@ def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
             message = f"after must be the id of an item of this response; {quote(query['after'])} is none"
             raise InvalidParameter("after", message)
         items = items[ids.index(query["after"]) + 1 :]
-    page = items[: int(limit)]
+    page = items[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
     return {"object": "list", "data": page, **ends, "has_more": len(page) < len(items)}
+
+
+def page_limit(query: Mapping[str, str]) -> int:
+    """Return the most items of a page, the query's `limit`. Raises BadRequest if it is invalid."""
+    limit = query.get("limit", str(DEFAULT_LIMIT))
+    if not (len(limit) < 4 and limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= MAX_LIMIT):
+        raise InvalidParameter("limit", f"limit must be from 1 to {MAX_LIMIT}, not {quote(limit)}")
+    return int(limit)
 
 
 def _item(item_id: str, message: Json) -> Json:

@@ -8,13 +8,14 @@ A key never sees the responses of another one. In Redis, routers share them:
     pdserve:responses:{<model>/<key>}:<id>   one response as JSON
 """
 
+import asyncio
 import json
 import logging
 import os
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import redis.asyncio
@@ -41,10 +42,15 @@ end"""
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, and the conversation up to its end as the messages of a chat."""
+    """A response, and the conversation up to its end as the messages of a chat.
+
+    Attributes:
+        num_bytes: of both as JSON; 0 before they are stored.
+    """
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
+    num_bytes: int = field(default=0, compare=False)
 
     @property
     def id(self) -> str:
@@ -52,7 +58,7 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Keeps responses. Its methods raise Unavailable if it does not answer."""
+    """Keeps responses. Its methods raise Unavailable if it does not answer. Threads convert from and to JSON."""
 
     async def get(self, key: str, response_id: str) -> StoredResponse | None: ...
 
@@ -96,12 +102,12 @@ class MemoryStore:
     async def get(self, key: str, response_id: str) -> StoredResponse | None:
         self._drop_expired()
         entry = self._entries.get((key, response_id))
-        return None if entry is None else _decode(entry[0])
+        return None if entry is None else await asyncio.to_thread(_decode, entry[0])
 
     async def put(self, key: str, stored: StoredResponse) -> None:
+        data = await asyncio.to_thread(_encode, stored)
         self._drop_expired()
         self._remove((key, stored.id))
-        data = _encode(stored)
         self._entries[key, stored.id] = data, self._now() + self._ttl_s
         self._counts[key] += 1
         self._num_bytes += len(data)
@@ -153,10 +159,10 @@ class RedisStore:
 
     async def get(self, key: str, response_id: str) -> StoredResponse | None:
         data = await self._call(self._redis.get(f"{self._index(key)}:{response_id}"))
-        return None if data is None else _decode(data)
+        return None if data is None else await asyncio.to_thread(_decode, data)
 
     async def put(self, key: str, stored: StoredResponse) -> None:
-        arguments = (stored.id, _encode(stored), self._ttl_s, self._max_per_key)
+        arguments = (stored.id, await asyncio.to_thread(_encode, stored), self._ttl_s, self._max_per_key)
         await self._call(self._redis.eval(PUT_SCRIPT, 1, self._index(key), *arguments))
 
     async def delete(self, key: str, response_id: str) -> bool:
@@ -180,8 +186,8 @@ class RedisStore:
 
 
 def _encode(stored: StoredResponse) -> bytes:
-    return json.dumps(asdict(stored)).encode()
+    return json.dumps({"response": stored.response, "messages": stored.messages}).encode()
 
 
 def _decode(data: bytes) -> StoredResponse:
-    return StoredResponse(**json.loads(data))
+    return StoredResponse(**json.loads(data), num_bytes=len(data))

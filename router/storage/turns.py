@@ -1,5 +1,6 @@
 """The turns of conversations in /v1/responses: what a request continues, and whether its response is kept."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ class Turn:
 
     Attributes:
         earlier: the messages before its input.
+        num_bytes: of these, as JSON.
         keep: stores the finished response; None if it is not kept.
     """
 
     earlier: list[Json] = field(default_factory=list)
+    num_bytes: int = 0
     keep: Callable[[Json], Awaitable[None]] | None = None
 
 
@@ -50,21 +53,22 @@ class Turns:
                 )
                 raise BadRequest(message, kind="unsupported_parameter", param=param)
             return Turn()
-        earlier: list[Json] = []
+        earlier, num_bytes = list[Json](), 0
         if body.previous_response_id is not None:
-            earlier = (await self.stored(key, body.previous_response_id, "previous_response_id")).messages
+            stored = await self.stored(key, body.previous_response_id, "previous_response_id")
+            earlier, num_bytes = stored.messages, stored.num_bytes
         if body.store is False:
-            return Turn(earlier)
+            return Turn(earlier, num_bytes)
 
         async def keep(response: Json) -> None:
             assert self._store is not None
-            messages = [*conversation(body, earlier), answer_message(response)]
+            messages = await asyncio.to_thread(lambda: [*conversation(body, earlier), answer_message(response)])
             try:
                 await self._store.put(key, StoredResponse(response, messages))
             except Unavailable:  # the client gets its answer all the same
                 log.warning("the response %s could not be kept", response["id"])
 
-        return Turn(earlier, keep)
+        return Turn(earlier, num_bytes, keep)
 
     async def stored(self, key: str, response_id: str, param: str = "response_id") -> StoredResponse:
         """Return a response of the key. Raises NotFound or Unavailable."""

@@ -7,6 +7,7 @@ from pdserve.config import RouterConfig
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
+from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.key_file import ApiKey
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web.parse_queue import ParseQueue
@@ -17,6 +18,7 @@ class AdmissionController:
 
     Attributes:
         queue: decides when requests may start.
+        body_budget: counts the bodies that are being read or wait to be parsed.
         parse_queue: where bodies wait to be parsed. It holds no more than may run and be queued afterwards.
     """
 
@@ -26,7 +28,11 @@ class AdmissionController:
         """`now` is the router's clock, in seconds."""
         self.keys = keys
         self.queue = AdmissionQueue(keys, config, metrics, now)
-        self.parse_queue = ParseQueue(config.max_requests + config.max_queue, self.queue.weights, metrics)
+        self.body_budget = BodyBudget(
+            has_keys=bool(keys), largest=config.max_body_bytes, on_refusal=lambda key: _count_refusal(metrics, key)
+        )
+        max_waiting = config.max_requests + config.max_queue
+        self.parse_queue = ParseQueue(max_waiting, self.queue.weights, self.body_budget, metrics)
 
     async def enter(self, key: str, parsed: ParsedRequest, client: ClientConnection) -> AdmissionSlot | None:
         """Wait until the request may start; return its slot, or None if the client disconnected while it was queued.
@@ -52,6 +58,11 @@ class AdmissionController:
     def headers(self, key: str) -> dict[str, str]:
         """Return OpenAI's rate-limit headers for the key."""
         return self.queue.headers(key)
+
+
+def _count_refusal(metrics: Metrics, key: str) -> None:
+    metrics.refusals.labels(reason="body_bytes").inc()
+    metrics.key_refusals.labels(key=key, reason="body_bytes").inc()
 
 
 async def _decision(slot: AdmissionSlot) -> None:

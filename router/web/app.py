@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from pdserve.config import RouterConfig, parse_size
 from pdserve.errors import BadRequest, NotFound, RequestError
-from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response
+from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response, json_response
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.backend import Backend
 from pdserve.router.limits.key_file import load_api_keys
@@ -72,22 +72,23 @@ def create_app(
         *(route for group in further for route in group.routes()),
     ]
     clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
-    document = cache(lambda: openapi_document(api_routes, config.name, _key_names(api_routes, clients, operators)))
+    key_names = _key_names(api_routes, clients, operators)
+    document = cache(lambda: json_response(openapi_document(api_routes, config.name, key_names)).body)
 
-    async def openapi() -> dict[str, object]:
-        return document()
+    async def openapi() -> Response:
+        return Response(document(), media_type="application/json")
 
     document_route = Endpoint(openapi, method="GET", path="/openapi.json", access=Access.OPEN)
     routes: list[Endpoint | PageFile] = [*api_routes, document_route, *page_routes()]
     app = FastAPI(routes=[*routes], openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
-    _add_error_handlers(app)
+    _add_error_handlers(app, routes)
     app.state.generation_handlers = _handlers(generation_routes)
     checks: list[Check] = [RequestIds({route.path: route.id_prefix for route in generation_routes}).check]
     if not admission.keys:
         checks.append(BrowserGuard(config).check)
     checks.append(Authentication(PathAccess(routes), clients, operators).check)
     uploads = {"/v1/files": parse_size(config.max_batch_bytes)} if config.batch_folder else {}
-    body_limit = BodyLimit(config.max_body_bytes, config.client_timeout_seconds, uploads)
+    body_limit = BodyLimit(config.max_body_bytes, config.client_timeout_seconds, admission.body_budget, uploads)
     # Around FastAPI's own layers instead of inside of them, because most requests are answered before they get there.
     stack: ASGIApp = Middleware(app.build_middleware_stack(), app.state.generation_handlers, checks, body_limit)
     if config.cors_origins:
@@ -120,15 +121,20 @@ def _key_names(routes: Iterable[Endpoint], clients: KeySet, operators: KeySet) -
     }
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, routes: Sequence[Endpoint | PageFile]) -> None:
     async def request_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         return error_response(error)
 
     async def http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code != 405:
+            return error_response(_from_http_exception(request, error))
+        allowed = {"Allow": _allowed_methods(routes, request.url.path)}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=allowed)
         response = error_response(_from_http_exception(request, error))
-        response.headers.update(error.headers or {})
+        response.headers.update(allowed)
         return response
 
     async def client_disconnect(_: Request, error: Exception) -> Response:
@@ -141,6 +147,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(ClientDisconnect, client_disconnect)
     app.add_exception_handler(Exception, unexpected)
+
+
+def _allowed_methods(routes: Iterable[Endpoint | PageFile], path: str) -> str:
+    methods = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
+    return ", ".join(sorted({*methods, "OPTIONS", *({"HEAD"} if "GET" in methods else ())}))
 
 
 def _from_http_exception(request: Request, error: HTTPException) -> RequestError:

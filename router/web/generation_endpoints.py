@@ -1,5 +1,6 @@
 """The endpoints that run the model: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, and embeddings."""
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.auth import Access
 from pdserve.router.web.endpoint import Endpoints, Method, endpoint, example, generation_examples
 from pdserve.router.web.grammar_checker import GrammarChecker
+from pdserve.router.web.parse_queue import LARGE_BODY
 
 SESSION_HEADER = "x-session-id"
 
@@ -111,15 +113,16 @@ class GenerationEndpoints(Endpoints):
         parsed = ParsedBody(await self._admission.parse_queue.run(key, body.raw, body.parse), body.raw)
         turn = await self._turns.begin(key, parsed.parse())
         parse = partial(self._parse_response, turn)
-        answer = await self._generate(request, parsed, parse, stream, build_body)
+        answer = await self._generate(request, parsed, parse, stream, build_body, turn.num_bytes)
         if turn.keep is not None and answer.status_code == 200 and not isinstance(answer, EventStream):
-            await turn.keep(json.loads(bytes(answer.body)))
+            await turn.keep(await asyncio.to_thread(json.loads, bytes(answer.body)))
         return answer
 
     @endpoint("GET", "/v1/responses/{response_id}", Access.CLIENT, errors=[404], response_model=answers.ResponseObject)
     async def response(self, request: Request, response_id: str) -> Response:
         """A response that was kept for this API key."""
-        return json_response((await self._turns.stored(request.state.key, response_id)).response)
+        stored = await self._turns.stored(request.state.key, response_id)
+        return await asyncio.to_thread(json_response, stored.response)
 
     @endpoint(
         "GET", "/v1/responses/{response_id}/input_items", Access.CLIENT, errors=[404], response_model=answers.InputItems
@@ -127,7 +130,7 @@ class GenerationEndpoints(Endpoints):
     async def response_input_items(self, request: Request, response_id: str) -> Response:
         """The messages that a kept response answers; the query parameters are limit, order and after."""
         stored = await self._turns.stored(request.state.key, response_id)
-        return json_response(page_of_items(stored, request.query_params))
+        return await asyncio.to_thread(lambda: json_response(page_of_items(stored, request.query_params)))
 
     @endpoint(
         "DELETE",
@@ -202,9 +205,11 @@ class GenerationEndpoints(Endpoints):
         parse: Callable[[BodyType, RequestContext], ParsedRequest],
         stream: type[EventStream] = ChunkStream,
         build_body: BuildBody = completion_body,
+        more_bytes: int = 0,
     ) -> Response:
         context, key = _context(request), request.state.key
-        parsed = await self._admission.parse_queue.run(key, body.raw, lambda: parse(body.parse(), context))
+        queue = self._admission.parse_queue
+        parsed = await queue.run(key, body.raw, lambda: parse(body.parse(), context), more_bytes)
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
             await self._grammars.check(key, grammar, self._model())
@@ -287,7 +292,10 @@ class EmbeddingEndpoints(Endpoints):
         client: ClientConnection = request.state.client
         if not await client.run(run()):
             return Response(status_code=CLIENT_GONE)
-        return json_response(build(fields, parsed, vectors[0]))
+        num_bytes = len(body.raw) + sum(vector.nbytes for vector in vectors[0])
+        if num_bytes < LARGE_BODY:
+            return json_response(build(fields, parsed, vectors[0]))
+        return await asyncio.to_thread(lambda: json_response(build(fields, parsed, vectors[0])))
 
 
 async def _enter(admission: AdmissionController, request: Request, parsed: ParsedRequest) -> AdmissionSlot | None:

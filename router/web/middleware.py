@@ -16,6 +16,7 @@ from pdserve.errors import BadRequest, RequestError, TooLarge, TooSlow
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response
 from pdserve.router.api.messages import error_body
 from pdserve.router.client_connection import ClientConnection
+from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.web.endpoint import Handler
 
 ID_HEADER = b"x-request-id"
@@ -48,48 +49,83 @@ class RequestIds:
 
 
 class BodyLimit:
-    """Limits the size of request bodies, and the time between their parts.
+    """Limits the size of request bodies, the time between their parts, and the memory of all that are being read.
 
-    Reading a body raises TooLarge as soon as it exceeds `max_bytes`, whatever its Content-Length says, and TooSlow if no
-    part arrives for `idle_timeout_s` seconds. The rest of a body that is too large is read and discarded, up to
-    `DRAIN_FACTOR` times the limit: a client that is still sending would otherwise see a broken connection and no answer.
+    Reading a body raises TooLarge as soon as it exceeds `max_bytes`, whatever its Content-Length says, TooSlow if no part
+    arrives for `idle_timeout_s` seconds, and Overloaded if the budget has no room for it.
     """
 
-    def __init__(self, max_bytes: int, idle_timeout_s: float, larger: Mapping[str, int] | None = None) -> None:
-        """`larger` has the limits of paths with another one."""
+    def __init__(
+        self, max_bytes: int, idle_timeout_s: float, budget: BodyBudget, larger: Mapping[str, int] | None = None
+    ) -> None:
+        """`larger` has the limits of paths with another one, whose bodies do not stay in memory."""
         self.max_bytes = max_bytes
         self.idle_timeout_s = idle_timeout_s
+        self.budget = budget
         self.larger = larger or {}
 
-    def apply(self, scope: Scope, receive: Receive) -> Receive:
-        """Return `receive` with the limits of the scope's path."""
+    def apply(self, scope: Scope, receive: Receive) -> "LimitedBody | None":
+        """Return the body of a scope, with the limits of its path; None if all of it has arrived within them."""
         max_bytes, size = self.larger.get(scope["path"], self.max_bytes), scope["state"]["client"].body_size()
         if size is not None and size <= max_bytes:
-            return receive
-        received, complete = 0, False
+            return None
+        return LimitedBody(self, max_bytes, scope, receive)
 
-        async def limited() -> Message:
-            nonlocal received, complete
-            if complete:  # the next message is the disconnect, at any time
-                return await receive()
-            message = await self._receive_part(receive)
-            received += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
-            if received <= max_bytes:
-                return message
-            while message.get("more_body", False) and received < DRAIN_FACTOR * max_bytes:
-                message = await self._receive_part(receive)
-                received += len(message.get("body", b""))
-            raise TooLarge(f"the body is larger than {max_bytes} bytes", kind="body_too_large")
 
-        return limited
+class LimitedBody:
+    """A body that is being read: an ASGI `receive`. What it takes of the budget is free once it is complete, or closed.
 
-    async def _receive_part(self, receive: Receive) -> Message:
+    The length that its head declares is reserved at once, so a body that has been begun is not refused later. The rest of a
+    body that is too large is read and discarded, up to `DRAIN_FACTOR` times the limit: a client that is still sending would
+    otherwise see a broken connection and no answer.
+    """
+
+    def __init__(self, limit: BodyLimit, max_bytes: int, scope: Scope, receive: Receive) -> None:
+        self._limit = limit
+        self._max_bytes = max_bytes
+        self._scope = scope
+        self._receive = receive
+        self._received = self._reserved = 0
+        self._is_complete = False
+
+    async def __call__(self) -> Message:
+        if self._is_complete:  # the next message is the disconnect, at any time
+            return await self._receive()
+        if not self._received:
+            length = next((value for name, value in self._scope["headers"] if name == b"content-length"), b"0")
+            self._reserve(min(int(length), self._max_bytes))  # the server has parsed it, too
+        message = await self._receive_part()
+        self._is_complete = not message.get("more_body", False)
+        if self._received <= self._max_bytes:
+            self._reserve(self._received)
+            if self._is_complete:
+                self.close()
+            return message
+        while message.get("more_body", False) and self._received < DRAIN_FACTOR * self._max_bytes:
+            message = await self._receive_part()
+        raise TooLarge(f"the body is larger than {self._max_bytes} bytes", kind="body_too_large")
+
+    def close(self) -> None:
+        """Give back what it has of the budget."""
+        if self._reserved:
+            self._limit.budget.release(self._scope["state"]["key"], self._reserved)
+            self._reserved = 0
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Have this much of the budget at least."""
+        if num_bytes > self._reserved and self._scope["path"] not in self._limit.larger:
+            self._limit.budget.reserve(self._scope["state"]["key"], num_bytes - self._reserved)
+            self._reserved = num_bytes
+
+    async def _receive_part(self) -> Message:
+        timeout_s = self._limit.idle_timeout_s
         try:
-            async with asyncio.timeout(self.idle_timeout_s):
-                return await receive()
+            async with asyncio.timeout(timeout_s):
+                message = await self._receive()
         except TimeoutError:
-            raise TooSlow(f"no part of the body arrived for {self.idle_timeout_s:g} s", kind="body_too_slow") from None
+            raise TooSlow(f"no part of the body arrived for {timeout_s:g} s", kind="body_too_slow") from None
+        self._received += len(message.get("body", b""))
+        return message
 
 
 class Middleware:
@@ -116,6 +152,7 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _as_routed(scope)
         path, state, started = scope["path"], scope.setdefault("state", {}), False
         state.setdefault("client", ClientConnection())
 
@@ -134,12 +171,13 @@ class Middleware:
             if (refusal := check(scope)) is not None:
                 await error_response(refusal)(scope, receive, respond)
                 return
-        receive = self._body_limit.apply(scope, receive)
+        body = self._body_limit.apply(scope, receive)
+        receive = receive if body is None else body
         handle = self._handlers.get(path) if scope["method"] == "POST" else None
-        if handle is None:
-            await self._app(scope, receive, respond)
-            return
         try:
+            if handle is None:
+                await self._app(scope, receive, respond)
+                return
             response = await handle(Request(scope, receive))
             await response(scope, receive, respond)
         except RequestError as error:  # before the first byte of a response; streams report later errors themselves
@@ -150,6 +188,17 @@ class Middleware:
             if not started:
                 await error_response(InternalError())(scope, receive, respond)
             raise  # the server logs its traceback
+        finally:
+            if body is not None:
+                body.close()
+
+
+def _as_routed(scope: Scope) -> Scope:
+    """Return the scope that is routed: HEAD is a GET whose body the server leaves out, and `/health/` is `/health`."""
+    path: str = scope["path"]
+    if len(path) > 1 and path[-1] == "/" and path[-2] != "/":
+        scope = {**scope, "path": path[:-1]}
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 def _with_message_errors(send: Send, state: Mapping[str, str]) -> Send:

@@ -4,11 +4,13 @@ import time
 from typing import Annotated
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from pdserve.config import RouterConfig
 from pdserve.errors import NotFound
 from pdserve.model_path import resolve_model
 from pdserve.router.api import answers, requests, schemas
+from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.json_body import JsonBody
 from pdserve.router.backend import Backend
 from pdserve.router.text.tokenizer import Tokenizer
@@ -60,14 +62,16 @@ class ModelEndpoints(Endpoints):
             )
         ]
 
-    @endpoint("POST", "/tokenize", Access.CLIENT, errors=[404])
+    @endpoint("POST", "/tokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Tokens)
     async def tokenize(
         self,
         request: Request,
         body: Annotated[JsonBody[schemas.TokenizeBody], example(prompt="The capital of France is")],
-    ) -> answers.Tokens:
+    ) -> Response:
         """Convert a text, or a conversation in the model's chat template, to tokens."""
-        return await self._parse_queue.run(request.state.key, body.raw, lambda: self._tokens(body.parse()))
+        return await self._parse_queue.run(
+            request.state.key, body.raw, lambda: json_response(self._tokens(body.parse()))
+        )
 
     def _tokens(self, body: schemas.TokenizeBody) -> answers.Tokens:
         requests.check_model(body.model, self._name)
@@ -77,12 +81,14 @@ class ModelEndpoints(Endpoints):
         length = None if info is None else info.max_model_len
         return answers.Tokens(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings)
 
-    @endpoint("POST", "/detokenize", Access.CLIENT, errors=[404])
+    @endpoint("POST", "/detokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Detokenized)
     async def detokenize(
-        self, _: Request, body: Annotated[JsonBody[schemas.DetokenizeBody], example(tokens=[1, 2, 3])]
-    ) -> answers.Detokenized:
+        self, request: Request, body: Annotated[JsonBody[schemas.DetokenizeBody], example(tokens=[1, 2, 3])]
+    ) -> Response:
         """Convert tokens to their text."""
-        parsed = body.parse()
-        requests.check_model(parsed.model, self._name)
-        requests.check_token_ids(parsed.tokens, self._tokenizer.vocab_size, "tokens")
-        return answers.Detokenized(prompt=self._tokenizer.decode(parsed.tokens, skip_special_tokens=False))
+        return await self._parse_queue.run(request.state.key, body.raw, lambda: json_response(self._text(body.parse())))
+
+    def _text(self, body: schemas.DetokenizeBody) -> answers.Detokenized:
+        requests.check_model(body.model, self._name)
+        requests.check_token_ids(body.tokens, self._tokenizer.vocab_size, "tokens")
+        return answers.Detokenized(prompt=self._tokenizer.decode(body.tokens, skip_special_tokens=False))

@@ -164,7 +164,8 @@ class OperatorEndpoints(Endpoints):
         self, _: Request, body: Annotated[JsonBody[schemas.RoleBody], example(role="decode")], instance_id: str
     ) -> answers.DrainStarted:
         """Drain an instance, which then serves in another role."""
-        return self._start_drain(instance_id, body.parse().role)
+        fields = await asyncio.to_thread(body.parse)
+        return self._start_drain(instance_id, fields.role)
 
     @endpoint("POST", "/admin/autoscaler", Access.OPERATOR, errors=[409], json_only=True)
     async def hold_lease(
@@ -175,7 +176,7 @@ class OperatorEndpoints(Endpoints):
         ],
     ) -> answers.LeaseHeld:
         """Renew the lease of the one controller that may change the fleet, and show its decision on the live page."""
-        lease = body.parse()
+        lease = await asyncio.to_thread(body.parse)
         self._lease.renew(lease.holder, lease.lease_seconds, time.monotonic())
         self._made_changes = lease.changes or self._made_changes
         if lease.decision:

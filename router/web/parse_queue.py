@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from pdserve.errors import BadRequest, Overloaded
+from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.fair_queue import FairQueue
 from pdserve.router.telemetry.metrics import Metrics
 
 LARGE_BODY = 32 * 1024  # bytes; above this, tokenizing on the event loop would delay the streams of other requests
 TURN_BUDGET_S = 0.02  # of parsing in one turn of the event loop; a burst beyond it waits for a thread
 NUM_THREADS = 2  # tokenizing releases the GIL; more threads would only delay the event loop
-MAX_WAITING_BYTES = 256 << 20
 
 Result = TypeVar("Result")
 
@@ -22,31 +22,35 @@ class ParseQueue:
     """Runs the parsing of bodies. Lives on one event loop.
 
     Small bodies are parsed at once, on the event loop, until `TURN_BUDGET_S` of its turn are used up. Others wait for a
-    thread, at most `max_waiting` of them and `MAX_WAITING_BYTES` bytes. So a burst of requests never keeps the event loop
+    thread, at most `max_waiting` of them, whose bytes the `budget` limits. So a burst of requests never keeps the event loop
     from reading its sockets, and enters the dispatcher in small groups. API keys share the threads by the bytes of their
     bodies and their `weights`, so one key's burst delays its own bodies.
     """
 
-    def __init__(self, max_waiting: int, weights: Mapping[str, float], metrics: Metrics) -> None:
+    def __init__(self, max_waiting: int, weights: Mapping[str, float], budget: BodyBudget, metrics: Metrics) -> None:
         self._max_waiting = max_waiting
+        self._budget = budget
         self._metrics = metrics
-        self._num_waiting = self._waiting_bytes = 0
+        self._num_waiting = 0
         self._queue = FairQueue[asyncio.Future[None]](weights)  # done when a thread is free for the body
         self._free_threads = NUM_THREADS
         self._turn_used_s = 0.0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="parse")
 
-    async def run(self, key: str, raw: bytes, parse: Callable[[], Result]) -> Result:
+    async def run(self, key: str, raw: bytes, parse: Callable[[], Result], more_bytes: int = 0) -> Result:
         """Return `parse()`, which parses `raw`, a body sent with an API key.
+
+        Args:
+            more_bytes: of what it processes besides the body.
 
         Raises:
             BadRequest: the body is nested too deeply.
             Overloaded: too many bodies wait to be parsed.
         """
         try:
-            if len(raw) < LARGE_BODY and self._turn_used_s < TURN_BUDGET_S:
+            if len(raw) + more_bytes < LARGE_BODY and self._turn_used_s < TURN_BUDGET_S:
                 return self._run_now(parse)
-            return await self._run_in_thread(key, len(raw), parse)
+            return await self._run_in_thread(key, len(raw) + more_bytes, parse)
         except RecursionError:
             raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
 
@@ -63,12 +67,12 @@ class ParseQueue:
         self._turn_used_s = 0.0
 
     async def _run_in_thread(self, key: str, size: int, parse: Callable[[], Result]) -> Result:
-        if self._num_waiting >= self._max_waiting or self._waiting_bytes + size > MAX_WAITING_BYTES:
+        if self._num_waiting >= self._max_waiting:
             message = f"the router is full: {self._num_waiting} requests wait to be tokenized"
             self._metrics.refusals.labels(reason="max_requests").inc()
             raise Overloaded(message, kind="max_requests", retry_after_s=1)
+        self._budget.reserve(key, size)
         self._num_waiting += 1
-        self._waiting_bytes += size
         loop = asyncio.get_running_loop()
         thread_is_free = loop.create_future()
         self._queue.push(key, thread_is_free, max(1, size))
@@ -78,7 +82,7 @@ class ParseQueue:
             return await loop.run_in_executor(self._threads, parse)
         finally:
             self._num_waiting -= 1
-            self._waiting_bytes -= size
+            self._budget.release(key, size)
             if not thread_is_free.cancelled():
                 self._free_threads += 1
                 self._assign_threads()

@@ -419,3 +419,20 @@ def events() -> Callable[[httpx.Response], list[dict[str, object]]]:
         return [json.loads(line) for line in lines]
 
     return read
+
+
+@pytest.fixture
+def threads_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[threading.Thread]]:
+    """Function `threads_of(owner, name)` that returns a list; it gets the thread of each later call of a function."""
+
+    def watch(owner: Any, name: str) -> list[threading.Thread]:
+        threads, original = list[threading.Thread](), getattr(owner, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread())
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+        return threads
+
+    return watch

@@ -17,6 +17,7 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
+from pdserve.router.api import parsing
 from pdserve.router.batches.batch_queue import BatchQueue
 from pdserve.router.batches.endpoints import BatchEndpoints
 from pdserve.router.limits.key_file import load_api_keys
@@ -47,7 +48,7 @@ def serve(
         config = RouterConfig(model="demo", api_key="one,two", batch_folder=str(tmp_path), max_batch_bytes="20000")
         admission = AdmissionController(load_api_keys(config.api_key), config, metrics, time.monotonic)
         queue = BatchQueue(FileStore(tmp_path, 20_000), 2)
-        further = [BatchEndpoints(queue)]
+        further = [BatchEndpoints(queue, admission.parse_queue)]
         app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, further=further)
         queue.handlers = generation_handlers(app)
         loops: list[asyncio.AbstractEventLoop] = []
@@ -126,6 +127,32 @@ def test_a_batch(serve: Callable[[], AbstractContextManager[str]], backend: Scri
             official.batches.cancel(batch.id)
 
 
+def test_pages_of_a_listing(serve: Callable[[], AbstractContextManager[str]]) -> None:
+    with serve() as url, client(url) as official:
+        names = [f"{i}.jsonl" for i in range(5)]
+        for name in names:
+            official.files.create(file=(name, b"x\n"), purpose="batch")
+        page = official.files.list(limit=2)
+        assert [one.filename for one in page.data] == ["4.jsonl", "3.jsonl"] and page.has_more
+        assert [one.filename for one in page] == names[::-1], "the client asks for the other pages"
+        with pytest.raises(openai.BadRequestError, match="limit must be from 1 to 100, not '0'"):
+            official.files.list(limit=0)
+
+
+def test_bodies_and_listings_are_read_in_threads(
+    serve: Callable[[], AbstractContextManager[str]], threads_of: Callable[..., list[threading.Thread]]
+) -> None:
+    with serve() as url, client(url) as official:
+        official.files.create(file=("a.jsonl", b"x\n"), purpose="batch")
+        threads, parsing_in = threads_of(FileStore, "load"), threads_of(parsing, "validate")
+        [serving] = [one for one in threading.enumerate() if one.name.endswith("(run)")]
+        assert official.files.list().data
+        with pytest.raises(openai.BadRequestError):
+            official.batches.create(input_file_id="i" * 40_000, endpoint="/v1/completions", completion_window="24h")
+        assert threads and parsing_in and serving not in threads
+        assert {one.name.partition("_")[0] for one in parsing_in} == {"parse"}
+
+
 def test_keys_are_apart(serve: Callable[[], AbstractContextManager[str]]) -> None:
     with serve() as url, client(url) as one, client(url, "two") as two:
         batch = ended(one, start(one, batch_file("a")).id)
@@ -197,7 +224,7 @@ def test_without_a_folder(
 ) -> None:
     config = RouterConfig(model="demo")
     admission = AdmissionController([], config, metrics, time.monotonic)
-    further = [BatchEndpoints(None)]
+    further = [BatchEndpoints(None, admission.parse_queue)]
     app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, further=further)
     for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1"):
         reply = make_client(app).get(path)

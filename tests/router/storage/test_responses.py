@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -15,6 +17,7 @@ from starlette.applications import Starlette
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError, Unavailable
 from pdserve.router.limits.key_file import load_api_keys
+from pdserve.router.storage import response_store, turns
 from pdserve.router.storage.response_store import MemoryStore, RedisStore, ResponseStore, StoredResponse, open_store
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
@@ -172,3 +175,20 @@ def test_a_redis_that_does_not_answer_and_invalid_settings() -> None:
         open_store(RouterConfig(response_store="disk"))
     with pytest.raises(ValueError, match="not shared by --workers"):
         RouterConfig(response_store="memory", workers=2)
+
+
+def test_a_long_conversation_is_read_written_and_rendered_in_threads(
+    stateful: Starlette, make_client: Any, backend: ScriptedBackend, threads_of: Callable[..., list[threading.Thread]]
+) -> None:
+    """The client's event loop, which is also the server's, runs in this thread. The second body is short."""
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=100_000, common_model_len=100_000)
+    backend.generates([5])
+    watched = [(response_store, "_encode"), (response_store, "_decode"), (Tokenizer, "encode"), (turns, "conversation")]
+    threads = [threads_of(*one) for one in watched]
+    one, headers = make_client(stateful), {"Authorization": "Bearer one"}
+    first = one.post("/v1/responses", {"input": "a" * 40_000, "max_output_tokens": 1}, headers=headers).json()
+    body = {"input": "more", "previous_response_id": first["id"], "max_output_tokens": 1}
+    assert one.post("/v1/responses", body, headers=headers).status_code == 200
+    assert len(backend.requests[1].prompt) > len(backend.requests[0].prompt)
+    assert all(threads) and all(threading.current_thread() not in one for one in threads)

@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,8 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from pdserve.router.limits import body_budget
+from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -89,6 +92,71 @@ def test_a_client_that_stops_sending_is_cut_off(
                 head.encode() + body
             )  # in one write: a busy machine may delay a second one beyond the timeout
             assert sender.recv(100).startswith(b"HTTP/1.1 200 "), "the timeout does not apply to the answer"
+
+
+def test_unfinished_bodies_of_one_key_leave_room_for_those_of_another(
+    make_app: Callable[..., Starlette],
+    tokenizer: Tokenizer,
+    serving: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    metrics: Metrics,
+    eventually: Callable[..., None],
+) -> None:
+    """What a head declares is reserved; without a declaration, what has arrived."""
+    monkeypatch.setattr(body_budget, "MAX_BYTES", 200_000)  # 50,000 of each key
+    budgets = list[body_budget.BodyBudget]()
+    create = body_budget.BodyBudget.__init__
+
+    def remember(self: body_budget.BodyBudget, **arguments: Any) -> None:
+        budgets.append(self)
+        create(self, **arguments)
+
+    monkeypatch.setattr(body_budget.BodyBudget, "__init__", remember)
+    app = make_app(tokenizer, api_key="mallory,alice")
+    body = json.dumps(HELLO).encode().ljust(20_000)
+    with serving(app) as url, ExitStack() as stack:
+        [budget] = budgets
+
+        def begin(key: str, framing: str, part: bytes) -> socket.socket:
+            address = urlsplit(url)
+            connection = stack.enter_context(socket.create_connection((address.hostname, address.port)))
+            connection.settimeout(600)
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{framing}\r\n\r\n"
+            connection.sendall(head.encode() + part)
+            return connection
+
+        held = [begin("mallory", "Content-Length: 20000", b"{"), begin("mallory", "Content-Length: 20000", b"{")]
+        eventually(lambda: budget.num_bytes == 40_000)
+        held.append(begin("mallory", "Transfer-Encoding: chunked", b"2328\r\n" + bytes(9000) + b"\r\n"))
+        eventually(lambda: budget.num_bytes == 49_000)
+        for framing, part in (
+            ("Content-Length: 20000", b"{"),
+            ("Transfer-Encoding: chunked", b"2328\r\n" + bytes(9000) + b"\r\n"),
+        ):
+            assert b"body_bytes" in begin("mallory", framing, part).recv(2000)
+        assert metrics.key_refusals.labels(key="key-1", reason="body_bytes")._value.get() == 2
+        slow = begin("alice", "Content-Length: 20000", body[:-1])
+        eventually(lambda: budget.num_bytes == 69_000)
+        slow.sendall(body[-1:])
+        assert slow.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert budget.num_bytes == 49_000, "a body that has been read has given back its room"
+        for connection in held:
+            connection.close()
+        eventually(lambda: budget.num_bytes == 0)
+
+
+def test_probes_by_head_and_options(url: str) -> None:
+    for path in ("/health", "/health/", "/ready", "/version", "/metrics", "/v1/models", "/openapi.json"):
+        whole, head = httpx.get(url + path), httpx.head(url + path)
+        assert whole.status_code == head.status_code == 200
+        assert head.content == b"" and head.headers["content-length"] == str(len(whole.content))
+        assert httpx.options(url + path).headers["allow"] == "GET, HEAD, OPTIONS"
+    assert httpx.options(url + COMPLETIONS).status_code == 204
+    assert httpx.options(url + COMPLETIONS).headers["allow"] == "OPTIONS, POST"
+    for method in ("HEAD", "PUT"):
+        reply = httpx.request(method, url + COMPLETIONS)
+        assert (reply.status_code, reply.headers["allow"]) == (405, "OPTIONS, POST")
+    assert httpx.options(f"{url}/nothing").status_code == httpx.head(f"{url}//health").status_code == 404
 
 
 def test_a_disconnect_while_sending_is_not_an_error(app: Starlette, backend: ScriptedBackend) -> None:

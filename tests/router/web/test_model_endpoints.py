@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from starlette.applications import Starlette
 
+from pdserve.router.api import http_responses, parsing
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -57,3 +61,32 @@ def test_invalid_bodies(client: Client, path: str, body: object, message: str) -
     response = client.post(path, body)
     assert response.status_code == 400
     assert response.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a" * 40_000, "return_token_strs": True}),
+        ("/detokenize", {"tokens": [1] * 20_000}),
+        ("/detokenize", {"tokens": ["1"] * 20_000}),
+        ("/detokenize", {"tokens": [10**6] * 20_000}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a" * 40_000}]}),
+        ("/v1/embeddings", {"input": ["a" * 200] * 200}),
+        ("/rerank", {"query": "a", "documents": ["a" * 200] * 200}),
+    ],
+)
+def test_large_bodies_are_parsed_and_answered_in_threads(
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+    threads_of: Callable[..., list[threading.Thread]],
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    """The client's event loop, which is also the server's, runs in this thread."""
+    parsing_in, decoding_in = threads_of(parsing, "validate"), threads_of(Tokenizer, "decode")
+    answering_in = threads_of(http_responses, "to_json")
+    response = make_client(make_app(tokenizer, max_body_bytes=1_000_000)).post(path, body)
+    long = response.status_code == 200 and path != "/v1/messages/count_tokens"
+    threads = [*parsing_in, *decoding_in, *(answering_in if long else ())]
+    assert parsing_in and answering_in and threading.current_thread() not in threads

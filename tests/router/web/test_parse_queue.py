@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from pdserve.errors import Overloaded
+from pdserve.router.limits import body_budget
+from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web import parse_queue
 from pdserve.router.web.parse_queue import ParseQueue
 
 WEIGHTS = {"a": 1.0, "b": 1.0}
+BUDGET = BodyBudget(has_keys=True, largest=1, on_refusal=lambda key: None)
 
 
 def run(scenario: Callable[[], Any]) -> None:
@@ -29,7 +32,7 @@ def slow_parse() -> int:
 
 def test_a_burst_leaves_the_event_loop_after_the_budget_of_a_turn(metrics: Metrics) -> None:
     async def scenario() -> None:
-        queue, here = ParseQueue(1000, WEIGHTS, metrics), threading.get_ident()
+        queue, here = ParseQueue(1000, WEIGHTS, BUDGET, metrics), threading.get_ident()
         threads = await asyncio.gather(*(queue.run("a", b"{}", slow_parse) for _ in range(40)))
         assert threads.count(here) <= 2 and len(set(threads) - {here}) <= parse_queue.NUM_THREADS
         assert await queue.run("a", b"{}", threading.get_ident) == here, "a later turn has its own budget"
@@ -47,7 +50,7 @@ def test_keys_take_turns_at_the_threads(metrics: Metrics, monkeypatch: pytest.Mo
         order.append(name)
 
     async def scenario() -> None:
-        queue = ParseQueue(1000, WEIGHTS, metrics)
+        queue = ParseQueue(1000, WEIGHTS, BUDGET, metrics)
         names = ["a-0", "a-1", "a-2", "a-3", "b-0", "b-1"]
         tasks = [asyncio.create_task(queue.run(name[0], bytes(9), partial(parse, name))) for name in names]
         await asyncio.sleep(0)
@@ -65,7 +68,7 @@ def test_bodies_beyond_the_limit_are_rejected_and_counted(metrics: Metrics, monk
     gate = threading.Event()
 
     async def scenario() -> None:
-        queue = ParseQueue(5, WEIGHTS, metrics)
+        queue = ParseQueue(5, WEIGHTS, BUDGET, metrics)
         waiting = [asyncio.create_task(queue.run("a", b"{}", lambda: gate.wait(600))) for _ in range(5)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="5 requests wait to be tokenized"):
@@ -80,10 +83,17 @@ def test_bodies_beyond_the_limit_are_rejected_and_counted(metrics: Metrics, monk
 
 def test_bytes_that_wait_are_bounded(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parse_queue, "LARGE_BODY", 1)
-    monkeypatch.setattr(parse_queue, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(body_budget, "MAX_BYTES", 400)  # 100 of each key
+
+    refused = list[str]()
+    budget = BodyBudget(has_keys=True, largest=1, on_refusal=refused.append)
 
     async def scenario() -> None:
-        with pytest.raises(Overloaded):
-            await ParseQueue(5, WEIGHTS, metrics).run("a", bytes(101), slow_parse)
+        queue = ParseQueue(5, WEIGHTS, budget, metrics)
+        with pytest.raises(Overloaded, match=r"the bodies of this API key .* would have 101 bytes, of at most 100"):
+            await queue.run("a", bytes(60), slow_parse, more_bytes=41)
+        assert refused == ["a"] and budget.num_bytes == 0
+        await asyncio.gather(*(queue.run(key, bytes(100), slow_parse) for key in "ab"))
+        assert budget.num_bytes == 0
 
     run(scenario)
