@@ -8,11 +8,11 @@ from starlette.requests import Request
 
 from pdserve.errors import BadRequest
 from pdserve.router.api import parsing
-from pdserve.router.api.parsing import BodyType
+from pdserve.router.api.parsing import BodyType, quote
 
 
 class UnsupportedMediaType(BadRequest):
-    """The body is not JSON."""
+    """The body is not JSON, or compressed."""
 
     status = 415
 
@@ -53,11 +53,12 @@ class ParsedBody(JsonBody[BodyType]):
 
 
 async def read_json(request: Request) -> bytes:
-    """Return the raw body; raise UnsupportedMediaType if its content type is not JSON.
+    """Return the raw body; raise UnsupportedMediaType if its content type is not JSON, or it is compressed.
 
     A missing content type and the one that `curl -d` sends by default are accepted as JSON, but not from a web page, which
     could send them to other origins without asking.
     """
+    check_not_compressed(request)
     media_type = content_type(request)
     accepted = media_type == "application/json" or media_type.endswith("+json")
     if not accepted and media_type in ("", "application/x-www-form-urlencoded"):
@@ -77,6 +78,14 @@ def require_json(request: Request) -> None:
     if content_type(request) != "application/json":
         message = "this path requires the header Content-Type: application/json"
         raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
+
+
+def check_not_compressed(request: Request) -> None:
+    """Raise UnsupportedMediaType for a body in a content coding such as gzip: a few kilobytes of one can be gigabytes."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", ""):
+        message = f"the body must not be compressed: leave out Content-Encoding ({quote(coding)})"
+        raise UnsupportedMediaType(message, kind="unsupported_content_encoding", param="Content-Encoding")
 
 
 def content_type(request: Request) -> str:

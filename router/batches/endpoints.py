@@ -11,7 +11,7 @@ from starlette.responses import FileResponse, Response
 from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.router.api import answers, schemas
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.json_body import JsonBody
+from pdserve.router.api.json_body import JsonBody, check_not_compressed
 from pdserve.router.batches.batch_queue import BatchQueue
 from pdserve.router.storage.input_items import page_limit
 from pdserve.router.web.auth import Access
@@ -59,6 +59,7 @@ class BatchEndpoints(Endpoints):
     async def upload_file(self, request: Request) -> Response:
         """Store a file: a form with `file` and `purpose=batch`."""
         store = self._queue.store
+        check_not_compressed(request)
         try:
             async with request.form(max_files=1, max_fields=10) as form:
                 file, purpose = form.get("file"), form.get("purpose")

@@ -73,6 +73,11 @@ class Metrics:
             "requests of an API key that were rejected because of its limits or a full queue",
             ["key", "reason"],
         )
+        self.unauthorized = counter(
+            "pdserve_unauthorized_total", "requests without a valid key: with none, or with a wrong one", ["reason"]
+        )
+        for reason in ("missing", "wrong"):
+            self.unauthorized.labels(reason=reason)
         self.fallbacks = counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode completed by computing, by the fault of prefill",
@@ -133,10 +138,15 @@ class Metrics:
         """Return all metrics in the Prometheus text format."""
         return b"".join(self.parts())
 
-    def parts(self) -> Iterator[bytes]:
-        """Return the same in parts, a family each. All of them take half a second with a thousand instances."""
+    def parts(self, *, with_keys: bool = True) -> Iterator[bytes]:
+        """Return the same in parts, a family each. All of them take half a second with a thousand instances.
+
+        Args:
+            with_keys: include the families with the label `key`, which name the API keys and tell their use.
+        """
         for family in self.registry.collect():
-            yield generate_latest(_Family(family))
+            if with_keys or not any("key" in sample.labels for sample in family.samples):
+                yield generate_latest(_Family(family))
         if self._vllm_model:
             for family in vllm_families(self.registry.collect(), ROUTER_COUNTERS, self._vllm_model):
                 yield generate_latest(_Family(family))

@@ -18,6 +18,7 @@ from pdserve.model_path import resolve_model
 from pdserve.router.text.parsers.registry import AUTO, choose_parsers
 from pdserve.router.text.special_tokens import SpecialTokens
 
+WORD = re.compile(r"\w+")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a single byte, in vocabularies with byte fallback
 LENGTH_CACHE_SIZE = 1 << 15
 WORD_START = "▁"  # SentencePiece's space
@@ -203,8 +204,8 @@ class Tokenizer:
 
         A template that can only turn thinking on and off, such as Qwen3's, has it on unless the effort is `none`.
         """
-        template = template or self._template(tools=False)
-        if not _holds(template, "reasoning_effort") and _holds(template, "enable_thinking"):
+        words = self._words(template)
+        if "reasoning_effort" not in words and "enable_thinking" in words:
             return {"enable_thinking": effort != "none"}
         return {"reasoning_effort": effort}
 
@@ -215,7 +216,7 @@ class Tokenizer:
     @cached_property
     def knows_effort(self) -> bool:
         """True if the chat template has a variable for the reasoning effort."""
-        return _holds(self._template(tools=False), "reasoning_effort")
+        return "reasoning_effort" in self._words()
 
     @cached_property
     def strips_reasoning(self) -> bool:
@@ -243,8 +244,16 @@ class Tokenizer:
 
     def thinking_variables(self, template: str = "", *, is_on: bool) -> dict[str, Any]:
         """Return the variables with which a chat template turns reasoning on or off; empty if it cannot."""
-        template = template or self._template(tools=False)
-        return {name: is_on for name in ("enable_thinking", "thinking") if _holds(template, name)}
+        return {name: is_on for name in ("enable_thinking", "thinking") if name in self._words(template)}
+
+    def _words(self, template: str = "", *, tools: bool = False) -> frozenset[str]:
+        """Return the words of a chat template (the model's by default), among which are the names of its variables."""
+        text = template or self._template(tools=tools)
+        return self._own_words.get(text) or frozenset(WORD.findall(text))
+
+    @cached_property
+    def _own_words(self) -> dict[str, frozenset[str]]:
+        return {text: frozenset(WORD.findall(text)) for text in (self._template(tools=one) for one in (False, True))}
 
     def _template(self, *, tools: bool) -> str:
         """Return the chat template; some models have a separate one for requests with tools."""
@@ -297,9 +306,9 @@ class Tokenizer:
         if options.template and not self._trusts_templates:
             message = "chat_template needs a router with --trust-request-chat-template; leave it out"
             raise BadRequest(message, kind="unsupported_parameter", param="chat_template")
-        template = options.template or self._template(tools=uses_tools)
+        words = self._words(options.template, tools=uses_tools)
         for name in options.variables:
-            if name in RESERVED_VARIABLES or not _holds(template, name):  # then it has no effect
+            if name in RESERVED_VARIABLES or name not in words or not name.isidentifier():  # then it has no effect
                 param = name if name == "reasoning_effort" else "chat_template_kwargs"
                 message = f"this model's chat template has no variable {name[:100]!r}; leave it out"
                 raise BadRequest(message, kind="unsupported_parameter", param=param)
@@ -335,10 +344,6 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
     texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
     pairs = zip(calls, texts, strict=True)
     return {**message, **({"tool_calls": [{**call, "function": text} for call, text in pairs]} if calls else {})}
-
-
-def _holds(template: str, variable: str) -> bool:
-    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
 
 
 def _labels(path: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ class AdmissionController:
     """Lets HTTP requests wait until they may start. Lives on one event loop, so it needs no locks.
 
     Attributes:
+        metrics: those of the router.
         queue: decides when requests may start.
         body_budget: counts the bodies that are being read or wait to be parsed.
         parse_queue: where bodies wait to be parsed. It holds no more than may run and be queued afterwards.
@@ -27,6 +28,7 @@ class AdmissionController:
     ) -> None:
         """`now` is the router's clock, in seconds."""
         self.keys = keys
+        self.metrics = metrics
         self.queue = AdmissionQueue(keys, config, metrics, now)
         self.body_budget = BodyBudget(
             has_keys=bool(keys), largest=config.max_body_bytes, on_refusal=lambda key: _count_refusal(metrics, key)

@@ -26,7 +26,7 @@ from pdserve.router.storage.response_store import ResponseStore
 from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.auth import Access, Authentication, KeySet, PathAccess
+from pdserve.router.web.auth import Access, Authentication, KeySet, PathAccess, presented_key
 from pdserve.router.web.browser_guard import BrowserGuard
 from pdserve.router.web.endpoint import Endpoint, Endpoints, Handler
 from pdserve.router.web.generation_endpoints import EmbeddingEndpoints, GenerationEndpoints
@@ -51,7 +51,7 @@ def create_app(
     tokenizer: Tokenizer,
     backend: Backend,
     admission: AdmissionController,
-    metrics_parts: Callable[[], Iterable[bytes]],
+    metrics_parts: Callable[..., Iterable[bytes]],
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[[], dict[str, object]],
     grammars: GrammarChecker | None = None,
@@ -64,14 +64,22 @@ def create_app(
     responses are not kept. `further` are groups of endpoints besides the router's own.
     """
     generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars, response_store).routes()
+    clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
+
+    def shows_keys(request: Request) -> bool:
+        """Return whether nothing is to be hidden, or the request is an operator's, by its key or its port."""
+        is_own_port = (
+            config.own_port is not None and (request.scope.get("server") or (None, None))[1] == config.own_port
+        )
+        return not clients or is_own_port or operators.identify(presented_key(request.headers)) is not None
+
     api_routes = [
         *generation_routes,
         *EmbeddingEndpoints(tokenizer, backend, admission).routes(),
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
-        *OperatorEndpoints(backend, metrics_parts, latest_timelines, overview, config.max_n).routes(),
+        *OperatorEndpoints(backend, metrics_parts, shows_keys, latest_timelines, overview, config.max_n).routes(),
         *(route for group in further for route in group.routes()),
     ]
-    clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
     key_names = _key_names(api_routes, clients, operators)
     document = cache(lambda: json_response(openapi_document(api_routes, config.name, key_names)).body)
 
@@ -86,7 +94,11 @@ def create_app(
     checks: list[Check] = [RequestIds({route.path: route.id_prefix for route in generation_routes}).check]
     if not admission.keys:
         checks.append(BrowserGuard(config).check)
-    checks.append(Authentication(PathAccess(routes), clients, operators).check)
+    unauthorized = admission.metrics.unauthorized
+    authentication = Authentication(
+        PathAccess(routes), clients, operators, lambda reason: unauthorized.labels(reason=reason).inc()
+    )
+    checks.append(authentication.check)
     uploads = {"/v1/files": parse_size(config.max_batch_bytes)} if config.batch_folder else {}
     body_limit = BodyLimit(config.max_body_bytes, config.client_timeout_seconds, admission.body_budget, uploads)
     # Around FastAPI's own layers instead of inside of them, because most requests are answered before they get there.

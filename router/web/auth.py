@@ -2,8 +2,9 @@
 
 import hashlib
 import hmac
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -12,6 +13,10 @@ from starlette.types import Scope
 
 from pdserve.errors import BadRequest
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
+
+log = logging.getLogger(__name__)
+
+MAX_LOGGED = 100  # characters of a path
 
 
 class Access(Enum):
@@ -89,13 +94,16 @@ def presented_key(headers: Mapping[str, str]) -> str:
 class Authentication:
     """Rejects requests without a valid key and stores the key's name in `request.state.key`.
 
-    If only API keys are configured, the paths of operators are closed.
+    If only API keys are configured, the paths of operators are closed. `on_refusal` is called with `missing` or `wrong`.
     """
 
-    def __init__(self, access: PathAccess, clients: KeySet, operators: KeySet) -> None:
+    def __init__(
+        self, access: PathAccess, clients: KeySet, operators: KeySet, on_refusal: Callable[[str], None]
+    ) -> None:
         self.access = access
         self.clients = clients
         self.operators = operators
+        self._on_refusal = on_refusal
 
     def check(self, scope: Scope) -> Unauthorized | None:
         """Store the key's name in the scope; return an error if the path needs another key."""
@@ -110,6 +118,10 @@ class Authentication:
         if key and (name := valid_keys.identify(key)) is not None:
             scope["state"]["key"] = name
             return None
+        self._on_refusal("wrong" if key else "missing")
+        if key:
+            address = (scope.get("client") or ("an unknown address",))[0]
+            log.warning("a wrong key from %s for %s", address, scope["path"][:MAX_LOGGED])
         scope["state"]["headers"] = {"WWW-Authenticate": "Bearer"}
         message = "this path is closed because the router has no admin key; start it with --admin-key"
         if valid_keys:

@@ -33,7 +33,9 @@ class OperatorEndpoints(Endpoints):
     """Reports the state of the router, and drains instances or changes their roles.
 
     Args:
-        metrics_parts: returns the body of /metrics in parts. Others are served between two of them.
+        metrics_parts: returns the body of /metrics in parts, without the series of API keys if called with `with_keys=False`.
+            Others are served between two parts.
+        shows_keys: returns whether a request may see the series of API keys.
         latest_timelines: returns the timelines of the latest requests, at most as many as its argument.
         overview: returns the body of /debug/overview.
         max_n: the most choices that one request may have.
@@ -44,13 +46,15 @@ class OperatorEndpoints(Endpoints):
     def __init__(
         self,
         backend: Backend,
-        metrics_parts: Callable[[], Iterable[bytes]],
+        metrics_parts: Callable[..., Iterable[bytes]],
+        shows_keys: Callable[[Request], bool],
         latest_timelines: Callable[[int], list[Timeline]],
         overview: Callable[[], dict[str, object]],
         max_n: int,
     ) -> None:
         self._backend = backend
         self._metrics_parts = metrics_parts
+        self._shows_keys = shows_keys
         self._latest_timelines = latest_timelines
         self._overview = overview
         self._max_n = max_n
@@ -77,10 +81,10 @@ class OperatorEndpoints(Endpoints):
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
-    async def metrics(self) -> Response:
-        """Metrics in Prometheus' format."""
+    async def metrics(self, request: Request) -> Response:
+        """Metrics in Prometheus' format; those of API keys only with the admin key, or on --own-port."""
         parts = []
-        for part in self._metrics_parts():
+        for part in self._metrics_parts(with_keys=self._shows_keys(request)):
             parts.append(part)
             await asyncio.sleep(0)
         return Response(b"".join(parts), media_type=METRICS_TYPE)

@@ -309,7 +309,8 @@ def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starle
     def make(tokenizer: Tokenizer, now: Callable[[], float] = time.monotonic, **settings: Any) -> Starlette:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
         admission = AdmissionController(load_api_keys(config.api_key, config.keys_file), config, metrics, now)
-        return create_app(config, tokenizer, backend, admission, lambda: [b"pdserve_up 1\n"], backend.log.latest, dict)
+        latest = backend.log.latest
+        return create_app(config, tokenizer, backend, admission, lambda **_: [b"pdserve_up 1\n"], latest, dict)
 
     return make
 

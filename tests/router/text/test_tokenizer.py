@@ -1,6 +1,7 @@
 """Tokenizer and model names, with small tokenizers trained for the tests."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,23 @@ OPTIONS_TEMPLATE = (
 )
 ASKED = [{"role": "user", "content": "hello"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "I say"}]
+
+
+def test_a_variables_name_is_never_a_pattern(optioned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern of a client's is compiled, and kept for the next time."""
+    tokenizer, patterns = Tokenizer(optioned), list[Any]()
+    compile = re._compile  # type: ignore[attr-defined]
+
+    def noting(pattern: Any, *flags: Any) -> Any:
+        patterns.append(pattern)
+        return compile(pattern, *flags)
+
+    monkeypatch.setattr(re, "_compile", noting)
+    for name in ("enable_thinking" * 10_000, "enable_thinking|style", "", " style", "enable\nthinking"):
+        with pytest.raises(BadRequest, match="this model's chat template has no variable"):
+            tokenizer.render_chat(ASKED, options=TemplateOptions(variables={name: True}))
+    tokenizer.render_chat(ASKED, options=TemplateOptions(variables={"enable_thinking": True}))
+    assert all(len(pattern) < 1000 for pattern in patterns if isinstance(pattern, str))
 
 
 @pytest.fixture

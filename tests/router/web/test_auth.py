@@ -20,6 +20,7 @@ from pdserve.cli.deployment import free_port
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
 from pdserve.router.server import serve
+from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,6 +68,21 @@ def test_only_one_kind_of_key(statuses: Callable[..., dict[str, int]]) -> None:
         )
     assert 401 not in statuses(PUBLIC + CLIENT_PATHS, admin_key="root").values()
     assert set(statuses(OPERATOR_PATHS, admin_key="root").values()) == {401}
+
+
+def test_refusals_are_counted_and_wrong_keys_logged(
+    statuses: Callable[..., dict[str, int]], metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    def count(reason: str) -> float | None:
+        return metrics.registry.get_sample_value("pdserve_unauthorized_total", {"reason": reason})
+
+    assert count("missing") == count("wrong") == 0
+    for key in ("", "guess", "one"):
+        statuses(["/v1/models", "/v1/" + "a" * 5000], key=key, api_key="one")
+    assert count("missing") == count("wrong") == 2
+    assert [len(record.getMessage()) < 200 for record in caplog.records if "wrong key" in record.getMessage()] == [
+        True
+    ] * 2
 
 
 def test_the_error_says_what_is_needed(

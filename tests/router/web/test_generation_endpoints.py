@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,17 @@ def test_other_content_types_are_rejected(client: Client, kind: str) -> None:
     response = client.request("POST", COMPLETIONS, content=b"{}", headers={"Content-Type": kind})
     assert response.status_code == 415
     assert response.json()["error"]["message"] == "the body must be JSON, with Content-Type: application/json"
+
+
+def test_compressed_bodies_are_rejected(client: Client) -> None:
+    body = gzip.compress(json.dumps(HELLO).encode())
+    for coding in ("gzip", "br, gzip", "x" * 5000):
+        response = client.request("POST", COMPLETIONS, content=body, headers={"Content-Encoding": coding})
+        assert response.status_code == 415 and len(response.content) < 500
+        error = response.json()["error"]
+        assert error["message"].startswith("the body must not be compressed: leave out Content-Encoding")
+        assert (error["code"], error["param"]) == ("unsupported_content_encoding", "Content-Encoding")
+    assert client.post(COMPLETIONS, HELLO, headers={"Content-Encoding": "identity"}).status_code == 200
 
 
 def test_a_large_body_is_parsed_in_a_thread(client: Client, backend: ScriptedBackend, monkeypatch: Any) -> None:

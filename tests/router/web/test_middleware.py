@@ -140,6 +140,9 @@ def test_unfinished_bodies_of_one_key_leave_room_for_those_of_another(
         slow.sendall(body[-1:])
         assert slow.recv(100).startswith(b"HTTP/1.1 200 ")
         assert budget.num_bytes == 49_000, "a body that has been read has given back its room"
+        large = begin("alice", "Content-Length: 20001", b" " * 20_001)
+        assert large.recv(100).startswith(b"HTTP/1.1 413 ")
+        eventually(lambda: budget.num_bytes == 49_000)
         for connection in held:
             connection.close()
         eventually(lambda: budget.num_bytes == 0)

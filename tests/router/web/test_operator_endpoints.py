@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+from starlette.requests import Request
+
 from pdserve import __version__
+from pdserve.config import RouterConfig
 from pdserve.errors import Conflict
+from pdserve.router.limits.key_file import load_api_keys
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.admission import AdmissionController
+from pdserve.router.web.app import create_app
 from pdserve.router.web.operator_endpoints import OperatorEndpoints
 
 if TYPE_CHECKING:
@@ -40,7 +52,7 @@ def test_metrics_version_and_instances(client: Client) -> None:
 def test_others_are_served_between_parts_of_the_metrics(backend: ScriptedBackend) -> None:
     turns, seen = 0, list[int]()
 
-    def parts() -> Iterator[bytes]:
+    def parts(*, with_keys: bool) -> Iterator[bytes]:
         for number in range(3):
             seen.append(turns)
             yield b"%d " % number
@@ -53,7 +65,8 @@ def test_others_are_served_between_parts_of_the_metrics(backend: ScriptedBackend
                 await asyncio.sleep(0)
 
         others = asyncio.create_task(serve_others())
-        response = await OperatorEndpoints(backend, parts, backend.log.latest, dict, 1).metrics()
+        endpoints = OperatorEndpoints(backend, parts, lambda request: True, backend.log.latest, dict, 1)
+        response = await endpoints.metrics(Request({"type": "http"}))
         others.cancel()
         return bytes(response.body)
 
@@ -133,3 +146,36 @@ def test_one_controller_holds_the_lease(make_scene: Callable[..., Scene], make_c
     events = http.get("/debug/overview").json()["events"]
     assert [one["text"] for one in events if one["event"] == "autoscaler"] == ["autoscaler: flip decode-0"]
     assert renew("", 60).status_code == 400 and renew("b", -1).status_code == 400
+
+
+def test_the_metrics_of_keys_are_for_operators(
+    tokenizer: Tokenizer, backend: ScriptedBackend, metrics: Metrics, serving: Callable[..., Any], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "alice-key"\n')
+    with socket.create_server(("127.0.0.1", 0)) as own, socket.create_server(("127.0.0.1", 0)) as public:
+        config = RouterConfig(
+            model="demo",
+            keys_file=str(keys),
+            admin_key="admin",
+            own_port=own.getsockname()[1],
+            client_timeout_seconds=5,
+        )
+        admission = AdmissionController(load_api_keys("", str(keys)), config, metrics, time.monotonic)
+        app = create_app(config, tokenizer, backend, admission, metrics.parts, backend.log.latest, dict)
+        with serving(app, public) as url, serving(app, own) as own_url:
+            operator = {"Authorization": "Bearer admin"}
+            for response in (httpx.get(f"{url}/metrics", headers=operator), httpx.get(f"{own_url}/metrics")):
+                assert 'pdserve_key_requests_waiting{key="alice"} 0.0' in response.text
+            for headers in ({}, {"Authorization": "Bearer alice-key"}, {"Authorization": "Bearer wrong"}):
+                text = httpx.get(f"{url}/metrics", headers=headers).text
+                assert "pdserve_refusals_total" in text and "alice" not in text
+
+
+def test_the_metrics_of_a_router_without_keys_hide_nothing(
+    tokenizer: Tokenizer, backend: ScriptedBackend, metrics: Metrics, make_client: type[Client]
+) -> None:
+    admission = AdmissionController([], RouterConfig(model="demo"), metrics, time.monotonic)
+    config = RouterConfig(model="demo")
+    app = create_app(config, tokenizer, backend, admission, metrics.parts, backend.log.latest, dict)
+    assert 'key="anonymous"' in make_client(app).get("/metrics").text
