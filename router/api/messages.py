@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from pdserve.errors import BadRequest, InvalidParameter, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
-from pdserve.router.api.parsing import json_type, quote
+from pdserve.router.api.parsing import checked_fields, json_type, quote
 from pdserve.router.api.schemas import (
     CalledFunction,
     ChatBody,
@@ -60,6 +60,7 @@ BLOCKS_OF_ROLE = {
 # ---- the request --------------------------------------------------------------------------------------------------
 
 
+@checked_fields()
 def to_chat_body(body: MessagesBody, *, knows_effort: bool) -> ChatBody:
     """Return the equivalent body of /v1/chat/completions.
 
@@ -89,6 +90,7 @@ def to_chat_body(body: MessagesBody, *, knows_effort: bool) -> ChatBody:
     )
 
 
+@checked_fields()
 def to_counted_body(body: CountTokensBody, *, knows_effort: bool) -> ChatBody:
     """Return the chat body whose prompt has the tokens to count. Takes and raises the same."""
     return ChatBody(model=body.model, **_prompt(body, None, knows_effort=knows_effort))

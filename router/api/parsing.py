@@ -6,14 +6,15 @@ No field is ignored silently: an unknown field is an error, with a suggestion wh
 import difflib
 import json
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pdserve.errors import BadRequest, InvalidParameter
-from pdserve.router.api.schemas import MESSAGE_NO_OPS, Body, Message, NoOps
+from pdserve.router.api.schemas import MAX_MESSAGES, MESSAGE_NO_OPS, Body, Message, NoOps
 
 ADVICE = {
     "request_id": "send it in the X-Request-Id header",
@@ -76,14 +77,23 @@ def validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
     known = model.model_fields.keys()
     fields = _drop_no_ops(body, known, model.no_ops)
     messages = fields.get("messages")
-    if "messages" in known and isinstance(messages, list):
+    if "messages" in known and isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
         fields = {**fields, "messages": [_drop_message_no_ops(item, i) for i, item in enumerate(messages)]}
-    try:
+    with checked_fields(known):
         return model.model_validate(fields)
+
+
+@contextmanager
+def checked_fields(known: Set[str] = frozenset()) -> Iterator[None]:
+    """Raise BadRequest for what pydantic finds wrong in a block, or in a decorated function that converts a body.
+
+    `known` are the names to suggest in place of an unknown one.
+    """
+    try:
+        yield
     except ValidationError as error:
-        _raise_bad_field(
-            error.errors(include_url=False)[0], known
-        )  # there are few: see schemas.Array and schemas.Object
+        # There are few errors: see `schemas.Array` and `schemas.Object`.
+        _raise_bad_field(error.errors(include_url=False)[0], known)
 
 
 def _drop_no_ops(body: dict[str, Any], known: Set[str], no_ops: NoOps, prefix: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ import numpy as np
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from pdserve.errors import BadRequest, InvalidParameter
+from pdserve.router.api.parsing import checked_fields
 from pdserve.router.api.schemas import CompletionBody
 from pdserve.router.backend import ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ ADVICE = {
 }
 
 
+@checked_fields()
 def to_completion_body(request: "vllm.GenerateRequest", tokenizer: Tokenizer, info: ModelInfo) -> CompletionBody:
     """Return the equivalent body of /v1/completions; without `max_tokens`, the answer may take what the context leaves.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.generation import Json
-from pdserve.router.api.parsing import quote
+from pdserve.router.api.parsing import checked_fields, quote
 from pdserve.router.api.schemas import (
     CalledFunction,
     ChatBody,
@@ -31,6 +31,7 @@ ITEM_FIELDS = {"type", "role", "content", "id", "status"}
 PART_FIELDS = {"type", "text", "annotations", "logprobs"}
 
 
+@checked_fields()
 def to_chat_body(body: ResponseBody, earlier: Sequence[Json] = ()) -> ChatBody:
     """Return the equivalent body of /v1/chat/completions.
 
@@ -90,7 +91,9 @@ def _messages(input_: object) -> list[Message]:
             continue
         message = CALL_ITEMS[kind](item, f"input[{i}]") if kind in CALL_ITEMS else _message(item, f"input[{i}]")
         if message.tool_calls and reasoning is None and messages and messages[-1].role == "assistant":
-            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), *message.tool_calls]
+            if messages[-1].tool_calls is None:
+                messages[-1].tool_calls = []
+            messages[-1].tool_calls += message.tool_calls
             continue
         if reasoning is not None and message.role == "assistant":
             message.reasoning = reasoning

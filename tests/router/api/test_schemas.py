@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import ValidationError
+from starlette.applications import Starlette
 
 from pdserve.errors import BadRequest
 from pdserve.router.api import embeddings, schemas
 from pdserve.router.api.json_body import JsonBody
 from pdserve.router.api.parsing import MAX_DEPTH
+from pdserve.router.api.responses import bodies
 from pdserve.router.api.schemas import MAX_ENTRIES, MAX_FIELDS, NO_OPS, Body, ChatBody, CompletionBody
+from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
@@ -88,6 +91,65 @@ def test_what_is_too_much(fields: dict[str, Any], param: str, message: str | Non
         JsonBody(ChatBody, raw).parse()
     assert raised.value.param == param
     assert str(raised.value) == message or (message is None and len(str(raised.value)) < 200)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "a"}], "metadata": {"user_id": "u" * 513}},
+            "user must have at most 512 characters",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"name": "f", "input_schema": {str(i): i for i in range(1025)}}],
+            },
+            "parameters must be an object with at most 1024 fields, not with 1025",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": 1}] * 16_385},
+            "messages must have at most 16384 items",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}] * 16_385}]},
+            "messages must have at most 16384 items",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": "a"}] * 16_385},
+            "messages must have at most 16384 items",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "output": "a", "call_id": "c" * 513}]},
+            "tool_call_id must have at most 512 characters",
+        ),
+    ],
+)
+def test_the_limits_of_chats_hold_for_what_is_converted_to_one(
+    make_app: Callable[..., Starlette],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+    path: str,
+    body: dict[str, Any],
+    message: str,
+) -> None:
+    body |= {"max_tokens": 1} if path == "/v1/messages" else {}
+    response = make_client(make_app(tokenizer, max_body_bytes=4_000_000)).post(path, body)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+
+
+def test_many_calls_in_one_turn() -> None:
+    """Of one message of the assistant; each was copied with all before it."""
+    calls = [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": str(i)} for i in range(MANY)]
+    [message] = bodies.to_chat_body(schemas.ResponseBody.model_validate({"input": calls})).messages
+    assert message.tool_calls is not None
+    assert [call.id for call in message.tool_calls] == [str(i) for i in range(MANY)]
 
 
 def test_two_fields_of_one_name_are_an_error(expect_raw_error: Callable[[bytes], str]) -> None:
