@@ -70,6 +70,7 @@ CUSTOM = {
                 honorLabels={"type": "boolean"},
                 scheme={"enum": ["http", "https"]},
                 tlsConfig=fields(insecureSkipVerify={"type": "boolean"}),
+                authorization=fields("credentials", credentials=fields("name", "key", name=TEXT, key=TEXT)),
             ),
         },
     ),
@@ -419,6 +420,13 @@ def test_prometheus_scrapes_the_service_that_keda_names(values: dict[str, Any]) 
     assert [name for name, one in services.items() if labels <= one["metadata"]["labels"].items()] == ["router"]
     ports = {port["name"] for port in services["router"]["spec"]["ports"]}
     assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
+
+
+def test_prometheus_has_the_admin_key_for_the_series_of_api_keys() -> None:
+    values = {"serviceMonitor": {"enabled": True}, "secrets": {"name": "keys", "adminKey": "admin-key"}}
+    (monitor,) = of_kind(render(values), "ServiceMonitor").values()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "keys", "key": "admin-key"}}
 
 
 def test_the_autoscaler_may_do_what_the_launcher_does_and_no_more() -> None:
