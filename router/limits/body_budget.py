@@ -19,8 +19,9 @@ class BodyBudget:
     """
 
     def __init__(self, *, has_keys: bool, largest: int, on_refusal: Callable[[str], None]) -> None:
-        self.max_bytes_of_key = max(MAX_BYTES // (KEY_SHARE if has_keys else 1), largest)
-        self.max_bytes = max(MAX_BYTES, KEY_SHARE * self.max_bytes_of_key)
+        share = KEY_SHARE if has_keys else 1
+        self.max_bytes_of_key = max(MAX_BYTES // share, largest)
+        self.max_bytes = max(MAX_BYTES, share * self.max_bytes_of_key)
         self.num_bytes = 0
         self._of_key: Counter[str] = Counter()
         self._on_refusal = on_refusal

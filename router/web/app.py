@@ -68,9 +68,8 @@ def create_app(
 
     def shows_keys(request: Request) -> bool:
         """Return whether nothing is to be hidden, or the request is an operator's, by its key or its port."""
-        is_own_port = (
-            config.own_port is not None and (request.scope.get("server") or (None, None))[1] == config.own_port
-        )
+        _, port = request.scope.get("server") or ("", None)
+        is_own_port = config.own_port is not None and port == config.own_port
         return not clients or is_own_port or operators.identify(presented_key(request.headers)) is not None
 
     api_routes = [
@@ -142,7 +141,7 @@ def _add_error_handlers(app: FastAPI, routes: Sequence[Endpoint | PageFile]) -> 
         assert isinstance(error, HTTPException)
         if error.status_code != 405:
             return error_response(_from_http_exception(request, error))
-        allowed = {"Allow": _allowed_methods(routes, request.url.path)}
+        allowed = {"Allow": _allowed_methods(routes, request.scope["path"])}
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=allowed)
         response = error_response(_from_http_exception(request, error))
