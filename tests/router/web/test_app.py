@@ -20,7 +20,7 @@ def test_unknown_paths_and_methods(client: Client) -> None:
     assert unknown.status_code == 404
     assert unknown.json()["error"]["message"] == "there is no such path; try /v1/models or /v1/completions"
     wrong = client.get(COMPLETIONS)
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "OPTIONS, POST")
     assert wrong.json()["error"] == {
         "message": "this path does not support GET",
         "type": "invalid_request_error",
