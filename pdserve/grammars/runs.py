@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pdserve.grammars.ebnf import Characters, Choice, Node, Reference, Repeat, Run, Sequence
 
+MAX_COPIES = 16  # of what is repeated a number of times
 MAX_STATES = 500  # of the automaton; with more, no run is taken at once
 
 
@@ -103,8 +104,13 @@ def _add(automaton: _Automaton, node: Node, start: int, end: int, ends: dict[str
             for option in options:
                 _add(automaton, option, start, end, ends)
         case Repeat(part, least, most):
-            first, last = automaton.new(), automaton.new()
-            automaton.free[start].append(first)
-            _add(automaton, part, first, last, ends)
-            automaton.free[last] += [end, *([first] if most != 1 else [])]
-            automaton.free[first] += [end] if least == 0 else []
+            count = max(least, 1) if most is None else most
+            if count > MAX_COPIES:  # then any number of times, which allows more
+                count, least, most = 1, 0, None
+            before = after = automaton.new()
+            automaton.free[start].append(after)
+            for number in range(count):
+                automaton.free[after] += [end] if number >= least else []
+                before, after = after, automaton.new()
+                _add(automaton, part, before, after, ends)
+            automaton.free[after] += [end, *([before] if most is None else [])]
