@@ -108,6 +108,7 @@ class BatchEndpoints(Endpoints):
         """Answer the requests of a file."""
         fields = body.parse()
         queue, key = self._queue, request.state.key
+        await asyncio.to_thread(queue.store.check_room, key, 0)
         return json_response(queue.create(key, fields.input_file_id, fields.endpoint, fields.metadata or {}))
 
     @endpoint("GET", "/v1/batches", Access.CLIENT, errors=[404], response_model=answers.StoredList)
