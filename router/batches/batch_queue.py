@@ -12,9 +12,12 @@ import asyncio
 import fcntl
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -67,15 +70,24 @@ class BatchQueue:
         self._checks: dict[str, asyncio.Lock] = {}  # by key: files are validated one after the other,
         self._turns: dict[str, asyncio.Lock] = {}  # and answered so
         self._resuming: asyncio.Task[None] | None = None
+        # Of its own, because files that are validated may take the threads for minutes.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="batch-files")
+        self._closing = threading.Event()
 
     def resume(self) -> None:
         """Go on with the batches that were interrupted."""
         self._resuming = asyncio.create_task(self._resume())
 
     async def _resume(self) -> None:
-        for key, batch in await asyncio.to_thread(lambda: [*_paced(self.store.all_batches())]):
-            if batch["status"] in OPEN_STATES and batch["id"] not in self._tasks:
+        for _, key, batch in await self._in_thread(self._open_batches):
+            if batch["id"] not in self._tasks:
                 self._start(key, batch)
+
+    def _open_batches(self) -> list[tuple[int, str, Json]]:
+        """Return the batches that have not ended, with the times of their creation and their keys, the oldest first."""
+        batches = self._paced(self.store.all_batches())
+        found = [(batch["created_at"], key, batch) for key, batch in batches if batch["status"] in OPEN_STATES]
+        return sorted(found, key=itemgetter(0))
 
     def create(self, key: str, file_id: str, endpoint: str, metadata: Json) -> Json:
         """Start a batch.
@@ -89,7 +101,6 @@ class BatchQueue:
         if [*self._keys.values()].count(key) >= MAX_OPEN:
             message = f"this API key has {MAX_OPEN} batches that have not ended; wait for one to end, or cancel one"
             raise Overloaded(message, kind="too_many_batches", retry_after_s=60)
-        self.store.check_room(key, 0)
         if endpoint not in ENDPOINTS:
             raise InvalidParameter("endpoint", f"endpoint must be {' or '.join(ENDPOINTS)}")
         now = int(time.time())
@@ -139,7 +150,12 @@ class BatchQueue:
         self._tasks.clear()
         for task in tasks:
             task.cancel()
+        self._closing.set()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown()
+
+    async def _in_thread(self, function: Callable[..., Item], *arguments: Any) -> Item:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def _start(self, key: str, batch: Json) -> None:
         batch_id = batch["id"]
@@ -170,6 +186,8 @@ class BatchQueue:
 
         One that opened the file before it was deleted gets the lock afterwards, and then sees that the batch has ended.
         """
+        if self.store.load(key, batch_id)["status"] not in steps:
+            return
         with _locked(self.store.data_path(key, batch_id).with_suffix(".lock")) as is_held:
             if is_held and (step := steps.get(self.store.load(key, batch_id)["status"])) is not None:
                 await step(key, batch_id)
@@ -177,7 +195,7 @@ class BatchQueue:
     async def _validate(self, key: str, batch_id: str) -> None:
         batch = self.store.load(key, batch_id)
         path = self.store.data_path(key, batch["input_file_id"])
-        count, errors = await asyncio.to_thread(_check, path, batch["endpoint"])
+        count, errors = await self._in_thread(self._check, path, batch["endpoint"])
         if errors:
             data = [{"code": error.code, "message": str(error), "line": error.line} for error in errors]
             await self._fail(key, batch_id, data)
@@ -204,13 +222,30 @@ class BatchQueue:
                         saved_at = time.monotonic()
                         self.store.save(key, batch)
 
-            parsed = _each(_requests(lines, batch["endpoint"]))
+            parsed = _each(self._requests(lines, batch["endpoint"]))
             unanswered = await run_batch(parsed, done, self._sender(key), write, self._concurrency)
             for text in unanswered:
                 number = int(text.partition(":")[0].removeprefix("line "))
                 await write(error_line(InvalidLine(number, text.partition(": ")[2], "no_answer")))
         self._tasks.pop(batch_id, None)  # from here on it is not cancelled
         await asyncio.to_thread(self._finish, key, batch_id, "completed")
+
+    def _check(self, path: Path, endpoint: str) -> tuple[int, list[InvalidLine]]:
+        with path.open("rb") as file:
+            return check_lines(self._requests(file, endpoint), MAX_REQUESTS)
+
+    def _requests(self, file: BinaryIO, endpoint: str) -> Iterator[BatchRequest | InvalidLine]:
+        return parse_lines(self._paced(read_lines(file, MAX_LINE_BYTES)), (endpoint,), MAX_LINE_BYTES)
+
+    def _paced(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Return the items, in a thread, with pauses in which the event loop has the interpreter; none after the close."""
+        began = time.monotonic()
+        for item in items:
+            yield item
+            if (took := time.monotonic() - began) > SLICE_S:
+                if self._closing.wait(took):
+                    return
+                began = time.monotonic()
 
     def _sender(self, key: str) -> Callable[[BatchRequest], Any]:
         """Return a function that calls the handler of a request's endpoint, as if the key had sent it."""
@@ -274,25 +309,6 @@ def _locked(path: Path) -> Iterator[bool]:
             yield False
         else:
             yield True
-
-
-def _check(path: Path, endpoint: str) -> tuple[int, list[InvalidLine]]:
-    with path.open("rb") as file:
-        return check_lines(_requests(file, endpoint), MAX_REQUESTS)
-
-
-def _requests(file: BinaryIO, endpoint: str) -> Iterator[BatchRequest | InvalidLine]:
-    return parse_lines(_paced(read_lines(file, MAX_LINE_BYTES)), (endpoint,), MAX_LINE_BYTES)
-
-
-def _paced(items: Iterable[Item]) -> Iterator[Item]:
-    """Return the items, in a thread, with pauses in which the event loop has the interpreter."""
-    began = time.monotonic()
-    for item in items:
-        yield item
-        if (took := time.monotonic() - began) > SLICE_S:
-            time.sleep(took)
-            began = time.monotonic()
 
 
 async def _each(items: Iterator[Item]) -> AsyncIterator[Item]:

@@ -125,6 +125,7 @@ class BatchEndpoints(Endpoints):
         """Answer the requests of a file."""
         queue, key = self._queue, request.state.key
         fields = await self._parse_queue.run(key, body.raw, body.parse)
+        await asyncio.to_thread(queue.store.check_room, key, 0)
         return json_response(queue.create(key, fields.input_file_id, fields.endpoint, fields.metadata or {}))
 
     @endpoint("GET", "/v1/batches", Access.CLIENT, errors=[404], response_model=answers.StoredList)

@@ -8,6 +8,7 @@ Ids begin with the time, by which they are thus sorted, and end in random digits
 is made of nothing else that a client sends.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -55,18 +56,19 @@ class FileStore:
         """Keep room for an upload until `release`. Raises Overloaded if there is none, and TooLarge if there never is."""
         if num_bytes > self._max_bytes:
             raise TooLarge(f"the body is larger than {self._max_bytes} bytes", kind="body_too_large")
-        with self._lock:
-            self._check_room(key, num_bytes)
-            self._reserved[key] += num_bytes
+        self._count(key, num_bytes)  # first, so that of two at once at most one finds the room
+        try:
+            self._check_room(key, num_bytes, reserved=num_bytes)
+        except Overloaded:
+            self.release(key, num_bytes)
+            raise
 
     def release(self, key: str, num_bytes: int) -> None:
-        with self._lock:
-            self._reserved[key] -= num_bytes
+        self._count(key, -num_bytes)
 
     def check_room(self, key: str, num_bytes: int) -> None:
         """Raise Overloaded unless the key may store this many further bytes."""
-        with self._lock:
-            self._check_room(key, num_bytes)
+        self._check_room(key, num_bytes, reserved=0)
 
     def add_file(self, key: str, name: str, purpose: str, source: BinaryIO) -> Json:
         """Store a copy of an open file, for which room is reserved, and return its object."""
@@ -96,7 +98,7 @@ class FileStore:
             raise _unknown(item_id)
         try:
             item: Json = json.loads(self._path(key, item_id, ".json").read_text())
-        except OSError:
+        except (OSError, ValueError):  # ValueError: it was damaged, for example by a power failure
             raise _unknown(item_id) from None
         return item
 
@@ -116,15 +118,20 @@ class FileStore:
 
     def all_batches(self) -> Iterator[tuple[str, Json]]:
         """Return every batch with its key."""
-        for folder in self._folder.iterdir():
-            if folder.is_dir():
-                for batch_id in self.ids(folder.name, BATCH):
-                    yield folder.name, self.load(folder.name, batch_id)
+        for path in self._folder.glob(f"*/{BATCH}*.json"):
+            with contextlib.suppress(NotFound):
+                yield path.parent.name, self.load(path.parent.name, path.stem)
 
-    def _check_room(self, key: str, num_bytes: int) -> None:
-        used = self._reserved + Counter(
-            {folder.name: _size(folder) for folder in self._folder.iterdir() if folder.is_dir()}
-        )
+    def _count(self, key: str, num_bytes: int) -> None:
+        with self._lock:
+            self._reserved[key] += num_bytes
+
+    def _check_room(self, key: str, num_bytes: int, reserved: int) -> None:
+        """Raise Overloaded unless there is room; so many of the bytes are reserved already."""
+        used = Counter({folder.name: _size(folder) for folder in self._folder.iterdir() if folder.is_dir()})
+        with self._lock:
+            used.update(self._reserved)
+        used[key] -= reserved
         free = self._max_bytes - used.total() - num_bytes
         if free < 0:
             message = f"the files of this router have {used.total()} bytes of {self._max_bytes}"
