@@ -7,6 +7,7 @@ those still running, so that no instance generates tokens that nothing reads.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.api.beams import answer_streams
@@ -132,23 +133,24 @@ class Choice:
 class Generation:
     """The choices of one request. They run on the backend once `start` has returned."""
 
-    def __init__(
-        self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend, release: Callable[[int], None]
-    ) -> None:
-        """`release` is called at least once when the generation is over, with the number of tokens used (prompts and
-        outputs), or 0 if the backend refused it."""
+    def __init__(self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend) -> None:
         self.parsed = parsed
         self.tokenizer = tokenizer
         self.choices: list[Choice] = []
         self._backend = backend
-        self._release = release
+        self._release: Callable[[int], object] = lambda _: None
 
-    def start(self) -> None:
+    def start(self, release: Callable[[int], None]) -> None:
         """Open the token stream of each choice. The backend selects instances, checks the SLO and submits the request.
+
+        Args:
+            release: called at least once when the generation is over, with the number of tokens used (prompts and
+                outputs), or 0 if the backend refused it.
 
         Raises:
             RequestError: the backend refuses a choice; the others have been cancelled.
         """
+        self._release = release
         try:
             requests, n = self.parsed.requests, len(self.parsed.requests) // len(self.parsed.prompts)
             for first in range(0, len(requests), n):
@@ -189,7 +191,7 @@ class Generation:
         try:
             await asyncio.gather(*tasks)
         finally:
-            await _cancel_all(tasks)
+            await cancel_all(tasks)
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and release the request's admission."""
@@ -238,7 +240,7 @@ class Generation:
         return self.parsed.prompts[choice * len(self.parsed.prompts) // len(self.parsed.requests)]
 
 
-async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel the tasks and wait for them. Their errors are dropped: the caller already has the first one."""
     for task in tasks:
         task.cancel()

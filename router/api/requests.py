@@ -173,7 +173,11 @@ def parse_chat(
 def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:
     """Return the token ids of a conversation, and the tools that the model may call. Raises `BadRequest`."""
     tools = parse_tools(body, tokenizer)
-    shown = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or () if tools]
+    shown = [
+        tool.model_dump(exclude_none=True, exclude={"cache_control": True, "function": {"strict"}})
+        for tool in body.tools or ()
+        if tools
+    ]
     options = template_options(body, tokenizer)
     return tokenizer.render_chat(template_messages(body.messages), tools=[*shown], options=options), tools
 

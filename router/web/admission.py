@@ -25,6 +25,7 @@ class AdmissionController:
     ) -> None:
         """`now` is the router's clock, in seconds."""
         self.keys = keys
+        self.metrics = metrics
         self.queue = AdmissionQueue(keys, config, metrics, now)
         self.parse_queue = ParseQueue(config.max_requests + config.max_queue, self.queue.weights, metrics)
 
