@@ -55,6 +55,7 @@ class Choice:
 
     Attributes:
         echo: text to emit before the generated text.
+        echo_only: emit nothing else.
         num_tokens: tokens emitted so far.
     """
 
@@ -63,6 +64,7 @@ class Choice:
     text: TextStream
     echo: str = ""
     parser: OutputParser | None = None
+    echo_only: bool = False
     num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -89,6 +91,8 @@ class Choice:
             output.text, self.echo = self.echo + output.text, ""
             self.num_tokens += len(token_ids)
             logprobs, offsets = chunk.logprobs[: len(token_ids)], self.text.text_offsets
+            if self.echo_only:
+                offsets = []
             if self.echo_length and logprobs:
                 offsets = [self.echo_length + offset for offset in offsets]
             yield Delta(
@@ -109,7 +113,7 @@ class Choice:
         """Return what the chunk adds, and its token ids up to the end of the choice."""
         if self.parser is None:
             text, token_ids = self.text.push(chunk)
-            return ParsedOutput(text), token_ids
+            return (ParsedOutput(), []) if self.echo_only else (ParsedOutput(text), token_ids)
         output, token_ids = ParsedOutput(), list[int]()
         while len(token_ids) < len(chunk.token_ids) - 1 and self.parser.may_reason:
             self._parse_part(Chunk([chunk.token_ids[len(token_ids)]]), output, token_ids)
@@ -126,6 +130,8 @@ class Choice:
         token_ids += taken
 
     def _finish_reason(self) -> str | None:
+        if self.echo_only:
+            return "length"
         has_calls = self.text.finish_reason == "stop" and self.parser is not None and self.parser.num_calls
         return "tool_calls" if has_calls else self.text.finish_reason
 
@@ -181,7 +187,7 @@ class Generation:
             replaced=parser.special_tokens if parser is not None else None,
         )
         echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
-        return Choice(index, stream, text, echo, parser)
+        return Choice(index, stream, text, echo, parser, parsed.echo_only)
 
     async def run(self, emit: Emit) -> None:
         """Run all choices, emitting their deltas as they arrive. The first error cancels the other choices."""

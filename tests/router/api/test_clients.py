@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from pdserve.errors import Unavailable
+from pdserve.lines.event_stream import read_events
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -139,3 +141,34 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place(
                 next(second.iter_text())
         backend.generates(tokenizer.encode(" Paris."))
         assert http.post(url + CHAT, json=BODIES[CHAT]).status_code == 200
+
+
+def test_an_echo_without_an_answer(client: Client, tokenizer: Tokenizer) -> None:
+    body = {"prompt": "The capital", "max_tokens": 0, "echo": True, "logprobs": 1}
+    whole = client.post("/v1/completions", body).json()
+    [choice] = whole["choices"]
+    ids = tokenizer.encode("The capital")
+    assert (choice["text"], choice["finish_reason"]) == ("The capital", "length")
+    assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == len(ids)
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (len(ids), 0)
+    response = client.post("/v1/completions", {**body, "stream": True})
+    events = [json.loads(data) for data in read_events([response.content]) if data != "[DONE]"]
+    assert "".join(event["choices"][0]["text"] for event in events) == "The capital"
+    assert client.post("/v1/completions", {"prompt": "a", "max_tokens": 0}).status_code == 400
+
+
+def test_tokens_of_prompts_with_tools(
+    make_app: Callable[..., Starlette], make_client: type[Client], tool_tokenizers: dict[str, Tokenizer]
+) -> None:
+    client = make_client(make_app(tool_tokenizers["hermes"]))
+    tools = [{"type": "function", "function": {"name": "look", "description": "looks"}}]
+    plain, with_tools = (
+        client.post("/tokenize", {"messages": [HI], **more}).json()["tokens"] for more in ({}, {"tools": tools})
+    )
+    answer = client.post(CHAT, {"messages": [HI], "tools": tools}).json()
+    assert len(plain) < len(with_tools) == answer["usage"]["prompt_tokens"]
+    assert client.post("/tokenize", {"prompt": "hi", "tools": tools}).status_code == 400
+
+
+def test_the_list_of_models_may_end_with_a_slash(client: Client) -> None:
+    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
