@@ -377,6 +377,16 @@ class ServingConfig(ControlConfig):
     trust_request_chat_template: bool = flag(
         "allow chat_template in requests: it runs in a sandbox, but a malicious one can keep the router busy", False
     )
+    sse_keep_alive: float = flag(
+        "seconds after which a stream that waits gets its status and a comment, so that proxies keep it; 0: never",
+        0.0,
+        least=0,
+    )
+    unknown_fields: str = flag(
+        "what becomes of fields in requests that the router does not know",
+        "refuse",
+        choices=("refuse", "ignore"),
+    )
     tool_call_parser: str = flag(PARSER_HELP.format("tool calls", "hermes"), "auto")
     reasoning_parser: str = flag(PARSER_HELP.format("reasoning", "deepseek_r1"), "auto")
     cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")

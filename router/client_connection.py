@@ -16,13 +16,13 @@ class ClientConnection:
     def __init__(self, body_size: Callable[[], int | None] = lambda: None) -> None:
         self.body_size = body_size
         self.is_connected = True
-        self._on_disconnect: Callable[[], object] | None = None
+        self._workers: list[asyncio.Task[object]] = []  # that run for the client
 
     def disconnect(self) -> None:
         """Cancel what runs for the client."""
         self.is_connected = False
-        if self._on_disconnect is not None:
-            self._on_disconnect()
+        for worker in self._workers:
+            worker.cancel()
 
     async def run(self, work: Coroutine[None, None, None]) -> bool:
         """Run the work and cancel it as soon as the client disconnects. Return whether it ran to its end.
@@ -34,7 +34,7 @@ class ClientConnection:
             return False
         worker = asyncio.current_task()
         assert worker is not None
-        self._on_disconnect = worker.cancel
+        self._workers.append(worker)
         try:
             await work
         except asyncio.CancelledError:
@@ -42,5 +42,5 @@ class ClientConnection:
                 raise
             return False
         finally:
-            self._on_disconnect = None
+            self._workers.remove(worker)
         return True

@@ -103,9 +103,9 @@ def _text_of(content: object, index: int) -> str:
 
 def _text_of_part(part: object, path: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        if set(part) == {"type", "text"}:
+        if set(part) <= {"type", "text", "cache_control"}:
             return str(part["text"])
-        extra = quote(min(set(part) - {"type", "text"}))
+        extra = quote(min(set(part) - {"type", "text", "cache_control"}))
         raise BadRequest(f"{path} has an unknown field {extra}", kind="unknown_field", param="messages")
     kind = quote(str(part.get("type"))) if isinstance(part, dict) else json_type(part)
     message = f'{path} must be a text part, {{"type": "text", "text": "…"}}; {kind} is not supported'

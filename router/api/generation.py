@@ -7,6 +7,7 @@ those still running, so that no instance generates tokens that nothing reads.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pdserve.request import Request, TokenLogprobs
 from pdserve.router.api.beams import answer_streams
@@ -54,6 +55,7 @@ class Choice:
 
     Attributes:
         echo: text to emit before the generated text.
+        echo_only: emit nothing else.
         num_tokens: tokens emitted so far.
     """
 
@@ -62,6 +64,7 @@ class Choice:
     text: TextStream
     echo: str = ""
     parser: OutputParser | None = None
+    echo_only: bool = False
     num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -88,6 +91,8 @@ class Choice:
             output.text, self.echo = self.echo + output.text, ""
             self.num_tokens += len(token_ids)
             logprobs, offsets = chunk.logprobs[: len(token_ids)], self.text.text_offsets
+            if self.echo_only:
+                offsets = []
             if self.echo_length and logprobs:
                 offsets = [self.echo_length + offset for offset in offsets]
             yield Delta(
@@ -108,7 +113,7 @@ class Choice:
         """Return what the chunk adds, and its token ids up to the end of the choice."""
         if self.parser is None:
             text, token_ids = self.text.push(chunk)
-            return ParsedOutput(text), token_ids
+            return (ParsedOutput(), []) if self.echo_only else (ParsedOutput(text), token_ids)
         output, token_ids = ParsedOutput(), list[int]()
         while len(token_ids) < len(chunk.token_ids) - 1 and self.parser.may_reason:
             self._parse_part(Chunk([chunk.token_ids[len(token_ids)]]), output, token_ids)
@@ -125,6 +130,8 @@ class Choice:
         token_ids += taken
 
     def _finish_reason(self) -> str | None:
+        if self.echo_only:
+            return "length"
         has_calls = self.text.finish_reason == "stop" and self.parser is not None and self.parser.num_calls
         return "tool_calls" if has_calls else self.text.finish_reason
 
@@ -132,23 +139,24 @@ class Choice:
 class Generation:
     """The choices of one request. They run on the backend once `start` has returned."""
 
-    def __init__(
-        self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend, release: Callable[[int], None]
-    ) -> None:
-        """`release` is called at least once when the generation is over, with the number of tokens used (prompts and
-        outputs), or 0 if the backend refused it."""
+    def __init__(self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend) -> None:
         self.parsed = parsed
         self.tokenizer = tokenizer
         self.choices: list[Choice] = []
         self._backend = backend
-        self._release = release
+        self._release: Callable[[int], object] = lambda _: None
 
-    def start(self) -> None:
+    def start(self, release: Callable[[int], None]) -> None:
         """Open the token stream of each choice. The backend selects instances, checks the SLO and submits the request.
+
+        Args:
+            release: called at least once when the generation is over, with the number of tokens used (prompts and
+                outputs), or 0 if the backend refused it.
 
         Raises:
             RequestError: the backend refuses a choice; the others have been cancelled.
         """
+        self._release = release
         try:
             requests, n = self.parsed.requests, len(self.parsed.requests) // len(self.parsed.prompts)
             for first in range(0, len(requests), n):
@@ -179,7 +187,7 @@ class Generation:
             replaced=parser.special_tokens if parser is not None else None,
         )
         echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
-        return Choice(index, stream, text, echo, parser)
+        return Choice(index, stream, text, echo, parser, parsed.echo_only)
 
     async def run(self, emit: Emit) -> None:
         """Run all choices, emitting their deltas as they arrive. The first error cancels the other choices."""
@@ -189,7 +197,7 @@ class Generation:
         try:
             await asyncio.gather(*tasks)
         finally:
-            await _cancel_all(tasks)
+            await cancel_all(tasks)
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and release the request's admission."""
@@ -238,7 +246,7 @@ class Generation:
         return self.parsed.prompts[choice * len(self.parsed.prompts) // len(self.parsed.requests)]
 
 
-async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel the tasks and wait for them. Their errors are dropped: the caller already has the first one."""
     for task in tasks:
         task.cancel()

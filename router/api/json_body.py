@@ -1,5 +1,8 @@
 """JSON request bodies that endpoints parse themselves, with errors in OpenAI's format."""
 
+import logging
+import re
+from collections.abc import Callable
 from typing import Any, Generic, get_args
 
 from pydantic import GetCoreSchemaHandler
@@ -9,6 +12,38 @@ from starlette.requests import Request
 from pdserve.errors import BadRequest
 from pdserve.router.api import parsing
 from pdserve.router.api.parsing import BodyType, quote
+
+log = logging.getLogger(__name__)
+MAX_UNKNOWN = 32  # unknown fields of one body
+MAX_NAMES = 100  # that are logged
+STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")  # of a field's path, such as tools[0].function.name
+
+
+class UnknownFields:
+    """Drops fields that the router does not know from bodies, counts them, and logs each name once."""
+
+    def __init__(self, count: Callable[[], object]) -> None:
+        self._count = count
+        self._names: set[str] = set()
+
+    def drop(self, body: Any, error: BadRequest) -> bool:
+        """Drop the field that an error of validation names; return False if it names none."""
+        steps = [int(index) if index else name for index, name in STEP.findall(error.param or "")]
+        if error.kind != "unknown_field" or not steps:
+            return False
+        for step in steps[:-1]:
+            if not isinstance(body, dict | list) or (step not in body if isinstance(body, dict) else step == len(body)):
+                return False
+            body = body[step]
+        if not isinstance(body, dict) or steps[-1] not in body:
+            return False
+        del body[steps[-1]]
+        self._count()
+        name = str(steps[-1])
+        if name not in self._names and len(self._names) < MAX_NAMES:
+            self._names.add(name)
+            log.warning("requests have the unknown field %r, which is ignored (--unknown-fields)", name)
+        return True
 
 
 class UnsupportedMediaType(BadRequest):
@@ -20,10 +55,12 @@ class UnsupportedMediaType(BadRequest):
 class JsonBody(Generic[BodyType]):
     """A body that has been read and not parsed. For FastAPI, and so in /openapi.json, it is a `BodyType`."""
 
-    __slots__ = ("_model", "raw")
+    __slots__ = ("_model", "_unknown", "raw")
 
-    def __init__(self, model: type[BodyType], raw: bytes) -> None:
+    def __init__(self, model: type[BodyType], raw: bytes, unknown: "UnknownFields | None" = None) -> None:
+        """`unknown` drops fields that the model does not know; None: they are errors."""
         self._model = model
+        self._unknown = unknown
         self.raw = raw
 
     def parse(self) -> BodyType:
@@ -32,7 +69,14 @@ class JsonBody(Generic[BodyType]):
         Raises:
             BadRequest: it is not valid JSON, or does not fit the model.
         """
-        return parsing.validate(self._model, parsing.parse_json(self.raw))
+        body = parsing.parse_json(self.raw)
+        for _ in range(MAX_UNKNOWN if self._unknown else 0):
+            try:
+                return parsing.validate(self._model, body)
+            except BadRequest as error:
+                if self._unknown is None or not self._unknown.drop(body, error):
+                    raise
+        return parsing.validate(self._model, body)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -326,6 +326,8 @@ class MessageEventStream(EventStream):
         end: Json = {"type": "message_stop"}
         return [*self._end(), stop, end]
 
+    comment = b'event: ping\ndata: {"type": "ping"}\n\n'
+
     def error_event(self, error: RequestError) -> Json:
         return error_body(error.status, str(error))
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pdserve.errors import BadRequest, InvalidParameter
-from pdserve.router.api.schemas import MAX_MESSAGES, MESSAGE_NO_OPS, Body, Message, NoOps
+from pdserve.router.api.schemas import ANY, MAX_MESSAGES, MESSAGE_NO_OPS, Body, Message, NoOps
 
 ADVICE = {
     "request_id": "send it in the X-Request-Id header",
@@ -117,7 +117,7 @@ def _drop_message_no_ops(message: object, index: int) -> object:
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
     """Compare with `==` and by type, so that 0 is not taken for False."""
-    return any(type(value) is type(item) and value == item for item in allowed)
+    return ANY in allowed or any(type(value) is type(item) and value == item for item in allowed)
 
 
 def _raise_bad_field(error: ErrorDetails, known: Set[str]) -> NoReturn:

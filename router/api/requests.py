@@ -22,7 +22,7 @@ from pdserve.router.api.schemas import ChatBody, CompletionBody, SamplingBody, S
 from pdserve.router.api.tools import AllowedTools, parse_tools
 from pdserve.router.backend import ModelInfo
 from pdserve.router.text.parsers.output_parser import OutputParser
-from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
+from pdserve.router.text.tokenizer import Tokenizer
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -78,6 +78,7 @@ class ParsedRequest:
         prompts: token ids of each prompt.
         requests: the `n` choices of the first prompt, then those of the next.
         echo: the text of each prompt, if it is to precede the answer.
+        echo_only: the answer is the echo alone; the one token that is generated nevertheless is no part of it.
         open_parser: returns the parser of a choice's text; None if there is nothing to find in it but text.
         finds_reasoning: the parser tells reasoning from the answer.
         created: when the request was parsed, in seconds since 1970.
@@ -98,6 +99,7 @@ class ParsedRequest:
     logprobs: bool = False
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
+    echo_only: bool = False
     open_parser: Callable[[], OutputParser | None] | None = None
     finds_reasoning: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -123,9 +125,10 @@ def parse_completion(
         prompts = [tokenizer.fill_in_middle(prompt, body.suffix) for prompt in prompts]
     prompts = [_truncate(prompt, body, body.max_tokens or 1, info) for prompt in prompts]
     remaining = info.max_model_len - max(map(len, prompts))
-    max_tokens = body.max_tokens
+    max_tokens, echo_only = body.max_tokens, bool(body.echo) and body.max_tokens == 0
     if max_tokens is None:
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, remaining))
+    max_tokens += echo_only
     sampling = _sampling_params(body, max_tokens, body.logprobs, parse_grammar(body, info), info, tokenizer)
     if body.echo and body.logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
@@ -135,7 +138,7 @@ def parse_completion(
     is_whole = body.truncate_prompt_tokens is None
     pairs = zip(texts, parsed.prompts, strict=True)
     echo = tuple(text if isinstance(text, str) and is_whole else tokenizer.decode(ids) for text, ids in pairs)
-    return replace(parsed, echo=echo)
+    return replace(parsed, echo=echo, echo_only=echo_only)
 
 
 def parse_chat(
@@ -187,7 +190,11 @@ def parse_chat(
 def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:
     """Return the token ids of a conversation, and the tools that the model may call. Raises `BadRequest`."""
     tools = parse_tools(body, tokenizer)
-    shown = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or () if tools]
+    shown = [
+        tool.model_dump(exclude_none=True, exclude={"cache_control": True, "function": {"strict"}})
+        for tool in body.tools or ()
+        if tools
+    ]
     options = template_options(body, tokenizer)
     return tokenizer.render_chat(template_messages(body.messages), tools=[*shown], options=options), tools
 
@@ -216,8 +223,11 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameter("prompt", "send either prompt or messages")
     if body.messages is not None:
-        options = TemplateOptions(add_generation_prompt=or_default(body.add_generation_prompt, True))
-        return tokenizer.render_chat(template_messages(body.messages), options=options)
+        names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
+        return render(ChatBody(**{name: getattr(body, name) for name in names}), tokenizer)[0]
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise InvalidParameter(name, f"{name} needs messages: a prompt has no chat template")
     assert body.prompt is not None
     return tokenizer.encode(body.prompt, add_special_tokens=or_default(body.add_special_tokens, True))
 

@@ -52,6 +52,8 @@ Metadata = Annotated[
 ]
 NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
+ANY = object()  # among these values: all are without effect
+SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale")
 NO_OPS: NoOps = {
     "add_special_tokens": (True,),
     "audio": (),
@@ -61,33 +63,34 @@ NO_OPS: NoOps = {
     "modalities": (["text"],),
     "prediction": (),
     "request_id": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": SERVICE_TIERS,
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "verbosity": (),
+    "store": (False, True),
+    "verbosity": ("low", "medium", "high"),
     "web_search_options": (),
 }
 # Fields of an earlier assistant message that a client sends back.
 MESSAGE_NO_OPS: NoOps = {
     "annotations": ([],),
     "audio": (),
+    "cache_control": (ANY,),
     "function_call": (),
     "refusal": (),
 }
 RESPONSES_NO_OPS: NoOps = {
     "background": (False,),
+    "context_management": (ANY,),
     "conversation": (),
-    "include": ([],),
     "max_tool_calls": (),
     "prompt": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": SERVICE_TIERS,
     "stream_options": ({},),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 MESSAGES_API_NO_OPS: NoOps = {
     "container": (),
-    "context_management": (),
+    "context_management": (ANY,),
     "inference_geo": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
@@ -239,6 +242,7 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: Object[Any] | None = None  # without effect: every prefix is cached
 
 
 class Thinking(Body):
@@ -332,6 +336,8 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages[Message] | None = None
+    tools: Tools[Tool] | None = None
+    chat_template_kwargs: Object[Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -352,11 +358,14 @@ class TextFormat(Body):
 
 class Text(Body):
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # without effect
 
 
 class Reasoning(Body):
     effort: ReasoningEffort | None = None
-    summary: Literal["auto"] | None = None  # there is none: the item of reasoning has the text itself
+    summary: Literal["auto", "concise", "detailed"] | None = (
+        None  # there is none: the item of reasoning has the text itself
+    )
 
 
 class FunctionTool(Function):
@@ -365,8 +374,22 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
+# What `include` may name, because this server's answers have nothing of the kind.
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
 class ResponseBody(GenerationBody):
     no_ops: ClassVar = RESPONSES_NO_OPS
+
+    include: Array[Included] | None = None
 
     input: Any = untyped({"anyOf": [{"type": "string"}, MESSAGES]})
     previous_response_id: Short | None = None

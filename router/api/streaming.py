@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import RequestError
 from pdserve.request import TokenLogprobs
-from pdserve.router.api.generation import Delta, Generation, Json
+from pdserve.router.api.generation import Delta, Generation, Json, cancel_all
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response, sliced_json
 from pdserve.router.api.logprobs import are_many, chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
 from pdserve.router.api.requests import ParsedRequest
@@ -75,16 +75,23 @@ class EventStream(Response, ABC):
 
     The status line is sent with the first token, so an error before it gets an HTTP status of its own. A later error becomes
     an event, on which OpenAI's client raises.
+
+    Attributes:
+        beginning: starts the generation, and returns False if the client has left before; None: it has been started.
+        keep_alive_s: with `beginning`, seconds without an event after which a comment is sent, and the status if it was not.
     """
 
     media_type = "text/event-stream"
+    keep_alive_s = 0.0
+    beginning: Callable[[], Coroutine[None, None, bool]] | None = None
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
         self._unfinished = len(generation.parsed.requests)  # choices whose final event has not been built
-        self._started = False
+        self._started = self._ended = False
+        self._is_quiet = True  # since the last comment
         self._sending = asyncio.Lock()  # choices send concurrently, and take turns if the client is slow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,6 +102,25 @@ class EventStream(Response, ABC):
             self._generation.close()
 
     async def _stream(self, send: Send) -> None:
+        if self.beginning is None:
+            return await self._stream_events(send, None)
+        beginning, comments = asyncio.create_task(self.beginning()), asyncio.create_task(self._keep_alive(send))
+        try:
+            await self._stream_events(send, beginning)
+        finally:
+            await cancel_all([beginning, comments])
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self.keep_alive_s)
+            async with self._sending:
+                if self._ended:
+                    return
+                if self._is_quiet:
+                    await self._write(send, self.comment, last=False)
+                self._is_quiet = True
+
+    async def _stream_events(self, send: Send, beginning: Awaitable[bool] | None) -> None:
         async def emit(deltas: Iterable[Delta]) -> None:
             async with self._sending:
                 events: list[bytes] = []
@@ -111,12 +137,15 @@ class EventStream(Response, ABC):
                 await self._send(send, events, last)
 
         try:
-            await self._generation.run(emit)
+            if beginning is None or await beginning:
+                await self._generation.run(emit)
         except Exception as error:
-            if not self._started:
-                raise
-            reported = error if isinstance(error, RequestError) else InternalError()
-            await self._send(send, [self.encode(self.error_event(reported))], reported is error)
+            async with self._sending:
+                self._ended = True
+                if not self._started:
+                    raise
+                reported = error if isinstance(error, RequestError) else InternalError()
+                await self._send(send, [self.encode(self.error_event(reported))], reported is error)
             if reported is not error:
                 raise
 
@@ -126,15 +155,21 @@ class EventStream(Response, ABC):
 
     async def _send(self, send: Send, events: list[bytes], last: bool) -> None:
         """Send all events in one write: a write wakes the client and costs more than building an event."""
+        self._is_quiet = False
+        body = b"".join(events) + (self.terminator if last else b"")
+        await self._write(send, body, last)
+
+    async def _write(self, send: Send, body: bytes, last: bool) -> None:
+        self._ended |= last
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        body = b"".join(events) + (self.terminator if last else b"")
         await send({"type": "http.response.body", "body": body, "more_body": not last})
 
     # ---- the format of one endpoint ---------------------------------------------------------------------------
 
     terminator = b""  # follows the last event
+    comment = b": keep-alive\n\n"  # says that the request still waits
 
     @abstractmethod
     def delta_events(self, delta: Delta) -> list[Json]:

@@ -82,8 +82,8 @@ class VllmEngine:
         # gRPC cancels this coroutine if the client leaves or its deadline passes, so this one stays connected.
         slot = await self._admission.enter(call.key, parsed, ClientConnection())
         assert slot is not None
-        generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
-        generation.start()
+        generation = Generation(parsed, self._tokenizer, self._backend)
+        generation.start(slot.release)
         answer = _Answer(generation, call)
         running = self._running[call.key, parsed.id]
         running.append(answer)

@@ -45,8 +45,8 @@ class Turns:
             Unavailable: the store does not answer.
         """
         if self._store is None:
-            if body.store or body.previous_response_id is not None:
-                param = "store" if body.store else "previous_response_id"
+            if body.previous_response_id is not None:
+                param = "previous_response_id"
                 message = (
                     f"{param} is not supported: this router keeps no responses; send the whole conversation in input, "
                     "or start the router with --response-store"

@@ -69,6 +69,9 @@ class Metrics:
             ["way", "reason"],
         )
         self.refusals = counter("pdserve_refusals_total", "requests rejected by admission, by reason", ["reason"])
+        self.ignored_fields = counter(
+            "pdserve_ignored_fields_total", "unknown fields of requests that were ignored, with --unknown-fields ignore"
+        )
         self.key_requests = gauge(
             "pdserve_key_requests_under_way", "running requests of an API key, each choice counted", ["key"]
         )

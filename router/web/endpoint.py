@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from pdserve.router.api.answers import Answer, Error
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.json_body import JsonBody, read_json, require_json
+from pdserve.router.api.json_body import JsonBody, UnknownFields, read_json, require_json
 from pdserve.router.api.schemas import Body
 from pdserve.router.web.auth import Access
 
@@ -92,6 +92,7 @@ class Endpoint(APIRoute):
     ) -> None:
         self.access = access
         self.id_prefix = id_prefix
+        self.unknown_fields: UnknownFields | None = None  # drops those of bodies
         self._json_only = json_only
         self._body_model = _body_model(function)
         has_body = self._body_model is not None or json_only
@@ -123,7 +124,8 @@ class Endpoint(APIRoute):
 
     def _with_json_body(self, model: type[Body]) -> Handler:
         async def handle(request: Request) -> Response:
-            answer = await self.endpoint(request, JsonBody(model, await read_json(request)), **request.path_params)
+            body = JsonBody(model, await read_json(request), self.unknown_fields)
+            answer = await self.endpoint(request, body, **request.path_params)
             return answer if isinstance(answer, Response) else json_response(answer, self.status_code or 200)
 
         return handle

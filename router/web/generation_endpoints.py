@@ -78,6 +78,7 @@ class GenerationEndpoints(Endpoints):
         self._admission = admission
         self._grammars = grammars
         self._turns = Turns(response_store)
+        self._keep_alive_s = config.sse_keep_alive
 
     @admitted("/v1/completions", "cmpl-", answers.Completion, responses=STREAMED_TOO)
     async def completions(
@@ -214,11 +215,20 @@ class GenerationEndpoints(Endpoints):
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
             await self._grammars.check(key, grammar, self._model())
-        slot = await _enter(self._admission, request, parsed)
-        if slot is None:
+        generation = Generation(parsed, self._tokenizer, self._backend)
+
+        async def begin() -> bool:
+            slot = await _enter(self._admission, request, parsed)
+            if slot is not None:
+                generation.start(slot.release)
+            return slot is not None
+
+        if parsed.stream and self._keep_alive_s:
+            events = stream(generation)
+            events.keep_alive_s, events.beginning = self._keep_alive_s, begin
+            return events
+        if not await begin():
             return Response(status_code=CLIENT_GONE)
-        generation = Generation(parsed, self._tokenizer, self._backend, slot.release)
-        generation.start()
         if parsed.stream:
             return stream(generation)
         return await whole_response(generation, request.state.client, build_body)

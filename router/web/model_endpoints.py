@@ -38,8 +38,10 @@ class ModelEndpoints(Endpoints):
         return answers.ModelList(object="list", data=self._cards())
 
     @endpoint("GET", "/v1/models/{model:path}", Access.CLIENT, errors=[404])
-    async def model(self, model: str) -> answers.ModelCard:
-        """The served model, if this is its name."""
+    async def model(self, model: str) -> answers.ModelCard | answers.ModelList:
+        """The served model, if this is its name; without a name, the list."""
+        if not model:
+            return await self.models()
         for card in self._cards():
             if card.id == model:
                 return card

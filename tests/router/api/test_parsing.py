@@ -37,7 +37,7 @@ def test_unsupported_fields_are_accepted_only_without_effect(
         ({"length_penalty": 0.5}, "length_penalty needs use_beam_search: true"),
         ({"best_of": 2}, "best_of needs use_beam_search: true; to sample, ask for n choices and pick one yourself"),
         ({"request_id": "a"}, "request_id is not supported; send it in the X-Request-Id header"),
-        ({"store": True}, "store is not supported; leave it out or send false"),
+        ({"functions": [1]}, "functions is not supported; leave it out or send []"),
     ],
 )
 def test_the_error_says_what_to_send(expect_error: ExpectError, field: dict[str, Any], message: str) -> None:

@@ -266,15 +266,12 @@ def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> N
         ({"tools": [{"type": "function", "name": "a"}]}, "this model's chat template has no tool-call format"),
         ({"tool_choice": {"type": "function", "name": "a"}}, 'tool_choice must be "none", "auto", "required", or {'),
         (
-            {"store": True},
-            "store is not supported: this router keeps no responses; send the whole conversation in input",
-        ),
-        (
             {"previous_response_id": "r"},
             "previous_response_id is not supported: this router keeps no responses; send the whole conversation",
         ),
         ({"max_tokens": 5}, "unknown field 'max_tokens'"),
-        ({"text": {"format": {"type": "json_schema"}, "verbosity": "low"}}, "unknown field 'text.verbosity'"),
+        ({"text": {"format": {"type": "json_schema"}, "tone": "low"}}, "unknown field 'text.tone'"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0] must be "),
         ({"model": "gpt"}, "the model 'gpt' does not exist"),
     ],
 )

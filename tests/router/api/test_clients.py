@@ -1,0 +1,174 @@
+"""What clients of agents send beside the usual fields, and streams that wait."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from pdserve.errors import Unavailable
+from pdserve.lines.event_stream import read_events
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from starlette.applications import Starlette
+
+    from pdserve.router.telemetry.metrics import Metrics
+    from pdserve.router.text.tokenizer import Tokenizer
+    from tests.router.conftest import Client, ScriptedBackend
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+CACHE = {"cache_control": {"type": "ephemeral"}}
+HI: dict[str, Any] = {"role": "user", "content": "hi"}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [HI]},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: {"messages": [HI], "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"store": True, "service_tier": "flex", "verbosity": "low"}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **CACHE}], **CACHE}]}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}, **CACHE}], "tool_choice": "none"}),
+        (RESPONSES, {"include": ["reasoning.encrypted_content"], "store": True, "service_tier": "priority"}),
+        (RESPONSES, {"text": {"verbosity": "medium"}, "reasoning": {"effort": None, "summary": "detailed"}}),
+        (RESPONSES, {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}),
+        (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+    ],
+)
+def test_hints_without_effect_are_accepted(client: Client, path: str, fields: dict[str, Any]) -> None:
+    response = client.post(path, {**BODIES[path], **fields})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_fields_may_be_ignored(
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer, metrics: Metrics, path: str
+) -> None:
+    body = {**BODIES[path], "chat_id": "x", "options": {"a": 1}}
+    refused = make_client(make_app(tokenizer)).post(path, body)
+    assert refused.status_code == 400 and "unknown field 'chat_id'" in refused.text
+    client = make_client(make_app(tokenizer, unknown_fields="ignore"))
+    assert client.post(path, body).status_code == 200
+    assert metrics.ignored_fields._value.get() == 2
+    assert client.post(path, {**BODIES[path], "temperature": "hot"}).status_code == 400
+    assert client.post(path, {**BODIES[path], **{f"x{i}": 1 for i in range(40)}}).status_code == 400
+
+
+def test_unknown_fields_may_be_ignored_anywhere(
+    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
+) -> None:
+    client = make_client(make_app(tokenizer, unknown_fields="ignore"))
+    body = {"messages": [{**HI, "id": 1}], "stream": True, "stream_options": {"include_usage": True, "x": 1}}
+    assert client.post(CHAT, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "comment"), [(CHAT, ": keep-alive"), (RESPONSES, ": keep-alive"), (MESSAGES, "event: ping")]
+)
+def test_a_stream_that_waits_gets_comments(
+    make_app: Callable[..., Starlette], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
+    tokenizer: Tokenizer, path: str, comment: str,
+) -> None:  # fmt: skip
+    gate = threading.Semaphore(0)
+    backend.generates(tokenizer.encode(" Paris."), gate=gate)
+    body = {**BODIES[path], "stream": True}
+    with (
+        serving(make_app(tokenizer, sse_keep_alive=0.02)) as url,
+        httpx.stream("POST", url + path, json=body, timeout=600) as response,
+    ):
+        pieces = response.iter_text()
+        waited = next(pieces) + next(pieces)
+        gate.release(100)
+        assert response.status_code == 200 and waited.count(comment) >= 2
+        text = waited + "".join(pieces)
+    without = "\n\n".join(event for event in text.split("\n\n") if not event.startswith(comment))
+    assert "Par" in without and text.endswith("\n\n")
+    assert not [stream for stream in backend.streams if stream.cancelled]
+
+
+def test_a_queued_stream_gets_comments_and_then_its_error(
+    make_app: Callable[..., Starlette], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
+    tokenizer: Tokenizer,
+) -> None:  # fmt: skip
+    gate = threading.Semaphore(0)
+    backend.generates(tokenizer.encode(" Paris."), gate=gate)
+    app = make_app(tokenizer, sse_keep_alive=0.02, max_requests=1)
+    body = {**BODIES[CHAT], "stream": True}
+    with (
+        serving(app) as url,
+        httpx.Client(timeout=600) as http,
+        http.stream("POST", url + CHAT, json=body) as first,
+        http.stream("POST", url + CHAT, json=body) as second,
+    ):
+        pieces = second.iter_text()
+        waited = next(pieces)
+        backend.fails(Unavailable("no instance is ready", kind="no_instance"), error_at_open=True)
+        gate.release(100)
+        assert ": keep-alive" in waited and second.status_code == 200
+        assert "[DONE]" in first.read().decode()
+        events = [event for event in "".join(pieces).split("\n\n") if event.startswith("data: ")]
+        assert "no instance is ready" in events[0] and events[1:] == ["data: [DONE]"]
+
+
+def test_an_error_before_the_first_comment_has_a_status(
+    make_app: Callable[..., Starlette], make_client: type[Client], backend: ScriptedBackend, tokenizer: Tokenizer
+) -> None:
+    backend.fails(Unavailable("no instance is ready", kind="no_instance"), error_at_open=True)
+    response = make_client(make_app(tokenizer, sse_keep_alive=600)).post(CHAT, {**BODIES[CHAT], "stream": True})
+    assert response.status_code == 503
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_place(
+    make_app: Callable[..., Starlette], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
+    tokenizer: Tokenizer,
+) -> None:  # fmt: skip
+    backend.generates(tokenizer.encode(" Paris."), None, hang=True)
+    app = make_app(tokenizer, sse_keep_alive=0.02, max_requests=1)
+    body = {**BODIES[CHAT], "stream": True}
+    with serving(app) as url, httpx.Client(timeout=600) as http:
+        with http.stream("POST", url + CHAT, json=body) as first:
+            next(first.iter_text())
+            with http.stream("POST", url + CHAT, json=body) as second:
+                next(second.iter_text())
+        backend.generates(tokenizer.encode(" Paris."))
+        assert http.post(url + CHAT, json=BODIES[CHAT]).status_code == 200
+
+
+def test_an_echo_without_an_answer(client: Client, tokenizer: Tokenizer) -> None:
+    body = {"prompt": "The capital", "max_tokens": 0, "echo": True, "logprobs": 1}
+    whole = client.post("/v1/completions", body).json()
+    [choice] = whole["choices"]
+    ids = tokenizer.encode("The capital")
+    assert (choice["text"], choice["finish_reason"]) == ("The capital", "length")
+    assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == len(ids)
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (len(ids), 0)
+    response = client.post("/v1/completions", {**body, "stream": True})
+    events = [json.loads(data) for data in read_events([response.content]) if data != "[DONE]"]
+    assert "".join(event["choices"][0]["text"] for event in events) == "The capital"
+    assert client.post("/v1/completions", {"prompt": "a", "max_tokens": 0}).status_code == 400
+
+
+def test_tokens_of_prompts_with_tools(
+    make_app: Callable[..., Starlette], make_client: type[Client], tool_tokenizers: dict[str, Tokenizer]
+) -> None:
+    client = make_client(make_app(tool_tokenizers["hermes"]))
+    tools = [{"type": "function", "function": {"name": "look", "description": "looks"}}]
+    plain, with_tools = (
+        client.post("/tokenize", {"messages": [HI], **more}).json()["tokens"] for more in ({}, {"tools": tools})
+    )
+    answer = client.post(CHAT, {"messages": [HI], "tools": tools}).json()
+    assert len(plain) < len(with_tools) == answer["usage"]["prompt_tokens"]
+    assert client.post("/tokenize", {"prompt": "hi", "tools": tools}).status_code == 400
+
+
+def test_the_list_of_models_may_end_with_a_slash(client: Client) -> None:
+    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
