@@ -6,11 +6,11 @@ operator. On CPUs, the experts' weights are packed in place of the plain ones.
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pdserve.engine.cpu_fusion.row_products import RowProducts
@@ -109,9 +109,9 @@ def _forward(
     return output_TN
 
 
-def _row_functions(module: torch.nn.Module, device: torch.device) -> TorchFunctionMode:
+def _row_functions(module: torch.nn.Module, device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cpu":
-        return _row_products.setdefault(module, RowProducts())
+        return _row_products.setdefault(module, RowProducts()) if native.is_available() else nullcontext()
     from pdserve.kernels.gpu.row_functions import RowFunctions
 
     return RowFunctions()
