@@ -21,6 +21,14 @@ log = logging.getLogger(__name__)
 
 NAME = "pdserve_rows"
 _TEST_ROWS = 3  # of each expert that is tried
+_REFUSALS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+)  # of arguments that do not fit
 _modules: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
 _row_products: WeakKeyDictionary[torch.nn.Module, RowProducts] = WeakKeyDictionary()
 
@@ -73,7 +81,7 @@ def _pack(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], tr
     trial = _trial(module, len(first), hidden_size, first.dtype)
     try:
         expected = module(*trial)
-    except (RuntimeError, TypeError):
+    except _REFUSALS:
         return False
     for name, parameter in parameters.items():
         delattr(module, name)
@@ -83,7 +91,7 @@ def _pack(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], tr
         error = (got - expected).float().abs().max()
         if got.shape == expected.shape and error <= 8 * torch.finfo(first.dtype).eps * expected.float().abs().max():
             return True
-    except (RuntimeError, TypeError, AssertionError):
+    except _REFUSALS:
         pass
     for name, parameter in parameters.items():
         delattr(module, name)
