@@ -244,11 +244,13 @@ void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64
 #ifdef PDSERVE_AMX
     if (rows == 0) return;
     const i64 bytes = (N + BLOCK - 1) / BLOCK * BLOCK * K * sizeof(bf16);
-#pragma omp parallel for num_threads((int)threads) schedule(static) if (batch > 1)
-    for (i64 i = 0; i < batch; i++) {
+    const auto product = [&](i64 i, i64 threads) {
         const Layer layer{(const char*)w + i * bytes, (const char*)up, (const bf16*)bias, activation, K, N};
-        multiply(layer, (bf16*)y + i * rows * N, (const bf16*)x + i * rows * K, rows, batch > 1 ? 1 : threads);
-    }
+        multiply(layer, (bf16*)y + i * rows * N, (const bf16*)x + i * rows * K, rows, threads);
+    };
+    if (batch == 1) return product(0, threads);  // within a parallel region, threads would be created anew
+#pragma omp parallel for num_threads((int)threads) schedule(static)
+    for (i64 i = 0; i < batch; i++) product(i, 1);
 #endif
 }
 }

@@ -71,6 +71,8 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
+MULTI_HEAD: dict[str, Any] = {"num_key_value_heads": 4}  # as many as heads of queries
+
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -95,6 +97,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+    "opt": ("OPTConfig", {**MULTI_HEAD, "ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.15}),
+    "gpt2": ("GPT2Config", MULTI_HEAD),
+    "gpt_neox": ("GPTNeoXConfig", MULTI_HEAD),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4": ("Glm4Config", {"partial_rotary_factor": 0.5}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 256,
+            "floor_scale": 200,
+        },
     ),
     "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
     "deepseek_v3": (

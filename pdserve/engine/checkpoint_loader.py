@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
-from pdserve.engine.architectures import latent_attention
+from pdserve.engine.architectures import chunked_attention, latent_attention
 from pdserve.engine.architectures.class_head import class_head, num_labels
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion import experts
@@ -83,9 +83,9 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
 
 
 def _context_length(text_config: Any) -> int:
-    """Return the context of the model, limited to the original positions of longrope rotary embeddings.
+    """Return the context of the model, limited to the first chunk of chunked attention and to longrope's original positions.
 
-    Once one position in a step exceeds them, longrope changes the embeddings of the whole step: tokens would depend on the
+    Once one position in a step exceeds these, longrope changes the embeddings of the whole step: tokens would depend on the
     other sequences in the batch and on the chunking of the prompt.
     """
     context: int = text_config.max_position_embeddings
@@ -94,6 +94,9 @@ def _context_length(text_config: Any) -> int:
         if rope.get("rope_type") == "longrope" and (original := rope["original_max_position_embeddings"]) < context:
             log.warning("the context is %d of the model's %d: longrope beyond it is not supported", original, context)
             context = original
+    if (chunk := chunked_attention.first_chunk(text_config) or context) < context:
+        log.warning("the context is %d of the model's %d: chunked attention beyond it is not supported", chunk, context)
+        context = chunk
     return context
 
 
@@ -173,6 +176,9 @@ def _load_model(
     unsupported = _unsupported(hf_config)
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    if not model_class._supports_attention_backend:
+        raise SetupError(f"{unsupported}: its attention does not go through transformers' attention interface")
     invariant = is_batch_invariant(config.batch_invariant, device)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
     if dtype in FUSED_DTYPES and (device.type == "cpu" or invariant):
@@ -196,6 +202,7 @@ def _load_model(
     loaded: torch.nn.Module = model.eval().requires_grad_(False)
     if not is_quantized:
         loaded = loaded.to(device)
+    chunked_attention.disable_tuning(loaded)
     try:
         latent_size = latent_attention.absorb(loaded)
     except paged_model.UnsupportedAttention as error:

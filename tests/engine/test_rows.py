@@ -24,6 +24,7 @@ from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "phi3", "qwen3_moe"]
+ARCHITECTURES += ["gpt2", "llama4"]
 SLOW_ARCHITECTURES = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v2", "deepseek_v3")]
 ROWS, TOKENS = 3, 60
 GREEDY = SamplingParams(temperature=0)
@@ -79,6 +80,7 @@ def test_tokens_depend_on_their_own_history_only(
     architecture: str, dtype: str, checkpoint: Callable[..., Path], request: pytest.FixtureRequest
 ) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint(architecture, dtype=dtype)), num_blocks=16))
+    assert "variant" not in engine.layout.numerics
     logits_STV, pool = compute(engine, [[(i, TOKENS)] for i in range(ROWS)])
     others: dict[str, tuple[Steps, int]] = {
         "one prefill of all": ([[(i, TOKENS) for i in range(ROWS)]], 2),

@@ -6,11 +6,11 @@ operator. On CPUs, the experts' weights are packed in place of the plain ones.
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pdserve.engine.cpu_fusion.row_products import RowProducts
@@ -21,6 +21,14 @@ log = logging.getLogger(__name__)
 
 NAME = "pdserve_rows"
 _TEST_ROWS = 3  # of each expert that is tried
+_REFUSALS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+)  # of arguments that do not fit
 _modules: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
 _row_products: WeakKeyDictionary[torch.nn.Module, RowProducts] = WeakKeyDictionary()
 
@@ -73,7 +81,7 @@ def _pack(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], tr
     trial = _trial(module, len(first), hidden_size, first.dtype)
     try:
         expected = module(*trial)
-    except (RuntimeError, TypeError):
+    except _REFUSALS:
         return False
     for name, parameter in parameters.items():
         delattr(module, name)
@@ -83,7 +91,7 @@ def _pack(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], tr
         error = (got - expected).float().abs().max()
         if got.shape == expected.shape and error <= 8 * torch.finfo(first.dtype).eps * expected.float().abs().max():
             return True
-    except (RuntimeError, TypeError, AssertionError):
+    except _REFUSALS:
         pass
     for name, parameter in parameters.items():
         delattr(module, name)
@@ -109,9 +117,9 @@ def _forward(
     return output_TN
 
 
-def _row_functions(module: torch.nn.Module, device: torch.device) -> TorchFunctionMode:
+def _row_functions(module: torch.nn.Module, device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cpu":
-        return _row_products.setdefault(module, RowProducts())
+        return _row_products.setdefault(module, RowProducts()) if native.is_available() else nullcontext()
     from pdserve.kernels.gpu.row_functions import RowFunctions
 
     return RowFunctions()

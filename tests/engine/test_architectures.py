@@ -1,0 +1,76 @@
+"""Further architectures: tokens of transformers' `generate` in float32, or one sentence that says why not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from pdserve.config import EngineConfig
+from pdserve.engine.engine import Engine
+from pdserve.errors import SetupError
+from pdserve.request import SamplingParams
+
+NEW_TOKENS = 12
+LENGTHS = [1, 16, 17, 33, 33, 100, 100]
+
+Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
+
+
+def prompts() -> list[list[int]]:
+    """Pairs of prompts of one length differ in their first token only."""
+    return [[(7 * length + i) % 7, *(i * i * 31 % 251 for i in range(1, length))] for i, length in enumerate(LENGTHS)]
+
+
+def run(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
+    greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    seqs = [engine.new_sequence(str(i), text, greedy) for i, text in enumerate(texts)]
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work:
+        for seq in engine.step().sampled:
+            if seq.finish_reason():
+                engine.remove(seq)
+    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
+
+
+@pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "mixtral", "glm4", "llama4"])
+def test_equals_generate(architecture: str, checkpoint: Callable[..., Path], generate: Generate) -> None:
+    path = checkpoint(architecture, dtype="float32")
+    expected = generate(path, prompts(), NEW_TOKENS)
+    assert expected[3] != expected[4] and expected[5] != expected[6], "the first token decides, or the test is none"
+    # Larger steps than Llama 4's queries have their positions' scale for, and then smaller ones.
+    for size in (512, 24):
+        engine = Engine(EngineConfig(model=str(path), num_blocks=64, max_num_batched_tokens=size))
+        assert run(engine, prompts()) == expected
+        assert run(engine, prompts()) == expected, "with a warm prefix cache"
+
+
+def test_context_ends_with_the_first_chunk(checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(EngineConfig(model=str(checkpoint("llama4")), num_blocks=64))
+    assert engine.max_model_len == 199
+    assert "the context is 199 of the model's 1024: chunked attention beyond it is not supported" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config_name", "sizes", "name"),
+    [
+        ("BloomConfig", {}, "BloomForCausalLM"),
+        ("FalconConfig", {"alibi": True}, "FalconForCausalLM"),
+        ("FalconConfig", {}, "FalconForCausalLM"),
+        ("MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 1}, "MptForCausalLM"),
+        ("GPTJConfig", {"rotary_dim": 8}, "GPTJForCausalLM"),
+        ("StableLmConfig", {}, "StableLmForCausalLM"),
+    ],
+)
+def test_other_attention_is_refused_in_one_sentence(
+    config_name: str, sizes: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 260}
+    config = getattr(transformers, config_name)(**shape | sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(SetupError) as refused:
+        Engine(EngineConfig(model=str(tmp_path), num_blocks=8))
+    reason = "its attention does not go through transformers' attention interface"
+    assert str(refused.value) == f"architecture {name} is not supported: {reason}"
