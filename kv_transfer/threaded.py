@@ -29,7 +29,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Block, Incoming, Outgoing
-from pdserve.kv_transfer.codec import CODECS
+from pdserve.kv_transfer.codec import CODECS, Undecodable
 from pdserve.kv_transfer.connector import (
     DEFAULT_TIMEOUT_S,
     PROBE_KEY,
@@ -41,7 +41,7 @@ from pdserve.kv_transfer.connector import (
     Stats,
 )
 from pdserve.kv_transfer.fence import Expired
-from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, is_intact
+from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, Row, is_intact
 from pdserve.kv_transfer.operation import Operation, Watchdog, run_until
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.url import Query
@@ -164,6 +164,17 @@ class BatchedConnector(Connector):
 
     def release_many(self, keys: Sequence[bytes]) -> None:
         """End leases early. Does nothing by default, for stores without leases."""
+
+    def is_sound(self, key: bytes, header: bytes, payload: Buffer | Row) -> bool:
+        """Return True if a load would accept this stored value."""
+        if not (self.header_format.matches(header, key) and is_intact(header, payload)):
+            return False
+        try:
+            if not self.codec.is_identity:
+                self.codec.decode(bytearray(payload))
+        except Undecodable:
+            return False
+        return True
 
     # The connector contract.
 
@@ -407,7 +418,7 @@ class ThreadedConnector(BatchedConnector):
         for block in blocks:
             view = memoryview(self.get(self._name(block.key)) or b"")
             header = bytes(view[:HEADER_BYTES])
-            if not (self.header_format.matches(header, block.key) and is_intact(header, view[HEADER_BYTES:])):
+            if not self.is_sound(block.key, header, view[HEADER_BYTES:]):
                 self.delete(self._name(block.key))
 
     def _name(self, key: bytes) -> str:

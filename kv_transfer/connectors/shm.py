@@ -18,7 +18,7 @@ from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors import shm_segment, shm_slab
-from pdserve.kv_transfer.header import NAME, is_intact, payload_length
+from pdserve.kv_transfer.header import NAME, payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, split_tiers
 
@@ -100,7 +100,7 @@ class ShmConnector(BatchedConnector):
                 for slot in self._find_slots([block.key]):
                     header = self._slab.header(slot)
                     payload = self._slab.payload(slot)[: payload_length(header)]
-                    if not (self.header_format.matches(header, block.key) and is_intact(header, payload)):
+                    if not self.is_sound(block.key, header, payload):
                         self._slab.free(slot)
 
     def release_many(self, keys: Sequence[bytes]) -> None:

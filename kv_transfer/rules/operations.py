@@ -24,16 +24,20 @@ from pdserve.kv_transfer.rules.context import (
 from pdserve.kv_transfer.rules.outage import with_parameter
 
 AT_ONCE, BLOCKS, TURNS = 16, 2, 8  # stores and as many loads under way, blocks of each, and how often
-THREADS = 4  # of the connector, if the URL does not set them
+THREADS, TIMEOUT_S = 4, 20  # of the connector, if the URL does not set them; no busy machine holds up a load for longer
 PAUSE_SHARE, PAUSE_S = 1 / 16, 5e-5  # of all calls and returns in a thread; long enough for another one to run
 LARGE = ((128, 64 * KiB), (512, 4 * KiB))  # blocks of an operation, and their length
 LOADS, DISTINCT = 5000, 64
 LOADS_TIME_LIMIT_S = 100.0  # for all loads from a slow store
 
 
+def _busy_url(context: RuleContext) -> str:
+    return with_parameter(context, "threads", str(THREADS), timeout=str(TIMEOUT_S))
+
+
 def concurrent_operations(context: RuleContext) -> str:
     """Stores, loads and matches that are under way at once on one connector do not interfere with each other."""
-    url, half = with_parameter(context, "threads", str(THREADS)), AT_ONCE * BLOCKS
+    url, half = _busy_url(context), AT_ONCE * BLOCKS
     with _interrupted_threads():
         pool = context.attach(64 * KiB, 2 * half, url=url)
         contents, previous = pool.rows[:half].copy(), list[list[bytes]]()
@@ -135,7 +139,7 @@ def _expect_outcomes(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -
 
 def random_loads(context: RuleContext) -> str:
     """Of 5,000 loads in random order, several of them under way at once, each loads its block."""
-    url = with_parameter(context, "threads", str(THREADS))
+    url = _busy_url(context)
     pool, keys = context.attach(blocks=DISTINCT + AT_ONCE, url=url), new_keys(DISTINCT)
     pool.must_store(keys, range(DISTINCT))
     context.require_shared_store()

@@ -122,15 +122,19 @@ def _prepare_url(context: RuleContext, timeout_s: float, override: bool) -> tupl
     return with_parameter(context, "timeout", f"{timeout_s:g}", override=override), relayable
 
 
-def with_parameter(context: RuleContext, name: str, value: str, *, override: bool = False) -> str:
+def with_parameter(context: RuleContext, name: str, value: str, *, override: bool = False, **others: str) -> str:
     """Return the context's URL with a parameter that every `BatchedConnector` has, wherever one is named in the URL.
 
     Args:
         override: replace a value that is in the URL, too.
+        others: further parameters.
     """
     probe, url = context.attach(), context.url
     for store_url in {connector.url for connector in batched_connectors(probe.connector)}:
-        changed = _set_parameter(store_url, name, value, override).replace("\\", r"\\")
+        changed = store_url
+        for one, its_value in {name: value, **others}.items():
+            changed = _set_parameter(changed, one, its_value, override)
+        changed = changed.replace("\\", r"\\")
         url = re.sub(f"{re.escape(store_url)}(?=,|$)", changed, url)  # it may be one of several tiers
     context.close()
     return url

@@ -355,10 +355,7 @@ def guide_url(
     return f"memcached://{request.getfixturevalue('memcached_address')}"
 
 
-GUIDE_EXCEPTIONS = {
-    "sqlite": {"stalled-value", "silent-connections", "byte-by-byte"},
-    "memcached": {"leases-under-pressure"},  # if it evicts before it refuses
-}
+GUIDE_EXCEPTIONS = {"sqlite": {"stalled-value", "silent-connections", "byte-by-byte"}, "memcached": set[str]()}
 BOTH = pytest.mark.parametrize(
     ("guide_url", "scheme"), [(one, one) for one in GUIDE_EXCEPTIONS], indirect=["guide_url"]
 )
@@ -367,9 +364,11 @@ BOTH = pytest.mark.parametrize(
 @BOTH
 def test_the_connectors_of_the_guide_pass(guide_url: str, scheme: str) -> None:
     reports = list(check(guide_url, seconds=0.3))
-    exceptions = {one.rule: one.detail for one in reports if one.verdict is not Verdict.HOLDS}
-    assert set(exceptions) <= GUIDE_EXCEPTIONS[scheme], exceptions
     assert not [one for one in reports if one.verdict is Verdict.BROKEN]
+    exceptions = {one.rule: one.detail for one in reports if one.verdict is not Verdict.HOLDS}
+    evicted = {rule for rule, detail in exceptions.items() if detail.startswith(context.EVICTS_LEASED)}
+    assert set(exceptions) - evicted == GUIDE_EXCEPTIONS[scheme], exceptions
+    assert len(evicted) <= 3, exceptions  # memcached drops blocks as it moves memory between sizes
 
 
 @pytest.mark.slow
