@@ -114,11 +114,11 @@ def _compile(spec: bytes, loaded: Loaded) -> tuple[bytes, bytes]:
     """Return OK and the grammar, or ERROR and a message; both empty if the grammar exceeds a limit."""
     try:
         grammar = lark_grammar(json.loads(spec), loaded.special)
+        matcher = new_matcher(loaded.tokenizer, grammar)
     except MemoryError:
         return b"", b""
     except ValueError as error:
         return ERROR, str(error)[:MAX_MESSAGE_CHARS].encode(errors="replace")
-    matcher = new_matcher(loaded.tokenizer, grammar)
     if matcher.is_error():
         message = _message(matcher.get_error())
         if any(sign in message for sign in TOO_COMPLEX):

@@ -95,10 +95,11 @@ class _Writer:
         types = given.pop("type")
         composed = [key for key in ("allOf", "anyOf", "oneOf", "$ref") if key in given]
         own = bool(given.keys() - composed)
-        if composed == ["allOf"] and not own and types == list(TYPES):
-            given["allOf"] = self._flattened(given["allOf"])
-            if len(given["allOf"]) == 1:
-                return self._schema(given["allOf"][0], (*path, "allOf", 0), closed=closed, required=required)
+        if composed == ["allOf"] and (own or types == list(TYPES)):
+            rest = {key: value for key, value in schema.items() if key != "allOf"}
+            flat = self._flattened([*expect(given["allOf"], list, '"allOf"', path), *([rest] if own else [])])
+            if len(flat) == 1:
+                return self._schema(flat[0], (*path, "allOf", 0), closed=closed, required=required)
         alone = closed and len(composed) + own < 2
         written: Schema = {"type": types} if types != list(TYPES) else {}
         written |= {key: given[key] for key in ("enum", "const") if key in given}
@@ -160,15 +161,16 @@ class _Writer:
 
     # ---- several schemas for one value --------------------------------------------------------------------------
 
-    def _flattened(self, schemas: Any, depth: int = 0) -> list[Any]:
+    def _flattened(self, schemas: list[Any], depth: int = 0) -> list[Any]:
         """Return one schema in place of all, if they are of objects and only name properties; otherwise these schemas."""
         merged: Schema = {"type": "object", "properties": {}, "required": []}
-        if not isinstance(schemas, list) or len(schemas) < 2 or depth > MAX_DISJOINT_DEPTH:
-            return list(schemas) if isinstance(schemas, list) else [schemas]
+        if len(schemas) < 2 or depth > MAX_DISJOINT_DEPTH:
+            return schemas
         for one in schemas:
             target = self._target(one["$ref"])[0] if isinstance(one, dict) and "$ref" in one else one
-            if isinstance(target, dict) and "allOf" in target and "properties" not in target:
-                inner = self._flattened(target["allOf"], depth + 1)
+            if isinstance(target, dict) and isinstance(target.get("allOf"), list):
+                rest = {key: value for key, value in target.items() if key != "allOf"}
+                inner = self._flattened([*target["allOf"], *([rest] if "properties" in rest else [])], depth + 1)
                 target = inner[0] if len(inner) == 1 else None
             given = target if isinstance(target, dict) else {}
             keys = given.keys() & (TYPED | {*ANY_TYPE, "type"})

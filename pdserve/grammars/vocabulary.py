@@ -38,7 +38,7 @@ class Vocabulary:
         self.special: dict[str, int | None] = {
             token["content"]: None if token["id"] in eos_token_ids else token["id"]
             for token in added
-            if token["special"]
+            if token["special"] and token["content"]
         }
         no_text = {token["id"] for token in added if token["special"]} | {*eos_token_ids}
         self.tokens = [

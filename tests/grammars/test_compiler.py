@@ -69,6 +69,15 @@ def test_a_grammar_that_takes_too_long_is_rejected(model: Path) -> None:
     compiler.close()
 
 
+def test_the_compile_server_may_be_loaded_before_the_first_grammar(model: Path) -> None:
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], LIMITS)
+    compiler.start()
+    loaded = compiler.server_pid
+    assert loaded is not None and compiler.compile(GOOD)
+    assert compiler.server_pid == loaded
+    compiler.close()
+
+
 def test_a_compile_server_that_died_is_replaced_until_the_compiler_is_closed(model: Path) -> None:
     compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], LIMITS)
     expected = compiler.compile(GOOD)

@@ -80,6 +80,7 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         ({"anyOf": [STRING, {"type": "null"}]}, ['"a"', "null"], ['"\x13"']),
         ({**UNION, "discriminator": {"propertyName": "kind"}}, ['{"kind": "a", "next": {"kind": "b"}}'], ["{}", '{"kind": "c"}']),
         (ALL_OF, ['{"a": 1, "b": null}'], ['{"a": 1}', '{"a": 1, "b": 1, "c": 1}']),
+        (object_of({"c": {}}, required=["c"], allOf=[{"$ref": "#/d"}], d=object_of({"a": {}})), ['{"c": 1}', '{"a": 1, "c": 1}'], ['{"a": 1}', '{"c": 1, "b": 1}']),
         (EITHER_REQUIRED, ['{"b": 1}', '{"a": 1, "b": 1}'], ["{}", '{"b": 1, "c": 1}']),
         ({"allOf": [{"type": "integer"}, {"minimum": 5}]}, ["5"], ["4", "null"]),
         # annotations, and what is for other types

@@ -14,7 +14,9 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 
 from pdserve.errors import Overloaded, Unavailable
+from pdserve.grammars.specification import lark_grammar
 from pdserve.router.text.tokenizer import Tokenizer
+from tests.grammars.byte_matcher import ByteMatcher
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -193,8 +195,9 @@ def test_structured_answers_and_strict_tools(
             client.messages.create(**asked, tools=[function | {"strict": 1}])
     first, second, third = (json.loads(request.sampling.grammar) for request in backend.requests)
     assert first == second and first["json"]["required"] == ["sunny"]
-    [call] = third["format"]["tags"]
-    assert call["content"]["spec"]["json"]["type"] == "object" and third["format"]["triggers"] == ["<tool_call>"]
+    allows = ByteMatcher(lark_grammar(third, {})).matches
+    call = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'.format
+    assert [allows(text) for text in (call("{}"), "Sunny.", call('{"a": 1}'))] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -184,8 +184,8 @@ def test_a_forced_call(
     body = {"input": "hello", "tools": TOOLS, "tool_choice": {"type": "function", "name": "time"}}
     backend.generates(tokenizer.encode('<tool_call>\n{"name": "time", "arguments": {"zone'), "length")
     response = client.post(RESPONSES, body).json()
-    call = json.loads(backend.requests[0].sampling.grammar)["format"]
-    assert call["begin"] == '<tool_call>\n{"name": "time", "arguments": '
+    begin, *_ = json.loads(backend.requests[0].sampling.grammar)["format"]["elements"]
+    assert begin["text"] == '<tool_call>\n{"name": "time", "arguments": '
     [item] = response["output"]
     assert (item["type"], item["status"], item["name"], item["arguments"]) == (
         "function_call",
