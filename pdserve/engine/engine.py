@@ -54,7 +54,7 @@ class StepResult:
     @property
     def idle(self) -> bool:
         """True if the step did nothing; neither will the next, until a block is released or a request arrives."""
-        return not self.advanced and not self.preempted and not self.resumed
+        return not (self.advanced or self.preempted or self.resumed or self.swapped_in)
 
 
 class Engine:

@@ -171,11 +171,13 @@ class Scheduler:
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
-            self._make_room(output)
+            if not output.swap_in:
+                self._make_room(output)
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
-        if not (output.num_scheduled_tokens or output.storing_paused or output.preempted or output.resumed):
+        has_acted = output.preempted or output.resumed or output.swap_in
+        if not (output.num_scheduled_tokens or output.storing_paused or has_acted):
             self._make_room_for_beams(output)
         if self.grows_ahead:
             self._grow_ahead(output)
@@ -325,10 +327,13 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
-        output.block_copies = [copy for copy in output.block_copies if copy[1] not in seq.held_blocks]
+        held = set(seq.held_blocks)
+        copies = [copy for copy in output.block_copies if copy[1] not in held]
+        is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
+        output.block_copies = copies
         output.preempted.append(seq)
         num_blocks, swapped = self.pool.blocks_for(seq.num_computed) - seq.num_dropped, None
-        if self.swap_space.pays(seq, num_blocks, self.costs):
+        if is_whole and self.swap_space.pays(seq, num_blocks, self.costs):
             swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
         output.num_scheduled_tokens.pop(seq, None)
