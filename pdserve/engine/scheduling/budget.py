@@ -62,10 +62,6 @@ class StepBudget:
         """Return whether there is time for a token of another prompt behind `cached` ones."""
         return self.min_chunk > 0 or _tokens_within(self.costs, self.prompt_seconds, cached) > 0
 
-    def refuse_prompts(self) -> None:
-        """Leave no time for further prompts."""
-        self.prompt_seconds = self.min_chunk = 0
-
     def allocate(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes, and take them off the budget."""
         share = self.shares.get(seq.tenant, math.inf)

@@ -401,11 +401,12 @@ class Scheduler:
         """
         order, tenants = self.order(), self._eligible_tenants(budget, below)
         loaded = [seq for seq in self.loaded if seq.tenant in tenants]
-        loaded = [*self._computable(sorted(loaded, key=order), pause_storing, budget)]
         # Scored prompts share a small budget, and must not hold up the others.
         may_wait = (seq for seq in self.waiting if budget.scored_tokens or not seq.scores_prompt)
         first = min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None)
-        waiting = next(self._computable([first] if first is not None else [], pause_storing, budget), None)
+        queue = sorted(loaded, key=order) + ([first] if first is not None else [])
+        loaded = [*self._computable(queue, pause_storing, budget)]
+        waiting = loaded.pop() if loaded and loaded[-1] is first else None
         first_loaded = next((seq for seq in loaded if self._has_room(seq)), None)
         if (
             waiting is not None
@@ -431,13 +432,14 @@ class Scheduler:
 
     def _computable(self, queue: Iterable[Sequence], pause_storing: bool, budget: StepBudget) -> Iterator[Sequence]:
         """Yield the sequences of which a step can compute tokens. No prompt overtakes one for which it has no time."""
+        has_time = True
         for seq in queue:
             if (pause_storing and seq.stores_kv) or (seq.scores_prompt and not budget.scored_tokens):
                 continue
             computed = self._num_computed_if_admitted(seq)
-            if len(seq) - computed > 1 and not budget.has_prompt_time(computed):
-                budget.refuse_prompts()
-            else:
+            is_prompt = len(seq) - computed > 1
+            has_time = has_time and not (is_prompt and not budget.has_prompt_time(computed))
+            if has_time or not is_prompt:
                 yield seq
 
     def _num_computed_if_admitted(self, seq: Sequence) -> int:
