@@ -2,7 +2,7 @@
 
 The life of one request (phase DECODE) on the decode instance:
 
-    submit ─► reserve blocks for the prompt and one more token, in order of rank; local prefix hits are kept. If every
+    submit ─► reserve blocks for the prompt and one more token, in the scheduler's order; local prefix hits are kept. If every
               layer has an attention window: only the blocks that the window of the last prompt token reaches
     hand_over ─► the router reports blocks that prefill has stored: load them, chunk by chunk. Where the connector supports
                  it, follow: start to load blocks while prefill is still storing them
@@ -22,7 +22,6 @@ few blocks at a time, and without a lease, since no instance waits for them. The
 """
 
 import math
-from bisect import insort
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -119,7 +118,7 @@ class Decoder:
         self._context = context
         self._store_generated = store_generated
         self._states: dict[Job, _DecodeState] = {}
-        self._unreserved: list[_DecodeState] = []  # in order of rank
+        self._unreserved: list[_DecodeState] = []
 
     @property
     def num_waiting(self) -> int:
@@ -149,7 +148,7 @@ class Decoder:
             self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
         else:
             state.lead(followers)
-            self._enqueue(state)
+            self._unreserved.append(state)
             self.reserve()
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
@@ -173,24 +172,24 @@ class Decoder:
             self._end_leases(state, message.tickets)
         self._carry_out(state, actions)
 
-    def _enqueue(self, state: _DecodeState) -> None:
-        insort(self._unreserved, state, key=lambda one: one.job.seq.rank)
-
     def reserve(self) -> None:
-        """Reserve blocks for waiting requests, in order of rank. To be called whenever blocks were freed."""
+        """Reserve blocks for waiting requests, in the scheduler's order. To be called whenever blocks were freed."""
+        scheduler = self._engine.scheduler
         while self._unreserved:
-            state = self._unreserved[0]
-            seq, scheduler = state.job.seq, self._engine.scheduler
+            order = scheduler.order()
+            state = min(self._unreserved, key=lambda one: order(one.job.seq))
+            seq = scheduler.unreserved = state.job.seq
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
             first = scheduler.num_out_of_window(seq.num_initial - 1)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
             max_hit_blocks = seq.num_initial // seq.block_size
             if not scheduler.reserve(seq, max_hit_blocks, seq.num_initial + 1, first_block=first, respect_queue=True):
                 return
-            self._unreserved.pop(0)
+            self._unreserved.remove(state)
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.num_registered))
+        scheduler.unreserved = None
 
     def on_step(self, job: Job, sampled: bool, step_started: float) -> None:
         """Report the sampled token, if any, after an engine step that computed part of the sequence."""
@@ -385,7 +384,7 @@ class Decoder:
             heir, *others = state.followers
             state.followers, state.has_heir, heir.loader = [], True, None
             heir.lead(others)
-            self._enqueue(heir)
+            self._unreserved.append(heir)
         if job.seq.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:

@@ -15,6 +15,7 @@ HELP = {
     "generation_tokens": "output tokens sampled",
     "prefix_cache_queries": "prompt tokens looked up in the pool",
     "prefix_cache_hits": "prompt tokens found in the pool",
+    "num_pauses": "sequences that lost their slots to another API key, and kept their blocks",
     "num_preemptions": "preemptions: sequences that lost their blocks",
     "swapped_blocks": "blocks of preempted sequences copied to host memory or back, by direction",
     "kv_transfer_bytes": "KV bytes transferred, after the codec, by connector and direction",

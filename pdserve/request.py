@@ -152,6 +152,21 @@ _RULES = {
 _DEFAULTS = vars(SamplingParams())
 
 
+class Tenant(NamedTuple):
+    """On whose behalf a request runs, as instances know it.
+
+    Attributes:
+        id: 64 bits of a digest of the API key's name, on which routers agree.
+        weight: its share of an instance, relative to those of the others.
+    """
+
+    id: int = 0
+    weight: float = 1.0
+
+
+NO_TENANT = Tenant()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt to be continued once. Built by the router; instances only receive the tokens and the sampling parameters.
@@ -161,6 +176,7 @@ class Request:
         keys: block size → keys of the prompt's full blocks.
         multi_turn: a chat, so another turn may follow whose prompt begins with this prompt and its output.
         priority: lower is served first, where instances schedule by priority.
+        tenant: whose request it is; instances are shared by weight.
         traceparent: the client's span, in W3C Trace Context format.
         client: its sender: the name of its API key or, without keys, its address; empty if unknown.
         session: the client's session id; a routing policy may keep a session on one instance.
@@ -175,6 +191,7 @@ class Request:
     keys: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
     multi_turn: bool = False
     priority: int = 0
+    tenant: Tenant = NO_TENANT
     traceparent: str = ""
     client: str = ""
     session: str = ""

@@ -328,7 +328,7 @@ class Heard(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "phase", "prompt", "sampling", "salt", "output", "multi_turn", "whole", "priority", "members", "writer")
+    __slots__ = ("request_id", "phase", "prompt", "sampling", "salt", "output", "multi_turn", "whole", "priority", "tenant", "weight", "members", "writer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +338,8 @@ class Submit(_message.Message):
     MULTI_TURN_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -349,9 +351,11 @@ class Submit(_message.Message):
     multi_turn: bool
     whole: bool
     priority: int
+    tenant: int
+    weight: float
     members: _containers.RepeatedCompositeFieldContainer[Member]
     writer: Layout
-    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., salt: _Optional[str] = ..., output: _Optional[_Iterable[int]] = ..., multi_turn: _Optional[bool] = ..., whole: _Optional[bool] = ..., priority: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., salt: _Optional[str] = ..., output: _Optional[_Iterable[int]] = ..., multi_turn: _Optional[bool] = ..., whole: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., weight: _Optional[float] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("request_id", "seed")

@@ -19,7 +19,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.keys import KeyChain, root_key, token_array
 from pdserve.logits_processors import make_processors
-from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
+from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
 
 if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
@@ -54,7 +54,7 @@ class StepResult:
     @property
     def idle(self) -> bool:
         """True if the step did nothing; neither will the next, until a block is released or a request arrives."""
-        return not self.advanced and not self.preempted and not self.resumed
+        return not (self.advanced or self.preempted or self.resumed or self.swapped_in)
 
 
 class Engine:
@@ -117,13 +117,15 @@ class Engine:
         salt: str = "",
         output: Collection[int] = (),
         priority: int = 0,
+        tenant: Tenant = NO_TENANT,
     ) -> Sequence:
         """Return a new sequence, not queued yet.
 
         Args:
             salt: tenant salt of the block keys.
             output: tokens that another instance has generated already.
-            priority: lower runs first; ignored unless the scheduling policy is `priority`.
+            priority: lower runs first among those of its tenant; ignored unless the scheduling policy is `priority`.
+            tenant: whose request it is.
 
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
@@ -145,6 +147,7 @@ class Engine:
         seq = Sequence(
             constraint=self._constraint(sampling),
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
+            tenant=tenant,
             request_id=request_id,
             tokens=tokens,
             num_prompt=len(prompt),

@@ -15,7 +15,10 @@ from pdserve.keys import KeyChain, Tokens
 from pdserve.logits_processors import LogitsProcessor
 from pdserve.pooling import Pooling
 from pdserve.reasoning import ReasoningTracker
-from pdserve.request import SamplingParams, TokenLogprobs
+from pdserve.request import NO_TENANT, SamplingParams, Tenant, TokenLogprobs
+
+MIN_TOKENS_BETWEEN = 32  # that a sequence gets before it gives way to other tenants again
+TURN = 16  # tokens that a sequence gets in a row where a step is too short for all of its tenant
 
 
 class Constraint(Protocol):
@@ -81,7 +84,10 @@ class Sequence:
         swapped: the copy in host memory of the KV that a preemption took away, if any.
         needs_refetch: set on preemption if the KV may be in the store; once the sequence has blocks again, its owner
             looks there before anything is recomputed.
-        rank: scheduling order, lowest first.
+        rank: scheduling order within its tenant, lowest first.
+        tenant: whose request it is.
+        gave_way_at: its length when it last gave way to another tenant; None if it never has.
+        last_turn: the last step that computed it, among those that were too short for all sequences of its tenant.
         stores_kv: its role stores its KV as it is computed; the scheduler pauses it while the store is behind.
         cacheable: its KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
         constraint: grammar of its output, if any.
@@ -124,6 +130,9 @@ class Sequence:
     swapped: SwappedKV | None = None
     needs_refetch: bool = False
     rank: int = 0
+    tenant: Tenant = NO_TENANT
+    gave_way_at: int | None = None
+    last_turn: int = 0
     last_logprobs: TokenLogprobs | None = None
     prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
     constraint: Constraint | None = None
@@ -168,6 +177,18 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens without KV: 1 while decoding, more while prefilling or after a preemption."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def may_give_way(self) -> bool:
+        """True if its slot may go to another tenant. Beams keep theirs, since a search advances with all of them only."""
+        has_rested = self.gave_way_at is None or len(self) >= self.gave_way_at + MIN_TOKENS_BETWEEN
+        return has_rested and self.group is None
+
+    @property
+    def turn(self) -> tuple[bool, int]:
+        """Its place among the sequences of a tenant for which a step is too short: those amid a turn go on."""
+        is_amid = self.num_computed % TURN != 0
+        return not is_amid, -self.last_turn if is_amid else self.last_turn
 
     @property
     def num_usable_hits(self) -> int:
@@ -415,6 +436,14 @@ class Sequence:
     def admit(self) -> None:
         """Record that it has joined the running batch."""
         self.admitted = True
+
+    def give_way(self) -> None:
+        """Record that another tenant gets its slot."""
+        self.gave_way_at = len(self)
+
+    def take_turn(self, step: int) -> None:
+        """Record that a step computes it."""
+        self.last_turn = step
 
     def mark_computed(self, num_tokens: int) -> None:
         """Record that `num_tokens` more tokens have KV."""

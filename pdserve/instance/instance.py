@@ -35,6 +35,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
+from pdserve.request import Tenant
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job, error_message
 from pdserve.roles.transfers import Transfers
@@ -305,6 +306,7 @@ class Instance:
                 message.salt,
                 message.output,
                 message.priority,
+                Tenant(message.tenant, message.weight or 1.0),
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except (ValueError, BadRequest) as error:

@@ -151,6 +151,7 @@ class Reporter:
             "prefix_cache_queries": scheduler.prefix_queries,
             "prefix_cache_hits": scheduler.prefix_hits,
             "num_preemptions": scheduler.num_preemptions,
+            "num_pauses": scheduler.num_pauses,
             "kv_cache_blocks": pool.num_blocks,
             "kv_cache_blocks_held": pool.num_held,
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,

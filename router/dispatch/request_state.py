@@ -176,6 +176,7 @@ class RequestState:
         submit, request = frame.submit, self.request
         submit.request_id, submit.salt = self.id, request.salt
         submit.multi_turn, submit.priority, submit.whole = request.multi_turn, request.priority, request.whole
+        submit.tenant, submit.weight = request.tenant
         submit.prompt = pack_tokens(request.prompt)
         submit.output.extend(self.emitted)
         # What is empty is the message's default. 0 log probabilities are not.

@@ -1,10 +1,13 @@
 """Admission: the limits of API keys, and a fair queue while the maximum number of requests is running.
 
+A key that runs less than its share does not wait for others: it may exceed the maximum.
+
 slot = queue.enter(key, ...)      admitted or queued; raises if the request is refused
 slot.on_decision = ...            called when a queued request has been admitted or dropped
 slot.release(tokens)              however the request ended
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +56,7 @@ class AdmissionQueue:
     Attributes:
         quotas: the limits and the use of each key, by its name.
         weights: the share of each key, by its name.
+        tenants: what instances know of each key, by its name.
     """
 
     def __init__(
@@ -62,8 +66,10 @@ class AdmissionQueue:
         all_keys = [*keys, ApiKey(ANONYMOUS, b"")]
         self.quotas = {key.name: Quota(key.limits) for key in all_keys}
         self.weights = {key.name: key.weight for key in all_keys}
+        self.tenants = {key.name: key.tenant for key in all_keys}
         self._queue = FairQueue[AdmissionSlot](self.weights)
         self._free = self._max_requests = config.max_requests
+        self._running = Counter[str]()  # choices, by key
         self._max_queue = config.max_queue
         self._metrics = metrics
         self._now = now
@@ -105,6 +111,7 @@ class AdmissionQueue:
         self.quotas[slot.key].give_back(slot.choices, slot.max_tokens - tokens, self._now())
         if slot.is_admitted:
             self._free += slot.choices
+            self._running[slot.key] -= slot.choices
             self._metrics.key_requests.labels(key=slot.key).dec(slot.choices)
             self._metrics.key_tokens.labels(key=slot.key).inc(tokens)
             self._queue.charge(slot.key, max(0, tokens - slot.prompt_tokens))
@@ -118,12 +125,31 @@ class AdmissionQueue:
 
     def _admit_queued(self) -> None:
         """Admit queued requests in order. A request that needs several places is not overtaken by smaller ones."""
-        while (slot := self._queue.peek()) is not None and slot.choices <= self._free:
-            self._queue.pop()
+        while (key := self._next_key()) is not None:
+            slot = self._queue.pop(key)
             self._free -= slot.choices
+            self._running[key] += slot.choices
             self._metrics.key_requests.labels(key=slot.key).inc(slot.choices)
             slot.is_admitted = True
             slot.on_decision()
+
+    def _next_key(self) -> str | None:
+        """Return the key whose first request may start, if there is one.
+
+        What others run cannot be called back, and instances are shared by weight. So a key need not wait for a place while it
+        runs nothing, or no more than its share of all places would be; at most as many choices run above the limit.
+        """
+        if (first := self._queue.peek()) is None or first.choices <= self._free:
+            return first.key if first is not None else None
+        if self._free <= -self._max_requests:
+            return None
+        heads = [slot for key in self._queue.keys_in_turn() if (slot := self._queue.peek(key)) is not None]
+        places = self._max_requests / sum(self.weights[key] for key in {slot.key for slot in heads} | {*+self._running})
+        for slot in heads:
+            running = self._running[slot.key]
+            if not running or running + slot.choices <= places * self.weights[slot.key]:
+                return slot.key
+        return None
 
     def _drop_one(self) -> None:
         slot = self._queue.drop()

@@ -66,13 +66,23 @@ class FairQueue(Generic[Item]):
             queue.heap, _Entry(self._arrivals + ARRIVALS_PER_PRIORITY * priority, self._arrivals, tokens, item)
         )
 
-    def peek(self) -> Item | None:
-        """Return the item that `pop` would return, or None if the queue is empty."""
-        return self._backlogged[self._next_key()].heap[0].item if self._backlogged else None
+    def next_key(self) -> str | None:
+        """Return the key that is served next; None if the queue is empty."""
+        return min(self._backlogged, key=lambda name: self._backlogged[name].counter, default=None)
 
-    def pop(self) -> Item:
-        """Remove and return the next item, and charge its tokens to its key."""
-        key = self._next_key()
+    def keys_in_turn(self) -> list[str]:
+        """Return the keys with queued items, the one that is served next first."""
+        return sorted(self._backlogged, key=lambda name: self._backlogged[name].counter)
+
+    def peek(self, key: str | None = None) -> Item | None:
+        """Return the item that `pop` would return, or None if there is none."""
+        queue = self._backlogged.get(key or self.next_key() or "")
+        return queue.heap[0].item if queue is not None else None
+
+    def pop(self, key: str | None = None) -> Item:
+        """Remove and return the first item of a key, by default of the next one, and charge its tokens to the key."""
+        key = key or self.next_key()
+        assert key is not None, "the queue is empty"
         queue = self._backlogged[key]
         self._last_counter = max(self._last_counter, queue.counter)
         entry = heapq.heappop(queue.heap)
@@ -101,9 +111,6 @@ class FairQueue(Generic[Item]):
         item = max(self._backlogged[key].heap).item
         self.remove(key, item)
         return item
-
-    def _next_key(self) -> str:
-        return min(self._backlogged, key=lambda name: self._backlogged[name].counter)
 
     def _discard_if_empty(self, key: str) -> None:
         if not self._queues[key].heap:

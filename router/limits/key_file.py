@@ -17,6 +17,7 @@ import tomllib
 from dataclasses import dataclass, field, replace
 
 from pdserve.errors import SetupError
+from pdserve.request import Tenant
 from pdserve.router.limits.quota import Limits, Rate
 
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -41,6 +42,12 @@ class ApiKey:
     limits: Limits = field(default_factory=Limits)
     group: str = ""
     tenant: str = ""
+
+    @property
+    def tenant(self) -> Tenant:
+        """What instances know of the key: its weight, and a number that is the same on all routers."""
+        digest = hashlib.blake2b(self.name.encode(), digest_size=8).digest()
+        return Tenant(int.from_bytes(digest, "little"), self.weight)
 
 
 def load_api_keys(setting: str, path: str = "", *, share_kv: bool = False) -> list[ApiKey]:

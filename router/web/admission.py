@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pdserve.config import RouterConfig
 from pdserve.router.api.requests import ParsedRequest
@@ -41,11 +42,15 @@ class AdmissionController:
     async def enter(self, key: str, parsed: ParsedRequest, client: ClientConnection) -> AdmissionSlot | None:
         """Wait until the request may start; return its slot, or None if the client disconnected while it was queued.
 
+        From here on, the request is that of the key's tenant.
+
         The caller releases the slot.
 
         Raises:
             RequestError: the request exceeds a limit of its key, or was dropped from a full queue.
         """
+        tenant = self.queue.tenants[key]
+        parsed.requests[:] = [replace(request, tenant=tenant) for request in parsed.requests]
         prompt_tokens, requests = sum(map(len, parsed.prompts)), parsed.requests
         max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in requests)
         slot = self.queue.enter(key, prompt_tokens, max_tokens, len(requests), requests[0].priority)

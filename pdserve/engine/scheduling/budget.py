@@ -1,11 +1,13 @@
 """Compute budget of one engine step: a token limit, and the time that prompts may add beside decoding sequences."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from pdserve.costs import Costs, attention_pairs
+from pdserve.engine.scheduling.shares import step_shares
 from pdserve.engine.sequence import Sequence
+from pdserve.request import Tenant
 
 
 @dataclass
@@ -17,6 +19,7 @@ class StepBudget:
         prompt_seconds: time that prompts may add to the step; infinite if no sequence decodes in it.
         min_chunk: tokens granted to the next prompt even without time left, so that prompts always make progress.
         scored_tokens: limit over all prompts whose log probabilities are due: each token needs a large row of logits.
+        shares: time that each tenant may add to the step; one that is missing is not limited.
     """
 
     costs: Costs
@@ -24,6 +27,7 @@ class StepBudget:
     prompt_seconds: float = math.inf
     min_chunk: int = 1
     scored_tokens: int = 128
+    shares: dict[Tenant, float] = field(default_factory=dict)
 
     @classmethod
     def for_step(
@@ -35,27 +39,56 @@ class StepBudget:
             return cls(costs, tokens)
         return cls(costs, tokens, itl - costs.step_seconds(len(contexts), sum(contexts)), min_chunk)
 
+    def share(self, demands: Collection[Sequence], base: float) -> None:
+        """Limit the time of each tenant to its share of the step, see `step_shares`. `demands` are all that could run."""
+        weights = sum(tenant.weight for tenant in {seq.tenant for seq in demands})
+        tokens = {seq.tenant: max(1, int(self.tokens * seq.tenant.weight / weights)) for seq in demands}
+        seconds = dict.fromkeys(tokens, 0.0)
+        for seq in demands:
+            if chunk := min(seq.num_uncomputed, tokens[seq.tenant]):
+                tokens[seq.tenant] -= chunk
+                seconds[seq.tenant] += self._seconds(seq, chunk)
+        self.shares = step_shares(base, seconds)
+
+    def has_share(self, tenant: Tenant) -> bool:
+        """Return whether a tenant may have further tokens computed in this step."""
+        return self.shares.get(tenant, math.inf) > 0
+
+    def take_back(self, tokens: int) -> None:
+        """Return tokens of a sequence that was allocated them, and leaves the step."""
+        self.tokens += tokens
+
     def has_prompt_time(self, cached: int) -> bool:
         """Return whether there is time for a token of another prompt behind `cached` ones."""
         return self.min_chunk > 0 or _tokens_within(self.costs, self.prompt_seconds, cached) > 0
 
-    def refuse_prompts(self) -> None:
-        """Leave no time for further prompts."""
-        self.prompt_seconds = self.min_chunk = 0
-
     def allocate(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes, and take them off the budget."""
+        share = self.shares.get(seq.tenant, math.inf)
+        if share <= 0:
+            return 0
         count = min(seq.num_uncomputed, self.tokens)
         if seq.scores_prompt:
             count = min(count, self.scored_tokens)
             self.scored_tokens -= count
         if seq.num_uncomputed > 1:
             affordable = _tokens_within(self.costs, self.prompt_seconds, seq.num_computed)
-            count = min(count, max(self.min_chunk, affordable))
+            count = min(
+                count, max(self.min_chunk, affordable), max(1, _tokens_within(self.costs, share, seq.num_computed))
+            )
             self.prompt_seconds -= _added_seconds(self.costs, count, seq.num_computed)
             self.min_chunk = 0
         self.tokens -= count
+        if share < math.inf:
+            self.shares[seq.tenant] = share - self._seconds(seq, count)
         return count
+
+    def _seconds(self, seq: Sequence, count: int) -> float:
+        """Return by how many seconds `count` tokens of a sequence lengthen a step."""
+        if seq.num_uncomputed > 1:
+            return _added_seconds(self.costs, count, seq.num_computed)
+        _, per_sequence, per_token = self.costs.decode
+        return per_sequence + per_token * len(seq)
 
 
 def _added_seconds(costs: Costs, tokens: int, cached: int) -> float:

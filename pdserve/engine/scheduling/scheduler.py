@@ -14,20 +14,32 @@ later, except for what is still in the prefix cache or is worth loading from the
 
 Several sequences of one request have the same rank. Those of another request are preempted together.
 
+Tenants share the instance by weight. The *level* of a tenant is the number of its running sequences, divided by its weight.
+While several tenants have sequences here, those of the lowest level go first, whatever their rank. If one of them finds no
+slot or no room, the tenant of the highest level gives way, with its newest sequence that has had its 32 tokens since it last
+did so, as long as the other's level stays below: without slots to spare, levels become equal, and no slot goes to and fro. A
+sequence that loses its slot keeps its blocks until they are needed. A step is not longer for a tenant than its share asks for
+(`shares.py`); what then is left out of it takes turns.
+
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
 requests can overtake one of a lower priority: no sequence starves.
 """
 
+import math
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence
-from pdserve.request import SamplingParams
+from pdserve.request import SamplingParams, Tenant
+
+Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
 
 
 @dataclass
@@ -38,6 +50,7 @@ class SchedulerOutput:
         num_scheduled_tokens: tokens to compute per sequence, in batch order.
         block_copies: (source, target) blocks to copy first, in order: a sequence is about to write to a shared block.
         preempted: sequences that lost their blocks.
+        paused: sequences that lost their slots to another tenant, and keep their blocks.
         resumed: preempted sequences that have blocks again and whose KV may be in the store. They are in no queue until
             their owner adds them again.
         swap_out, swap_in: (block, host block) pairs to copy before anything else. Never both in one step.
@@ -47,6 +60,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    paused: list[Sequence] = field(default_factory=list)
     resumed: list[Sequence] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -69,6 +83,7 @@ class Scheduler:
         costs: forecasts of swapping and computing.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
         swap_space: KV of preempted sequences in host memory.
+        unreserved: the next sequence that waits for `reserve`, outside of the queues; None if there is none.
     """
 
     def __init__(
@@ -100,6 +115,10 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_preemptions = 0
+        self.num_pauses = 0
+        self.unreserved: Sequence | None = None
+        self._by_tenant: dict[Tenant, set[Sequence]] = {}
+        self._num_steps = 0
 
     def use_costs(self, costs: Costs) -> None:
         """Replace the forecasts by newer ones."""
@@ -107,6 +126,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
+        self._by_tenant.setdefault(seq.tenant, set()).add(seq)
         _enqueue(self.loaded if seq.block_ids else self.waiting, seq)
 
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
@@ -122,6 +142,23 @@ class Scheduler:
                 queue.remove(seq)
         seq.release_blocks(self.pool)
         self.swap_space.discard(seq)
+        if seq in (of_tenant := self._by_tenant.get(seq.tenant, set())):
+            of_tenant.remove(seq)
+            if not of_tenant:
+                del self._by_tenant[seq.tenant]
+
+    def order(self) -> "Callable[[Sequence], Place]":
+        """Return the present order of sequences in all queues, as a key: the level of the tenant, then the rank."""
+        levels = self._levels()
+        return lambda seq: (levels.get(seq.tenant, 0.0), seq.rank)
+
+    def _levels(self) -> dict[Tenant, float]:
+        """Return the number of running sequences of each tenant that has some, divided by its weight; none if it is alone."""
+        tenants = self._by_tenant.keys() | ({self.unreserved.tenant} if self.unreserved is not None else set())
+        if len(tenants) < 2:
+            return {}
+        counts = Counter(seq.tenant for seq in self.running)
+        return {tenant: count / tenant.weight for tenant, count in counts.items()}
 
     def schedule(self, *, pause_storing: bool = False) -> SchedulerOutput:
         """Decide the next step. It contains at least one sequence whenever one can run.
@@ -130,13 +167,17 @@ class Scheduler:
             pause_storing: leave out sequences whose KV is stored as it is computed.
         """
         output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
+        self._num_steps += 1
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
+            if not output.swap_in:
+                self._make_room(output)
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
-        if not (output.num_scheduled_tokens or output.storing_paused or output.preempted or output.resumed):
+        has_acted = output.preempted or output.resumed or output.swap_in
+        if not (output.num_scheduled_tokens or output.storing_paused or has_acted):
             self._make_room_for_beams(output)
         if self.grows_ahead:
             self._grow_ahead(output)
@@ -177,14 +218,15 @@ class Scheduler:
         Args:
             max_hit_blocks: only this many leading full blocks may be prefix hits.
             first_block: index of the first block that it needs.
-            respect_queue: leave the blocks that waiting sequences of lower or equal rank need.
+            respect_queue: leave the blocks that waiting sequences before it in the order, or of its rank, need.
             watermark: leave this many blocks free.
 
         Returns:
             False if the pool has too few blocks; nothing was taken.
         """
         assert not seq.block_ids
-        ahead = [other for other in self.waiting if other.rank <= seq.rank] if respect_queue else []
+        order = self.order()
+        ahead = [other for other in self.waiting if order(other) <= order(seq)] if respect_queue else []
         claimed = sum(self.pool.blocks_for(len(other)) for other in ahead)
         claimed += max((self._watermark(other) for other in ahead), default=0)
         hits = self.pool.match(seq.full_keys()[first_block:max_hit_blocks])
@@ -217,15 +259,41 @@ class Scheduler:
         budget = StepBudget.for_step(
             self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
         )
-        for seq in sorted(candidates, key=lambda seq: seq.num_uncomputed > 1):
-            if count := budget.allocate(seq):
-                output.num_scheduled_tokens[seq] = count
+        if len(self._by_tenant) < 2:
+            for seq in sorted(candidates, key=lambda seq: seq.num_uncomputed > 1):
+                self._schedule(seq, output, budget)
+            return budget
+        base = self.costs.decode[0] if decoding else self.costs.prefill[0]
+        budget.share([*candidates, *self._queued()], base)
+        for seq in sorted(decoding, key=lambda seq: seq.turn) if budget.shares else decoding:
+            self._schedule(seq, output, budget)
+        order = self.order()
+        for seq in sorted((seq for seq in candidates if seq.num_uncomputed > 1), key=order):
+            if not output.preempted:
+                self._admit(output, budget, below=order(seq)[0])
+            if seq not in output.paused:
+                self._schedule(seq, output, budget)
         return budget
+
+    def _schedule(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
+        if count := budget.allocate(seq):
+            output.num_scheduled_tokens[seq] = count
+            if budget.shares:
+                seq.take_turn(self._num_steps)
+
+    def _queued(self) -> Iterator[Sequence]:
+        """Yield sequences that do not run, of each tenant as many as there are slots: if it were alone, they would."""
+        running = set(self.running)
+        for seqs in self._by_tenant.values():
+            yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
         while not self._has_room(seq):
-            last = self.running[-1]
+            if paused := [one for one in self.loaded if one.gave_way_at is not None]:
+                self._preempt(paused[-1], self.loaded, output)
+                continue
+            last = self._last_to_run(seq.tenant)
             # The sequences of another request leave together. Those of its own leave one by one: together, a request that
             # does not fit into the pool as a whole would never advance.
             is_own = last.rank == seq.rank
@@ -235,6 +303,19 @@ class Scheduler:
             if seq in victims:
                 return
         self._append_blocks(seq, output)
+
+    def _last_to_run(self, tenant: Tenant) -> Sequence:
+        """Return the newest running sequence of the tenant of the highest level; of this one if no other is above it."""
+        levels = self._levels()
+        candidates = [one for one in self.running if one.tenant == tenant or one.may_give_way]
+        return max(reversed(candidates), key=lambda one: (levels.get(one.tenant, 0.0), one.rank))
+
+    def _giving_way(self, tenant: Tenant) -> Sequence | None:
+        """Return the running sequence that gives way to one of this tenant; None if no other tenant's level stays above."""
+        levels = self._levels()
+        level = levels.get(tenant, 0.0) + 1 / tenant.weight
+        candidates = [one for one in self.running if levels.get(one.tenant, 0.0) > level and one.may_give_way]
+        return max(reversed(candidates), key=lambda one: (levels[one.tenant], one.rank), default=None)
 
     def _has_room(self, seq: Sequence) -> bool:
         return seq.blocks_needed(self.pool) <= self.pool.num_free
@@ -246,24 +327,31 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
-        output.block_copies = [copy for copy in output.block_copies if copy[1] not in seq.held_blocks]
+        held = set(seq.held_blocks)
+        copies = [copy for copy in output.block_copies if copy[1] not in held]
+        is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
+        output.block_copies = copies
         output.preempted.append(seq)
         num_blocks, swapped = self.pool.blocks_for(seq.num_computed) - seq.num_dropped, None
-        if self.swap_space.pays(seq, num_blocks, self.costs):
+        if is_whole and self.swap_space.pays(seq, num_blocks, self.costs):
             swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
+        output.num_scheduled_tokens.pop(seq, None)
         seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
         _enqueue(self.waiting, seq)
         self.num_preemptions += 1
 
-    def _admit(self, output: SchedulerOutput, budget: StepBudget) -> None:
-        while budget.tokens > 0 and len(self.running) < self.max_num_seqs:
-            seq = self._pop_next(output.storing_paused, budget)
+    def _admit(self, output: SchedulerOutput, budget: StepBudget, below: float = math.inf) -> None:
+        """Admit sequences of tenants whose level is below the given one, as far as the budget, slots and blocks allow."""
+        while budget.tokens > 0:
+            seq = self._pop_next(output.storing_paused, budget, below)
             if seq is None:
                 return
             if seq.take_refetch():
                 output.resumed.append(seq)
                 continue
+            if len(self.running) >= self.max_num_seqs and (victim := self._giving_way(seq.tenant)) is not None:
+                self._pause(victim, output, budget)
             if seq.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
                 seq.register_full_blocks(self.pool)  # others of its request find them at once
@@ -271,39 +359,87 @@ class Scheduler:
             seq.admit()
             _enqueue(self.running, seq)
             if seq.num_uncomputed:  # else a beam that has waited for others, and was swapped
-                output.num_scheduled_tokens[seq] = count = budget.allocate(seq)
-                assert count > 0, (
-                    "what is admitted is computed, so that its role stores its blocks before any is released"
-                )
+                self._schedule(seq, output, budget)
+                assert seq in output.num_scheduled_tokens, "its role stores its blocks before any is released"
 
-    def _pop_next(self, pause_storing: bool, budget: StepBudget) -> Sequence | None:
+    def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
+        """Take the slot of a running sequence, which keeps its blocks."""
+        self.running.remove(seq)
+        _enqueue(self.loaded, seq)
+        seq.give_way()
+        budget.take_back(output.num_scheduled_tokens.pop(seq, 0))
+        output.paused.append(seq)
+        self.num_pauses += 1
+
+    def _make_room(self, output: SchedulerOutput) -> None:
+        """Preempt a sequence of another tenant if the first one that waits for blocks has none, and should go before it."""
+        order = self.order()
+        first = min(
+            [*self.waiting, *([self.unreserved] if self.unreserved is not None else [])], key=order, default=None
+        )
+        if first is None or self._fits(first):
+            return
+        paused = [one for one in self.loaded if one.gave_way_at is not None and order(one)[0] > order(first)[0]]
+        if paused:
+            self._preempt(paused[-1], self.loaded, output)
+        elif (victim := self._giving_way(first.tenant)) is not None:
+            victim.give_way()
+            self._preempt(victim, self.running, output)
+
+    def _fits(self, seq: Sequence) -> bool:
+        """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
+        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.full_keys()[: seq.num_usable_hits]))
+        return needed + self._watermark(seq) <= self.pool.num_free
+
+    def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
 
         Args:
             pause_storing: leave out sequences whose KV is stored as it is computed.
             budget: leave out sequences of which it has no room for a token.
+            below: leave out tenants of this level or a higher one.
         """
-        loaded = [*self._computable(self.loaded, pause_storing, budget)]
+        order, tenants = self.order(), self._eligible_tenants(budget, below)
+        loaded = [seq for seq in self.loaded if seq.tenant in tenants]
         # Scored prompts share a small budget, and must not hold up the others.
-        first = next((seq for seq in self.waiting if budget.scored_tokens or not seq.scores_prompt), None)
-        waiting = [*self._computable([first] if first is not None else [], pause_storing, budget)]
+        may_wait = (seq for seq in self.waiting if budget.scored_tokens or not seq.scores_prompt)
+        first = min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None)
+        queue = sorted(loaded, key=order) + ([first] if first is not None else [])
+        loaded = [*self._computable(queue, pause_storing, budget)]
+        waiting = loaded.pop() if loaded and loaded[-1] is first else None
         first_loaded = next((seq for seq in loaded if self._has_room(seq)), None)
-        if waiting and _waiting_is_next(waiting[0], loaded, first_loaded) and self._reserve_all(waiting[0]):
-            self.waiting.remove(waiting[0])
-            return waiting[0]
+        if (
+            waiting is not None
+            and _waiting_is_next(waiting, loaded, first_loaded, order)
+            and self._reserve_all(waiting)
+        ):
+            self.waiting.remove(waiting)
+            return waiting
         if first_loaded is not None:
             self.loaded.remove(first_loaded)
         return first_loaded
 
+    def _eligible_tenants(self, budget: StepBudget, below: float) -> set[Tenant]:
+        """Return the tenants of which a sequence may be admitted: there is a slot, or another gives way, and time is left."""
+        levels, is_full = self._levels(), len(self.running) >= self.max_num_seqs
+        return {
+            tenant
+            for tenant in self._by_tenant
+            if levels.get(tenant, 0.0) < below
+            and budget.has_share(tenant)
+            and not (is_full and self._giving_way(tenant) is None)
+        }
+
     def _computable(self, queue: Iterable[Sequence], pause_storing: bool, budget: StepBudget) -> Iterator[Sequence]:
         """Yield the sequences of which a step can compute tokens. No prompt overtakes one for which it has no time."""
+        has_time = True
         for seq in queue:
             if (pause_storing and seq.stores_kv) or (seq.scores_prompt and not budget.scored_tokens):
                 continue
             computed = self._num_computed_if_admitted(seq)
-            if len(seq) - computed > 1 and not budget.has_prompt_time(computed):
-                budget.refuse_prompts()
-            else:
+            is_prompt = len(seq) - computed > 1
+            has_time = has_time and not (is_prompt and not budget.has_prompt_time(computed))
+            if has_time or not is_prompt:
                 yield seq
 
     def _num_computed_if_admitted(self, seq: Sequence) -> int:
@@ -328,11 +464,14 @@ def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
     insort(queue, seq, key=lambda queued: queued.rank)
 
 
-def _waiting_is_next(waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None) -> bool:
+def _waiting_is_next(
+    waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None, order: "Callable[[Sequence], Place]"
+) -> bool:
     """Return whether a waiting sequence goes before `first_loaded`, the first of the loaded ones that has room.
 
-    It overtakes neither a sequence that only decodes nor one of lower rank, even if that lacks room.
+    It overtakes none that is before it in the order, even if that lacks room, nor one of its level that only decodes.
     """
-    if first_loaded is None:
-        return not loaded
-    return first_loaded.num_uncomputed > 1 and waiting.rank < min(seq.rank for seq in loaded)
+    if loaded and order(waiting) >= min(map(order, loaded)):
+        return False
+    has_rivals = any(order(seq)[0] <= order(waiting)[0] for seq in loaded)
+    return not has_rivals or (first_loaded is not None and first_loaded.num_uncomputed > 1)

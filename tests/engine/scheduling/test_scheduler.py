@@ -14,7 +14,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.keys import token_array
-from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams
+from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
 BLOCK = 4
 
@@ -332,6 +332,8 @@ def next_token(seq: Sequence, tokens: list[int]) -> int:
     window=st.none() | st.integers(1, 15),
     itl=st.sampled_from([None, 1e-6, 0.0105]),
     attention_seconds=st.sampled_from([0.0, 1e-4]),
+    row_seconds=st.sampled_from([1e-4, 0.01]),
+    weights=st.lists(st.sampled_from([0.1, 1.0, 3.0]), min_size=1, max_size=3),
     pipelined=st.booleans(),
 )
 def test_sequences_read_their_own_tokens_despite_shared_blocks(
@@ -345,28 +347,33 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
     window: int | None,
     itl: float | None,
     attention_seconds: float,
+    row_seconds: float,
+    weights: list[float],
     pipelined: bool,
 ) -> None:
     """Simulate the pool's memory: each slot holds the token that was written to it. Steps may be launched ahead.
 
     arrivals: (step, prompt length, output length, prefix family, priority, what happens to its KV in a store); forks and
     aborts: (step, index of a sequence). A prompt without room at its arrival is computed, not loaded. Preempted sequences
-    are swapped while the host pool has room. Family 1 may stop early, and family 2 samples by more than its logits.
+    are swapped while the host pool has room. Tenants take turns. Family 1
+    may stop early, and family 2 samples by more than its logits.
     """
     host = BlockPool(host_blocks, BLOCK) if host_blocks else None
     sched = scheduler(num_blocks, max_num_seqs, budget, window=window, host_pool=host, grows_ahead=pipelined)
-    sched.costs = Costs(prefill=(0.01, 1e-4, attention_seconds), swap=(0, 0))
+    sched.costs = Costs(prefill=(0.01, 1e-4, attention_seconds), decode=(0.01, row_seconds, 0.0), swap=(0, 0))
     sched.itl_target = itl  # a step that only decodes takes 0.0101 s
     memory: dict[int, list[int | None]] = {block: [None] * BLOCK for block in range(num_blocks)}
     swapped: dict[int, list[int | None]] = {}
     runner = MemoryRunner(sched.pool, memory, window)
     pipeline = StepPipeline(runner)
     live: list[Sequence] = []
+    paused_at: dict[Sequence, int] = {}
     for step in range(2000):
         for i, (at, prompt_len, output_len, family, priority, kv) in enumerate(arrivals):
             if at == step:
                 live.append(sequence(str(i), [family] * prompt_len, output_len, family))
                 live[-1].rank = i + ARRIVALS_PER_PRIORITY * priority
+                live[-1].tenant = Tenant(i % len(weights), weights[i % len(weights)])
                 if kv != "computed":
                     load(sched, live[-1], memory, kv)
                 sched.add(live[-1])
@@ -385,6 +392,10 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
         assert len(sched.running) <= max_num_seqs
         assert before | set(output.num_scheduled_tokens) >= set(sched.running), "admitted without a token"
         assert not (output.swap_out and output.swap_in)
+        for seq in output.paused:
+            assert {other.tenant for other in set(sched.running) - before} - {seq.tenant}, "nobody else waited"
+            assert len(seq) >= paused_at.get(seq, -32) + 32, "it has had few tokens since it last gave way"
+            paused_at[seq] = len(seq)
         for block, host_block in output.swap_out:
             swapped[host_block] = list(memory[block])
         for block, host_block in output.swap_in:

@@ -12,15 +12,19 @@ from pdserve.router.telemetry.metrics import Metrics
 
 
 class Scene:
-    """A queue for two running and two queued requests, of the keys `greedy` and `other`, at a time that stands still."""
+    """A queue for three running and two queued requests, of the keys `greedy` and `other`, which has one running.
+
+    The time stands still.
+    """
 
     def __init__(self) -> None:
         limits = Limits(tokens=Rate(1000, 3600.0))
         self.metrics = Metrics(Fleet("router", "model", 1.0, lambda: 0.0))
-        config = RouterConfig(max_requests=2, max_queue=2)
+        config = RouterConfig(max_requests=3, max_queue=2)
         keys = [ApiKey("greedy", b"g"), ApiKey("other", b"o", limits=limits)]
         self.queue = AdmissionQueue(keys, config, self.metrics, lambda: 0.0)
         self.told: list[AdmissionSlot] = []
+        self.first = self.enter("other")
 
     def enter(self, key: str) -> AdmissionSlot:
         slot = self.queue.enter(key, prompt_tokens=10, max_tokens=100)
@@ -45,7 +49,7 @@ def test_a_full_queue_drops_the_last_request_of_the_longest_line() -> None:
     for _ in range(3):
         scene.enter("greedy")
     last = scene.enter("greedy")
-    with pytest.raises(Overloaded, match="2 requests are running and 2 are queued"):
+    with pytest.raises(Overloaded, match="3 requests are running and 2 are queued"):
         scene.enter("greedy")
     assert not scene.told
     other = scene.enter("other")
@@ -59,9 +63,41 @@ def test_a_request_that_leaves_the_queue_returns_its_tokens_and_is_not_told() ->
     scene = Scene()
     running = [scene.enter("greedy") for _ in range(2)]
     leaving = scene.enter("other")
-    assert scene.queue.headers("other")["x-ratelimit-remaining-tokens"] == "900"
+    assert scene.queue.headers("other")["x-ratelimit-remaining-tokens"] == "800"
     leaving.release(0)
     leaving.release(0)
     running[0].release(50)
     assert not leaving.is_admitted and not scene.told and scene.waiting("other") == 0
-    assert scene.queue.headers("other")["x-ratelimit-remaining-tokens"] == "1000"
+    assert scene.queue.headers("other")["x-ratelimit-remaining-tokens"] == "900"
+
+
+def test_a_key_need_not_wait_for_its_share_while_others_run_more() -> None:
+    """Of 3 places, 1.5 are that of each of two keys; a key without any may always have one request running."""
+    scene = Scene()
+    assert [scene.enter("greedy").is_admitted for _ in range(3)] == [True, True, False]
+    assert not scene.enter("other").is_admitted, "two are more than its share"
+    scene.first.release(50)
+    assert {slot.key for slot in scene.told} == {"greedy", "other"}, "one gets the free place, the other needs none"
+
+
+def test_a_key_that_runs_nothing_may_start_a_request_of_any_size() -> None:
+    scene = Scene()
+    running = [scene.enter("greedy") for _ in range(2)]
+    scene.first.release(50)
+    large = scene.queue.enter("other", prompt_tokens=10, max_tokens=100, choices=3)
+    assert large.is_admitted and all(slot.is_admitted for slot in running)
+    assert not scene.enter("greedy").is_admitted and not scene.enter("other").is_admitted
+    large.release(50)
+    assert [slot.key for slot in scene.told] == ["greedy", "other"]
+
+
+def test_at_most_as_many_choices_again_run_above_the_limit() -> None:
+    keys = [ApiKey(f"key-{i}", bytes([i])) for i in range(20)]
+    metrics = Metrics(Fleet("router", "model", 1.0, lambda: 0.0))
+    queue = AdmissionQueue(keys, RouterConfig(max_requests=4, max_queue=100), metrics, lambda: 0.0)
+    slots = [queue.enter(key.name, 1, 1) for key in keys for _ in range(2)]
+    assert sum(slot.is_admitted for slot in slots) == 8
+    while running := [slot for slot in slots if slot.is_admitted and not slot.released]:
+        running[0].release(1)
+        assert sum(slot.is_admitted and not slot.released for slot in slots) <= 8
+    assert all(slot.is_admitted for slot in slots)

@@ -160,7 +160,7 @@ def test_queued_requests_are_admitted_in_fair_order(
     metrics: Metrics,
     backend: ScriptedBackend,
 ) -> None:
-    app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=2, max_queue=8)
+    app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=3, max_queue=8)
     backend.generates([5], finish_reason=None, hang=True)
 
     def waiting(key: str) -> int:
@@ -175,7 +175,8 @@ def test_queued_requests_are_admitted_in_fair_order(
     async def scenario() -> None:
         async with asyncio.timeout(600), callers(app) as clients:
             running = [clients.call("k", f"k{i}") for i in range(2)]
-            await until(lambda: len(backend.requests) == 2)
+            clients.call("b", "first")  # a key that runs nothing need not wait
+            await until(lambda: len(backend.requests) == 3)
             for i in range(5):
                 clients.call("k", f"greedy{i}")
                 await waits("key-1", i + 1)
@@ -190,14 +191,14 @@ def test_queued_requests_are_admitted_in_fair_order(
                 await waits("bob", i + 2)
             # The queue is full with eight: the next request of bob displaces the last one of the greedy key.
             clients.call("b", "b2")
-            assert await clients.tasks[6] == (429, "max_requests") and "greedy4" not in order()
+            assert await clients.tasks[7] == (429, "max_requests") and "greedy4" not in order()
             assert waiting("key-1") == 4 and waiting("bob") == 4
             running[0].cancel()
             await until(lambda: sample(metrics, "pdserve_key_requests_under_way", key="key-1") == 1)
-            assert len(order()) == 2, "several needs two places and is not overtaken"
+            assert len(order()) == 3, "several needs two places and is not overtaken"
             running[1].cancel()
-            await until(lambda: len(order()) == 4)
-            assert order()[2:] == ["several-0", "several-1"]
+            await until(lambda: len(order()) == 5)
+            assert order()[3:] == ["several-0", "several-1"]
             several.cancel()
             while waiting("key-1") + waiting("bob"):
                 for task, name in zip(clients.tasks, NAMES, strict=True):
@@ -206,9 +207,23 @@ def test_queued_requests_are_admitted_in_fair_order(
                 await asyncio.sleep(0.001)
         assert not waiting("key-1") and not waiting("bob")
 
-    NAMES = ["k0", "k1", "greedy0", "greedy1", "greedy2", "greedy3", "greedy4", "several", "leaving", "b0", "b1", "b2"]
+    NAMES = [
+        "k0",
+        "k1",
+        "first",
+        "greedy0",
+        "greedy1",
+        "greedy2",
+        "greedy3",
+        "greedy4",
+        "several",
+        "leaving",
+        "b0",
+        "b1",
+        "b2",
+    ]
     asyncio.run(scenario())
-    later = order()[4:]
+    later = order()[5:]
     assert sorted(later) == ["b0", "b1", "b2", "greedy0", "greedy1", "greedy2", "greedy3"]
     assert {"b0", "b1", "b2"} <= set(later[:5]), "their key has three times the weight"
     for key in ("key-1", "bob"):

@@ -1,0 +1,202 @@
+"""Shares of tenants: latency beside the load of another, tokens by weight, and nothing that goes to and fro."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.costs import Costs
+from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.scheduling.shares import split, step_shares
+from pdserve.engine.sequence import Sequence
+from pdserve.keys import token_array
+from pdserve.request import SamplingParams, Tenant
+
+LIGHT, HEAVY = Tenant(1), Tenant(2)
+COSTS = Costs(prefill=(0.002, 1e-4, 0.0), decode=(0.001, 1.5e-4, 0.0))  # of the demo model: 64 rows take ten times one
+DEMANDS = st.dictionaries(
+    st.integers(0, 5).flatmap(lambda i: st.builds(Tenant, st.just(i), st.floats(0.01, 100))),
+    st.floats(0, 10),
+    max_size=6,
+)
+
+
+@given(total=st.floats(0, 20), demands=DEMANDS)
+def test_split_is_weighted_max_min_fair(total: float, demands: dict[Tenant, float]) -> None:
+    granted = split(total, demands)
+    assert granted.keys() == demands.keys()
+    assert all(-1e-9 <= granted[tenant] <= demands[tenant] for tenant in demands)
+    assert math.isclose(sum(granted.values()), min(total, sum(demands.values())), abs_tol=1e-6)
+    weights = sum(tenant.weight for tenant in demands)
+    for tenant in demands:
+        assert granted[tenant] >= min(demands[tenant], total * tenant.weight / weights) - 1e-6
+
+
+@given(base=st.floats(0, 1), demands=DEMANDS)
+def test_no_tenant_is_slowed_down_beyond_its_share(base: float, demands: dict[Tenant, float]) -> None:
+    shares = step_shares(base, demands)
+    weights = sum(tenant.weight for tenant in demands)
+    step = base + sum(shares.get(tenant, demands[tenant]) for tenant in demands)
+    for tenant, seconds in demands.items():
+        is_whole = shares.get(tenant, seconds) >= seconds - 1e-9
+        assert step <= (base + seconds) * weights / tenant.weight + 1e-6 or not is_whole
+    if shares:
+        assert any(shares[tenant] >= demands[tenant] - 1e-9 for tenant in demands), (
+            "the one for which it would be too long"
+        )
+
+
+class Instance:
+    """A scheduler on a virtual clock, whose steps take the time that the costs forecast."""
+
+    def __init__(
+        self, costs: Costs = COSTS, max_num_seqs: int = 64, num_blocks: int = 10_000, budget: int = 2048
+    ) -> None:
+        self.sched = Scheduler(BlockPool(num_blocks, 16), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        self.sched.use_costs(costs)
+        self.time = self.longest_step = 0.0
+        self.ends: dict[Sequence, float] = {}
+        self.tokens = Counter[Tenant]()
+        self.computed = Counter[Tenant]()
+        self.paused: list[Sequence] = []
+        self._arrivals = 0
+
+    def add(self, tenant: Tenant, prompt: int, tokens: int) -> Sequence:
+        self._arrivals += 1
+        ids = token_array([self._arrivals, *[7] * (prompt - 1)])
+        sampling = SamplingParams(max_tokens=tokens)
+        seq = Sequence(str(self._arrivals), ids, prompt, prompt, sampling, b"", 16, rank=self._arrivals, tenant=tenant)
+        self.sched.add(seq)
+        return seq
+
+    def step(self) -> None:
+        output = self.sched.schedule()
+        self.paused += output.paused
+        decoding = [seq for seq in output.num_scheduled_tokens if seq.num_uncomputed == 1]
+        seconds = self.sched.costs.step_seconds(len(decoding), sum(map(len, decoding)))
+        for seq, count in output.num_scheduled_tokens.items():
+            seconds += (seq not in decoding) * (
+                self.sched.costs.prefill[1] * count + self.sched.costs.prefill[0] * (not decoding)
+            )
+        self.time += seconds
+        self.longest_step = max(self.longest_step, seconds)
+        for seq, count in output.num_scheduled_tokens.items():
+            self.computed[seq.tenant] += count
+            seq.mark_computed(count)
+            seq.register_full_blocks(self.sched.pool)
+            if not seq.num_uncomputed:
+                seq.append(8)
+                self.tokens[seq.tenant] += 1
+                if seq.finish_reason():
+                    self.sched.remove(seq)
+                    self.ends[seq] = self.time
+
+    def run(self, until: float, refill: Callable[[], None] = lambda: None) -> None:
+        while self.time < until:
+            refill()
+            if not any(True for _ in self.sched.sequences()):
+                self.time = until
+                return
+            self.step()
+
+
+def light_latencies(instance: Instance, refill: Callable[[], None], prompt: int = 20) -> list[float]:
+    """Return the seconds that 40 requests of the light tenant take, which come every quarter of a second."""
+    latencies = []
+    for i in range(40):
+        instance.run(i * 0.25, refill)
+        began, seq = instance.time, instance.add(LIGHT, prompt, 16)
+        while seq not in instance.ends:
+            refill()
+            instance.step()
+        latencies.append(instance.ends[seq] - began)
+    return latencies
+
+
+@pytest.mark.parametrize("prompt", [20, 700])
+@pytest.mark.parametrize("load", ["choices", "prompts"])
+def test_latency_beside_the_load_of_another(load: str, prompt: int) -> None:
+    """Twice as long as alone, since the weights are equal, and a step longer, in which it waits."""
+    alone = max(light_latencies(Instance(), lambda: None, prompt))
+    instance = Instance()
+    running: list[Sequence] = []
+
+    def refill() -> None:
+        running[:] = [seq for seq in running if seq not in instance.ends]
+        while len(running) < 96:
+            running.append(instance.add(HEAVY, 30, 900) if load == "choices" else instance.add(HEAVY, 4000, 2))
+
+    for _ in range(50):
+        refill()
+        instance.step()
+    beside = light_latencies(instance, refill, prompt)
+    assert max(beside) <= 2 * alone + 2 * instance.longest_step
+    assert instance.computed[HEAVY] > instance.computed[LIGHT]
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_tokens_follow_the_weights(weight: float) -> None:
+    heavier = Tenant(3, weight)
+    instance = Instance()
+    for _ in range(96):
+        instance.add(HEAVY, 30, 3000)
+    for _ in range(100):
+        instance.step()
+    for _ in range(96):
+        instance.add(heavier, 30, 3000)
+    before = instance.tokens[HEAVY]
+    for _ in range(500):
+        instance.step()
+    assert instance.tokens[heavier] / (instance.tokens[HEAVY] - before) == pytest.approx(weight, rel=0.1)
+    assert len(instance.sched.running) == 64
+    assert len(instance.paused) == len({*instance.paused}), "a slot goes once, and not to and fro"
+
+
+def test_a_tenant_alone_is_scheduled_as_if_there_were_none() -> None:
+    instance, others = Instance(), Instance()
+    for _ in range(96):
+        instance.add(HEAVY, 30, 40)
+        others.add(Tenant(), 30, 40)
+    while len(instance.ends) < 96:
+        instance.step()
+        others.step()
+    assert [*instance.ends.values()] == [*others.ends.values()] and not instance.paused
+
+
+def test_a_full_pool_makes_room_for_a_tenant_with_less() -> None:
+    """96 sequences grow until the pool is full; another tenant's is not the one that is preempted, though it is newer."""
+    instance = Instance(num_blocks=200)
+    for _ in range(96):
+        instance.add(HEAVY, 30, 900)
+    for _ in range(200):
+        instance.step()
+    assert instance.sched.pool.num_free < 10
+    for _ in range(5):
+        seq, steps = instance.add(LIGHT, 100, 40), 0
+        while seq not in instance.ends:
+            instance.step()
+            steps += 1
+        assert steps <= 60 and not seq.num_preemptions
+    instance.sched.pool.check_integrity()
+
+
+def test_an_unreserved_hand_over_gets_room() -> None:
+    """It waits outside of the queues: its KV comes from the store."""
+    instance = Instance(num_blocks=200)
+    for _ in range(96):
+        instance.add(HEAVY, 30, 900)
+    for _ in range(200):
+        instance.step()
+    seq = instance.add(LIGHT, 300, 20)
+    instance.sched.remove(seq)
+    for _ in range(40):
+        instance.sched.unreserved = seq
+        if instance.sched.reserve(seq, 0, 301, respect_queue=True):
+            instance.sched.unreserved = None
+            return
+        instance.step()
+    raise AssertionError("no room was made for it")
