@@ -31,7 +31,7 @@ from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog, TransferStats, Wait
+from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog, TransferStats
 from pdserve.router.telemetry.traffic import p99
 from pdserve.slo import Slo
 
@@ -74,12 +74,17 @@ class Dispatcher:
         self._now = fleet.now
         self._selector = InstanceSelector(config, fleet, metrics, seed)
         self._hedger = PrefillHedger(config.hedge_prefill_after, self._selector, metrics, self.on_output)
-        self._waiting = WaitingRequests(config.no_instance_timeout)
+        self._waiting = WaitingRequests(
+            config.no_instance_timeout,
+            fleet,
+            metrics,
+            self._place,
+            lambda state, error: self.handle(state, Event.REJECTED, error),
+        )
         self._lost_numerics: set[tuple[str, str, str]] = set()  # of the instances lost since there was none
         self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4, self._hedger.delay / 4)
         self._retry_budget = RetryBudget()
         metrics.retry_budget.set_function(lambda: self._retry_budget.balance)
-        metrics.waiting_for_instance.set_function(lambda: self._waiting.num_requests)
         self.slo = Slo.parse(config.slo)
         fleet.listener = self
         fleet.on_joined = self.on_joined
@@ -113,7 +118,8 @@ class Dispatcher:
         except Unavailable as unplaced:
             if not self._waiting.timeout_s:
                 raise
-            self._wait(states, unplaced)
+            self._waiting.add(states, unplaced)
+            self.states.update((state.id, state) for state in states)
             rejection = None
         for state in states:
             if rejection is None:
@@ -288,12 +294,8 @@ class Dispatcher:
         if len(self.fleet.instances) == 1:
             lost, self._lost_numerics = self._lost_numerics, set()
             if lost and _numerics(instance.hello) not in lost:
-                for group in self._waiting:
-                    message = (
-                        f"{group.error}, and {instance.id}, which has attached, has other weights or another dtype"
-                    )
-                    self._end_waiting(group, Unavailable(message, kind=group.error.kind), "expired")
-        self._place_waiting()
+                self._waiting.end_all(f"and {instance.id}, which has attached, has other weights or another dtype")
+        self._waiting.place()
 
     def on_draining(self, instance: InstanceHandle) -> None:
         """Migrate the streams that the instance decodes. Without other eligible instances, they finish where they are."""
@@ -312,10 +314,8 @@ class Dispatcher:
         The time in which this router was stalled itself does not count.
         """
         now = self.fleet.awake_now()
-        for group in self._waiting.pop_expired(now):
-            message = f"{group.error}, and none has come within {self._waiting.timeout_s:g} s"
-            self._end_waiting(group, Unavailable(message, kind=group.error.kind, retry_after_s=1), "expired")
-        self._place_waiting()  # a role has changed, or a circuit breaker allows a trial
+        self._waiting.end_overdue(now)
+        self._waiting.place()  # a role has changed, or a circuit breaker allows a trial
         for state in list(self.states.values()):
             if state.machine.state is State.WAITING:
                 continue
@@ -476,8 +476,7 @@ class Dispatcher:
             return
         for instance in state.holders:
             instance.unassign(state.id)
-        if timeline.waits and timeline.waits[-1].seconds is None:
-            self._end_waits([state], "cancelled")
+        self._waiting.record_end(state, "cancelled")
         self._open_ids.discard(state.request.request_id)
         timeline.stamp(Stage.FINISHED, self._now())
         timeline.itl_p99_s = p99(state.gaps)
@@ -535,7 +534,7 @@ class Dispatcher:
         except Unavailable as unplaced:
             reason = Unavailable(f"{error}, and {unplaced}", kind=error.kind, retry_after_s=1)
             if self._waiting.timeout_s:
-                self._wait([state], reason, failed)
+                self._waiting.add([state], reason, failed)
             else:
                 self.handle(state, Event.REJECTED, reason)
 
@@ -552,52 +551,16 @@ class Dispatcher:
         extra = {"event": "moved", "instance": failed.id, "request_id": state.request.request_id}
         log.warning("%s migrated to %s: %s", state.id, state.timeline.decode_instance, reason, extra=extra)
 
-    # ---- waiting for an instance ------------------------------------------------------------------------------
+    def _place(self, group: WaitingGroup) -> RequestError | None:
+        """Submit requests that wait, or return why the new ones among them would break the SLO.
 
-    def _wait(self, states: Sequence[RequestState], error: Unavailable, failed: InstanceHandle | None = None) -> None:
-        """Let requests wait until an instance is eligible; `error` ends them if none is in time."""
-        if not self._waiting:
-            message = "no instance is available: requests wait for one for up to %g s (%s)"
-            log.warning(message, self._waiting.timeout_s, error, extra={"event": "waiting"})
-        for state in states:
-            state.machine.wait()
-            state.timeline.waits.append(Wait(self._now()))
-            self.states[state.id] = state
-        self._waiting.add(WaitingGroup(states, error, self.fleet.awake_now(), failed))
-
-    def _place_waiting(self) -> None:
-        """Submit the waiting requests for which an instance is eligible, in order of arrival."""
-        if not self._waiting or not self.fleet.serving("prefill", "decode", "both"):
-            return
-        for group in self._waiting:
-            states, rejection = group.waiting, None
-            try:
-                if group.failed is None:
-                    rejection = self._admit(states)
-                else:
-                    self._resume(states[0], group.failed)
-            except Unavailable:
-                continue
-            if rejection is not None:
-                self._end_waiting(group, rejection, "refused")
-                continue
-            self._waiting.remove(group)
-            self._end_waits(states, "placed")
-
-    def _end_waiting(self, group: WaitingGroup, error: RequestError, outcome: str) -> None:
-        """End the requests of a group with an error."""
-        states = group.waiting
-        self._end_waits(states, outcome)
-        for state in states:
-            self.handle(state, Event.REJECTED, error)
-
-    def _end_waits(self, states: Sequence[RequestState], outcome: str) -> None:
-        """Record that requests no longer wait."""
-        now = self._now()
-        for state in states:
-            wait = state.timeline.waits[-1]
-            wait.seconds = now - wait.at
-            self._metrics.instance_waits.labels(outcome=outcome).inc()
+        Raises:
+            Unavailable: still no instance is eligible.
+        """
+        if group.failed is None:
+            return self._admit(group.waiting)
+        self._resume(group.waiting[0], group.failed)
+        return None
 
     def _route(self, state: RequestState, avoid: InstanceHandle | None = None) -> PlacementRequest:
         """Select instances and assign them to `state`. Return the request as the policies saw it.

@@ -1,14 +1,19 @@
 """Requests that wait because no instance is eligible: new ones, and streams that have lost theirs. Their tokens are known, so
-any instance that attaches can take them. The current time is an argument.
+any instance that attaches can take them.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pdserve.errors import Unavailable
+from pdserve.errors import RequestError, Unavailable
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
-from pdserve.router.instances.fleet import InstanceHandle
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
+from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.telemetry.timeline import Wait
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -18,7 +23,7 @@ class WaitingGroup:
     Attributes:
         states: all of them, also those that have ended meanwhile.
         error: ends them if no instance comes in time.
-        since: when they began to wait.
+        since: when they began to wait, on the fleet's `AwakeClock`.
         failed: the instance that a stream has lost, and that does not take it again without a new connection; None for new
             requests.
     """
@@ -34,37 +39,88 @@ class WaitingGroup:
 
 
 class WaitingRequests:
-    """The waiting groups, in order of arrival."""
+    """The waiting groups, in order of arrival.
 
-    def __init__(self, timeout_s: float) -> None:
-        """0 seconds: nothing waits."""
+    Args:
+        timeout_s: seconds for which a group waits; 0: nothing waits.
+        place: submits a group, or returns the error with which it ends; raises `Unavailable` if no instance is eligible.
+        fail: ends a request with an error.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        fleet: Fleet,
+        metrics: Metrics,
+        place: Callable[[WaitingGroup], RequestError | None],
+        fail: Callable[[RequestState, RequestError], None],
+    ) -> None:
         self.timeout_s = timeout_s
+        self._fleet = fleet
+        self._metrics = metrics
+        self._place = place
+        self._fail = fail
         self._groups: dict[WaitingGroup, None] = {}
+        metrics.waiting_for_instance.set_function(lambda: sum(len(group.waiting) for group in self._groups))
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+    def add(self, states: Sequence[RequestState], error: Unavailable, failed: InstanceHandle | None = None) -> None:
+        """Let requests wait, which are on no instance."""
+        if not self._groups:
+            message = "no instance is available: requests wait for one for up to %g s (%s)"
+            log.warning(message, self.timeout_s, error, extra={"event": "waiting"})
+        for state in states:
+            state.machine.wait()
+            state.timeline.waits.append(Wait(self._fleet.now()))
+        self._groups[WaitingGroup(states, error, self._fleet.awake_now(), failed)] = None
 
-    def __iter__(self) -> Iterator[WaitingGroup]:
-        """Yield the groups that have not ended; the caller may remove them meanwhile."""
+    def place(self) -> None:
+        """Submit those for which an instance is eligible, in order of arrival."""
+        if not self._groups or not self._fleet.serving("prefill", "decode", "both"):
+            return
+        for group in self._unfinished():
+            states = group.waiting
+            try:
+                error = self._place(group)
+            except Unavailable:
+                continue
+            if error is not None:
+                self._end(group, error, "refused")
+                continue
+            del self._groups[group]
+            for state in states:
+                self.record_end(state, "placed")
+
+    def end_overdue(self, now: float) -> None:
+        """End those that have waited for too long."""
+        for group in self._unfinished():
+            if now - group.since > self.timeout_s:
+                self._end_unplaced(group, f"and none has come within {self.timeout_s:g} s")
+
+    def end_all(self, reason: str) -> None:
+        """End all of them for a reason, which follows the text of their errors."""
+        for group in self._unfinished():
+            self._end_unplaced(group, reason)
+
+    def record_end(self, state: RequestState, outcome: str) -> None:
+        """Record that a request no longer waits, if it has."""
+        if state.timeline.waits and (wait := state.timeline.waits[-1]).seconds is None:
+            wait.seconds = self._fleet.now() - wait.at
+            self._metrics.instance_waits.labels(outcome=outcome).inc()
+
+    def _unfinished(self) -> Iterator[WaitingGroup]:
+        """Yield the groups of which some still wait, and forget the others."""
         for group in list(self._groups):
             if group.waiting:
                 yield group
             else:
                 del self._groups[group]
 
-    @property
-    def num_requests(self) -> int:
-        return sum(len(group.waiting) for group in self._groups)
+    def _end_unplaced(self, group: WaitingGroup, reason: str) -> None:
+        error = Unavailable(f"{group.error}, {reason}", kind=group.error.kind, retry_after_s=1)
+        self._end(group, error, "expired")
 
-    def add(self, group: WaitingGroup) -> None:
-        self._groups[group] = None
-
-    def remove(self, group: WaitingGroup) -> None:
+    def _end(self, group: WaitingGroup, error: RequestError, outcome: str) -> None:
+        for state in group.waiting:
+            self.record_end(state, outcome)
+            self._fail(state, error)
         del self._groups[group]
-
-    def pop_expired(self, now: float) -> list[WaitingGroup]:
-        """Remove and return the groups that have waited for too long."""
-        expired = [group for group in self if now - group.since > self.timeout_s]
-        for group in expired:
-            self.remove(group)
-        return expired

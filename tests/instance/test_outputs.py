@@ -97,3 +97,14 @@ def test_an_output_that_no_frame_can_hold_is_an_error_of_its_request(
     monkeypatch.setattr(instance_module, "MAX_FRAME_BYTES", 1000)
     driver.run("large", 1, 3)
     assert [one.error.kind for one in driver.outputs("large0") if one.HasField("error")] == ["answer_too_large"]
+
+
+def test_an_instance_with_unsent_pieces_is_not_idle(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "LOGPROBS_PER_OUTPUT", 20)
+    sampling = pb.Sampling(max_tokens=1, top_p=1, ignore_eos=True, prompt_logprobs=1)
+    message = pb.Submit(request_id="r", phase=pb.BOTH, prompt=pack_tokens(PROMPT), sampling=sampling)
+    driver.instance.submit("router", message)
+    while not driver.frames:
+        driver.instance.run_once(wait=False)
+    idle = [driver.instance.run_once(wait=False) for _ in range(5)]
+    assert idle == [False] * 4 + [True] and driver.outputs("r")[-1].finish_reason == "length"
