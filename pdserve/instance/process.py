@@ -75,7 +75,8 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         from pdserve.control.grpc_server import GrpcServer  # gRPC is loaded only if it is used
 
         checks = {"liveness": lambda: check_health(instance), "readiness": lambda: check_readiness(links)}
-        probes = GrpcServer(("0.0.0.0", config.grpc_health_port), {"": checks["readiness"], **checks})
+        address = ("0.0.0.0", config.grpc_health_port)
+        probes = GrpcServer(address, {"": checks["readiness"], **checks}, max_message_bytes=64 << 10)
         await probes.start()
         log.info("gRPC health checks on port %d", probes.port)
     instance.engine.start_grammars()
