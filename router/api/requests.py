@@ -51,7 +51,7 @@ class RequestContext:
         received: when the body was complete, by `time.monotonic()`.
         session: the session that a header names, or empty.
         traceparent: the W3C trace context of the headers, or empty.
-        tenant: digest of the tenant whose KV alone it may reuse; empty: there are no tenants.
+        kv_salt: of the API key or group whose KV alone it may reuse; empty: it may reuse all.
         client: the name of the API key or, without keys, the client's address.
     """
 
@@ -59,14 +59,14 @@ class RequestContext:
     received: float
     session: str = ""
     traceparent: str = ""
-    tenant: str = ""
+    kv_salt: str = ""
     client: str = ""
 
     def salt(self, cache_salt: str = "") -> str:
-        """Return the salt of the KV of a request that brings this one: that of a tenant is a digest of both."""
-        if not self.tenant:
+        """Return the salt of the KV of a request that brings this one: with a `kv_salt` it is a digest of both."""
+        if not self.kv_salt:
             return cache_salt
-        return hashlib.blake2b((self.tenant + cache_salt).encode(), digest_size=KEY_BYTES).hexdigest()
+        return hashlib.blake2b((self.kv_salt + cache_salt).encode(), digest_size=KEY_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,64}")  # also a folder's name, and `.` and `..` are others
 ANONYMOUS = "anonymous"  # the key name of requests to paths that need no key
 FIELDS = ("key", "weight", "requests", "tokens", "concurrency", "group")
-TENANT_BYTES = 16  # of a digest
+KV_SALT_BYTES = 16  # of a digest
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ApiKey:
 
     Attributes:
         group: of keys that reuse each other's KV; empty: it is alone.
-        tenant: hexadecimal digest that separates the KV of its requests from that of other tenants; empty: none does.
+        kv_salt: hexadecimal digest that separates the KV of its requests from that of other keys; empty: none does.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ApiKey:
     weight: float = 1.0
     limits: Limits = field(default_factory=Limits)
     group: str = ""
-    tenant: str = ""
+    kv_salt: str = ""
 
     @property
     def tenant(self) -> Tenant:
@@ -53,7 +53,7 @@ class ApiKey:
 def load_api_keys(setting: str, path: str = "", *, share_kv: bool = False) -> list[ApiKey]:
     """Return the keys of the setting, named key-1, key-2, …, followed by those of the file. Either may be empty.
 
-    With a file and more than one key, each key or group is a tenant, unless they are to share their KV.
+    With a file and more than one key, each key or group has KV of its own, unless they are to share their KV.
 
     Raises:
         SetupError: the file cannot be read, or a declaration is invalid or duplicated; one sentence says which.
@@ -67,13 +67,13 @@ def load_api_keys(setting: str, path: str = "", *, share_kv: bool = False) -> li
         if len({getattr(key, attribute) for key in keys}) < len(keys):
             raise SetupError(f"two API keys have the same {attribute}; declare each key once")
     if path and len(keys) > 1 and not share_kv:
-        keys = [replace(key, tenant=_tenant(key)) for key in keys]
+        keys = [replace(key, kv_salt=_kv_salt(key)) for key in keys]
     return keys
 
 
-def _tenant(key: ApiKey) -> str:
+def _kv_salt(key: ApiKey) -> str:
     kind, name = ("group", key.group) if key.group else ("key", key.name)
-    return hashlib.blake2b(f"pdserve {kind} {name}".encode(), digest_size=TENANT_BYTES).hexdigest()
+    return hashlib.blake2b(f"pdserve {kind} {name}".encode(), digest_size=KV_SALT_BYTES).hexdigest()
 
 
 def _read(path: str) -> list[ApiKey]:

@@ -180,8 +180,8 @@ class VllmEngine:
             message = "request_id must have 1 to 128 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
             raise BadRequest(message, kind="invalid_request_id", param="request_id")
         session, traceparent = call.metadata.get(SESSION_HEADER, ""), tracing.traceparent(call.metadata)
-        tenant = self._admission.tenants[call.key]
-        context = RequestContext(request_id, time.monotonic(), session, traceparent, tenant, call.key)
+        salt = self._admission.kv_salts[call.key]
+        context = RequestContext(request_id, time.monotonic(), session, traceparent, salt, call.key)
         body = to_completion_body(request, self._tokenizer, info)
         parsed = parse_completion(body, context, self._tokenizer, info, self._max_n)
         return replace(parsed, stream=request.stream)

@@ -21,7 +21,7 @@ class AdmissionController:
         metrics: those of the router.
         queue: decides when requests may start.
         body_budget: counts the bodies that are being read or wait to be parsed.
-        tenants: the tenant of each key, by its name.
+        kv_salts: the salt that separates the KV of each key, by its name.
         parse_queue: where bodies wait to be parsed. It holds no more than may run and be queued afterwards.
     """
 
@@ -31,7 +31,7 @@ class AdmissionController:
         """`now` is the router's clock, in seconds."""
         self.keys = keys
         self.metrics = metrics
-        self.tenants = {key.name: key.tenant for key in keys} | {ANONYMOUS: ""}
+        self.kv_salts = {key.name: key.kv_salt for key in keys} | {ANONYMOUS: ""}
         self.queue = AdmissionQueue(keys, config, metrics, now)
         self.body_budget = BodyBudget(
             has_keys=bool(keys), largest=config.max_body_bytes, on_refusal=lambda key: _count_refusal(metrics, key)

@@ -325,8 +325,8 @@ async def _enter(admission: AdmissionController, request: Request, parsed: Parse
 def _context(request: Request, admission: AdmissionController) -> RequestContext:
     session, traceparent = request.headers.get(SESSION_HEADER, ""), tracing.traceparent(request.headers)
     key, address = request.state.key, request.client.host if request.client is not None else ""
-    tenant, client = admission.tenants[key], address if key == ANONYMOUS else key
-    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent, tenant, client)
+    salt, client = admission.kv_salts[key], address if key == ANONYMOUS else key
+    return RequestContext(request.state.request_id, time.monotonic(), session, traceparent, salt, client)
 
 
 def _model(backend: Backend) -> ModelInfo:

@@ -23,15 +23,15 @@ def test_keys_from_a_setting_and_a_file(tmp_path: Path) -> None:
     assert bob.digest == b"\xab" * 32 and bob.limits == Limits()
 
 
-def test_each_key_or_group_is_a_tenant(tmp_path: Path) -> None:
+def test_each_key_or_group_has_kv_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("".join(f'[{name}]\nkey = "of {name}"\ngroup = "{name[0]}"\n' for name in ("a1", "a2", "b")))
-    alone, first, second, other = (key.tenant for key in load_api_keys("setting", str(file)))
+    alone, first, second, other = (key.kv_salt for key in load_api_keys("setting", str(file)))
     assert first == second and len({alone, first, other}) == 3 and all(len(one) == 32 for one in (alone, first, other))
     file.write_text('[a]\nkey = "of a"')
-    assert load_api_keys("setting", str(file))[1].tenant not in (first, ""), "a key is not the group of its name"
+    assert load_api_keys("setting", str(file))[1].kv_salt not in (first, ""), "a key is not the group of its name"
     for keys in (load_api_keys("", str(file)), load_api_keys("two,keys"), load_api_keys("b", str(file), share_kv=True)):
-        assert not any(key.tenant for key in keys)
+        assert not any(key.kv_salt for key in keys)
 
 
 @pytest.mark.parametrize(
