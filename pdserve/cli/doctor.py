@@ -163,7 +163,6 @@ def _packages() -> list[Finding]:
         "zstandard": ("zstandard", "?codec=zstd"),
         "ml_dtypes": ("ml_dtypes", "?codec=fp8 and ?codec=int8"),
         "plotly": ("plotly", "--html of bench serve, simulate and plan"),
-        "xgrammar": ("xgrammar", "structured output, strict tools"),
         "opentelemetry.sdk": ("opentelemetry-sdk", "--otlp-endpoint"),
         "smg_grpc_proto": ("smg-grpc-proto", "vLLM's VllmEngine on --grpc-port"),
         "ray": ("ray", "pdserve up --on ray"),
