@@ -22,6 +22,7 @@ from rich.table import Table
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag
+from pdserve.lines.event_stream import read_events_async
 
 KEYS = '[light]\nkey = "light"\n\n[heavy]\nkey = "heavy"\n\n[heavier]\nkey = "heavier"\nweight = 3\n'
 
@@ -126,9 +127,8 @@ class Clients:
         body = self._body(self.settings.tokens, 1)
         async with http.stream("POST", "/v1/completions", json=body, headers=_key("light")) as reply:
             assert reply.status_code == 200, await reply.aread()
-            async for line in reply.aiter_lines():
-                if line.startswith("data: {") and not first:
-                    first = time.monotonic()
+            async for _ in read_events_async(reply.aiter_bytes()):
+                first = first or time.monotonic()
         phase.ttft.append(1e3 * (first - started))
         phase.e2e.append(1e3 * (time.monotonic() - started))
 
@@ -137,9 +137,9 @@ class Clients:
             body = self._body(900, self.settings.choices)
             async with http.stream("POST", "/v1/completions", json=body, headers=_key(key)) as reply:
                 assert reply.status_code == 200, await reply.aread()
-                async for line in reply.aiter_lines():
-                    if line.startswith("data: {"):
-                        counts[key] += sum(len(choice["token_ids"]) for choice in json.loads(line[6:])["choices"])
+                async for event in read_events_async(reply.aiter_bytes()):
+                    if event != "[DONE]":
+                        counts[key] += sum(len(choice["token_ids"]) for choice in json.loads(event)["choices"])
 
     def _body(self, max_tokens: int, n: int) -> dict[str, Any]:
         prompt = [next(self._numbers) % 250 + 1 for _ in range(40)]

@@ -23,6 +23,7 @@ from rich.table import Table
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag
+from pdserve.lines.event_stream import read_events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,10 @@ def _ttft(http: httpx.Client, key: str, prompt: list[int]) -> float:
     body = {"prompt": prompt, "max_tokens": 2, "stream": True, "ignore_eos": True}
     started = time.perf_counter()
     with http.stream("POST", "/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}) as reply:
-        lines = reply.iter_lines()
-        next(line for line in lines if line.startswith("data: {"))
+        events = read_events(reply.iter_bytes())
+        next(events)
         took = time.perf_counter() - started
-        for _ in lines:
+        for _ in events:
             pass
     return took
 

@@ -38,7 +38,18 @@ SERVING = (
     *("google.protobuf", "prometheus_client", "xxhash", "httpx"),
 )
 WHEELS = (
-    *("fastapi", "fastapi-offline", "starlette", "uvicorn", "httptools", "uvloop", "redis", "pyzmq", "msgspec"),
+    *(
+        "fastapi",
+        "fastapi-offline",
+        "starlette",
+        "uvicorn",
+        "httptools",
+        "uvloop",
+        "redis",
+        "pyzmq",
+        "msgspec",
+        "llguidance",
+    ),
     *("httpx", "httpcore", "h11", "anyio", "certifi", "idna"),
     *("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "opentelemetry-api"),
     *(

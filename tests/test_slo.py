@@ -61,9 +61,9 @@ def test_malformed(text: str, parse: Callable[[str], Any]) -> None:
 
 
 def test_percentiles_that_are_not_measured() -> None:
-    with pytest.raises(ValueError, match="p75 of ttft is not known; the percentiles are p50, p90, p95, p99"):
+    with pytest.raises(ValueError, match=r"p75 of ttft is not known; .* with one of p50, p90, p95, p99"):
         parse_targets("ttft.p75=1s")
-    with pytest.raises(ValueError, match="two targets"):
+    with pytest.raises(ValueError, match="names a target twice"):
         parse_targets("ttft.p99=1s,ttft=2s")
 
 

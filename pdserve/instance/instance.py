@@ -315,12 +315,9 @@ class Instance:
                 self._reject(link, request_id, refusal)
             return
         siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
-        job, *others = [
-            Job(link=link, seq=one, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
-            for one in (seq, *siblings)
-        ]
-        for other in others:
-            other.leader = job
+        new_job = partial(Job, link=link, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
+        job = new_job(seq=seq)
+        others = [new_job(seq=one, leader=job) for one in siblings]
         for one in (job, *others):
             self._jobs[link, one.seq.request_id] = self._by_sequence[one.seq] = one
         if job.phase == pb.PREFILL:

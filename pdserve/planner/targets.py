@@ -98,10 +98,15 @@ def parse_targets(text: str, group: Group = ALL) -> list[Target]:
         percentile = 99 if one.percentile is None else one.percentile
         if percentile not in PERCENTILES:
             known = ", ".join(f"p{p}" for p in PERCENTILES)
-            raise ValueError(f"p{percentile} of {one.metric} is not known; the percentiles are {known}")
+            message = (
+                f"p{percentile} of {one.metric} is not known; write such as {one.metric}.p90=500ms, with one of {known}"
+            )
+            raise ValueError(message)
         targets.append(Target(one.metric, percentile, one.seconds, group))
     if len({target.figure for target in targets}) < len(targets):
-        raise ValueError(f"{text!r} has two targets for one figure; without a percentile it is p99")
+        raise ValueError(
+            f"{text!r} names a target twice, since ttft is ttft.p99; write such as ttft.p90=500ms,ttft.p99=1s"
+        )
     if not targets:
         raise ValueError("there is no target; write such as ttft.p90=500ms,itl.p99=50ms")
     return targets

@@ -29,7 +29,7 @@ def test_streams_wait_for_an_instance_and_go_on_with_the_same_tokens(
     """Prefill is frozen and then killed, decode is frozen and comes back."""
     path = checkpoint("llama")
     expected = generate(path, PROMPTS, TOKENS)
-    flags = {"router": ["--no-instance-timeout", "600", "--lease-seconds", "2"]}
+    flags = {"router": ["--no-instance-timeout", "600", "--instance-timeout-seconds", "2"]}
     with (
         deploy(model=str(path), num_blocks=512, flags=flags) as deployment,
         ThreadPoolExecutor(2 * len(PROMPTS)) as threads,
@@ -83,7 +83,7 @@ def test_streams_wait_for_an_instance_and_go_on_with_the_same_tokens(
 def test_without_an_instance_in_time_requests_end_with_a_503(
     checkpoint: Callable[..., Path], deploy: Callable[..., Any], complete: Callable[..., dict[str, Any]]
 ) -> None:
-    flags = {"router": ["--no-instance-timeout", "0.5", "--lease-seconds", "2"]}
+    flags = {"router": ["--no-instance-timeout", "0.5", "--instance-timeout-seconds", "2"]}
     settings = {"prefill": 0, "decode": 0, "both": 1, "flags": flags}
     with deploy(model=str(checkpoint("llama")), num_blocks=64, **settings) as deployment:
         os.kill(deployment.child("both-0").pid, signal.SIGSTOP)

@@ -115,8 +115,9 @@ def counted_failures(deployment: Any) -> tuple[Counts, float]:
     for line in httpx.get(f"{deployment.url}/metrics").text.splitlines():
         labels, value = dict(re.findall(r'(\w+)="(\w+)"', line)), line.rpartition(" ")[2]
         if line.startswith("pdserve_kv_transfer_failures_total{"):
-            if labels["kind"] != "cancelled":  # the request ended before its last store: not a fault
-                counts[labels["direction"], labels["kind"]] += int(float(value))
+            blocks = int(float(value))  # 0 before the first
+            if blocks and labels["kind"] != "cancelled":  # the request ended before its last store: not a fault
+                counts[labels["direction"], labels["kind"]] += blocks
         elif line.startswith("pdserve_kv_transfer_seconds_total{"):
             seconds += float(value)
     return counts, seconds

@@ -227,7 +227,7 @@ def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("pdserve.launchers.ray_cluster", "pdserve.launchers.ray_actor"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SetupError, match=r"^--on ray needs Ray, which is not installed: pip install 'pdserve\[ray\]'$"):
+    with pytest.raises(SetupError, match=r"^--on ray needs Ray, which is not installed: pip install -e '\.\[ray\]'$"):
         deployment_of(UpConfig(on="ray"), print)
 
 

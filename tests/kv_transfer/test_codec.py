@@ -413,7 +413,7 @@ def test_a_lossy_codec_needs_floating_point_numbers() -> None:
 def test_a_missing_library_is_named(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [one for one in sys.modules if one.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SetupError, match=rf"needs the package {package}, .* pip install 'pdserve\[codecs\]'"):
+    with pytest.raises(SetupError, match=rf"needs the package {package}, .* pip install -e '\.\[codecs\]'"):
         codec_of(name)
     codec_of("none")
 

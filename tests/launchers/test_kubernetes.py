@@ -274,5 +274,5 @@ def test_missing_credentials_are_one_line(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_missing_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     monkeypatch.delitem(sys.modules, "pdserve.launchers.kubernetes")
-    with pytest.raises(SetupError, match=r"pip install 'pdserve\[kubernetes\]'$"):
+    with pytest.raises(SetupError, match=r"pip install -e '\.\[kubernetes\]'$"):
         importlib.import_module("pdserve.launchers.kubernetes")

@@ -38,6 +38,8 @@ MAY_SPLIT = {
         "scripts/gpu_session.py",
         "scripts/interop/lm_eval.py",
         "router/batches/batch_queue.py",
+        "pdserve/grammars/schema_keywords.py",
+        "pdserve/grammars/compile_server.py",
         "kernels/native.py",
         "scripts/interop/smg.py",
     ),

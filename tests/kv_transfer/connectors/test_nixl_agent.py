@@ -21,5 +21,5 @@ def test_without_nixl_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     for name in [name for name in sys.modules if name.partition(".")[0] == "nixl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(SetupError, match=r"pip install 'pdserve\[nixl\]'"):
+    with pytest.raises(SetupError, match=r"pip install -e '\.\[nixl\]'"):
         Agent("lo")

@@ -57,7 +57,7 @@ def test_a_body_of_wrong_types_has_few_errors(model: type[Body]) -> None:
     core = model.__pydantic_core_schema__
     lists = [found for kind in ("list", "set", "frozenset", "tuple") for found in schemas_of(core, kind)]
     assert all(found.get("fail_fast") for found in lists)
-    assert all(found.get("max_length") == MAX_ENTRIES for found in schemas_of(core, "dict"))
+    assert all(found["max_length"] <= MAX_ENTRIES for found in schemas_of(core, "dict"))
     for name, field in model.model_fields.items():
         key = field.alias or name
         most = MAX_ENTRIES + len(model.model_fields)
@@ -158,10 +158,10 @@ def test_two_fields_of_one_name_are_an_error(expect_raw_error: Callable[[bytes],
 
 
 def test_deep_bodies(client: Client, expect_raw_error: Callable[[bytes], str]) -> None:
-    """What is accepted can also be sent back, as /v1/responses does."""
-    for depth in (MAX_DEPTH - 2, MAX_DEPTH + 100):
-        raw = b'{"input": "hello", "metadata": {"a": %s1%s}}' % (b"[" * depth, b"]" * depth)
-        response = client.request("POST", "/v1/responses", content=raw)
+    for depth in (MAX_DEPTH - 6, MAX_DEPTH + 100):
+        part = b'{"type": "text", "text": "hello", "cache_control": {"a": %s1%s}}' % (b"[" * depth, b"]" * depth)
+        raw = b'{"messages": [{"role": "user", "content": [%s]}]}' % part
+        response = client.request("POST", "/v1/chat/completions", content=raw)
         if depth < MAX_DEPTH:
             assert response.status_code == 200, response.text
         else:

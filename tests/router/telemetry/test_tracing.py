@@ -191,5 +191,5 @@ def test_setup_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SetupError, match="--otlp-endpoint collector:4318 is not a URL"):
         Tracer("collector:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(SetupError, match=r"pip install 'pdserve\[otel\]'"):
+    with pytest.raises(SetupError, match=r"pip install -e '\.\[otel\]'"):
         Tracer("http://collector:4318")

@@ -197,8 +197,8 @@ def test_queued_requests_are_admitted_in_fair_order(
             await until(lambda: sample(metrics, "pdserve_key_requests_under_way", key="key-1") == 1)
             assert len(order()) == 3, "several needs two places and is not overtaken"
             running[1].cancel()
-            await until(lambda: len(order()) == 5)
-            assert order()[3:] == ["several-0", "several-1"]
+            await until(lambda: len(order()) >= 5)  # more, since the other key runs nothing now
+            assert order()[3:5] == ["several-0", "several-1"]
             several.cancel()
             while waiting("key-1") + waiting("bob"):
                 for task, name in zip(clients.tasks, NAMES, strict=True):
@@ -233,23 +233,27 @@ def test_queued_requests_are_admitted_in_fair_order(
 def test_longer_outputs_lower_a_keys_share(
     make_app: Callable[..., Starlette], tokenizer: Tokenizer, keys_file: str, metrics: Metrics, backend: ScriptedBackend
 ) -> None:
-    app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=1)
+    app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=4)
 
     async def scenario() -> None:
         async with asyncio.timeout(600), callers(app) as clients:
+            backend.generates([5], finish_reason=None, hang=True)
+            clients.call("k", "holder-of-k")  # a key that runs nothing would not wait
+            clients.call("c", "holder-of-c")
+            await until(lambda: len(backend.requests) == 2)
             backend.generates([5] * 50)
             assert await clients.call("k", "short", max_tokens=50) == (200, "")
             backend.generates([5])
             assert await clients.call("c", "longer", prompt=[5] * 20) == (200, "")
             backend.generates([5], finish_reason=None, hang=True)
-            holder = clients.call("b", "holder")
-            await until(lambda: len(backend.requests) == 3)
+            holder, _ = clients.call("b", "first"), clients.call("b", "second")
+            await until(lambda: len(backend.requests) == 6)
             clients.call("k", "next-of-k")
             await until(lambda: waiting() == ["key-1"])
             clients.call("c", "next-of-c")
             await until(lambda: len(waiting()) == 2)
             holder.cancel()
-            await until(lambda: len(backend.requests) == 4)
+            await until(lambda: len(backend.requests) == 7)
 
     def waiting() -> list[str]:
         return [key for key in ("key-1", "carol") if sample(metrics, "pdserve_key_requests_waiting", key=key)]
