@@ -1,5 +1,6 @@
 """The attacks of scripts/attacking are judged: by what a server does, but not by what their own client could not do."""
 
+import math
 import os
 import signal
 import socket
@@ -82,3 +83,30 @@ def test_an_attack_whose_client_was_stalled() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
             output, _ = client.communicate(timeout=600)
     assert output == "{} {'foreign pages': 1}\n"
+
+
+def test_effects_are_judged(attacks: ModuleType) -> None:
+    """By wrong and lost answers, by the innocent client's tails compared with the control's, and by the routers' memory."""
+    from attacking.effects import Arm, judge  # on the path while the fixture `attacks` lives
+
+    times = [0.01] * 50
+    control = Arm(ttft_s=times, e2e_s=times)
+    assert judge(Arm(ttft_s=times, e2e_s=times), control) == []
+    late = [*times[1:], 0.1]
+    assert judge(Arm(ttft_s=late, e2e_s=times, rss_mib=301.0), control) == [
+        "ttft p99 is 5.59 times the control's",
+        "a router grew by 301 MiB",
+    ]
+    assert judge(Arm(ttft_s=times, e2e_s=times, faults=["lost: a", "lost: b"]), control) == ["lost: a"]
+    lost = Arm(ttft_s=[math.nan], e2e_s=times)
+    assert judge(lost, control) == ["ttft p99 is nan times the control's"], "no time is no good time"
+
+
+@pytest.mark.slow
+def test_an_attack_beside_an_innocent_client() -> None:
+    command = [str(SCRIPTS / "attacks"), "--rounds", "1", "--seconds", "2", "wrong_keys"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [line.split() for line in done.stdout.split("\n") if line.startswith(("wrong_keys", "control"))]
+    assert [name for name, *_ in rows] == ["wrong_keys", "control"], done.stdout + done.stderr
+    assert all(int(attacks) and int(answers) for _, attacks, answers, *_ in rows)
+    assert "lost" not in done.stdout and "RuntimeError" not in done.stdout
