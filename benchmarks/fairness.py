@@ -1,4 +1,4 @@
-"""What one API key's load costs another: `python benchmarks/fairness.py`.
+"""The cost of one API key's load to another key: `python benchmarks/fairness.py`.
 
 A router, a prefill and a decode instance run as processes, with the demo model. One key sends a few short requests per second
 (*light*), another keeps 96 choices running (*heavy*). Measured in turns: light alone, both, heavy alone, and two heavy
@@ -42,7 +42,7 @@ QUICK = {"seconds": 2.0, "rounds": 1}
 
 @dataclass
 class Phase:
-    """What was measured while some keys sent requests: latencies of the light key in ms, tokens of the others."""
+    """Measurements of a time in which some keys sent requests: latencies of the light key in ms, tokens of the others."""
 
     ttft: list[float] = field(default_factory=list)
     e2e: list[float] = field(default_factory=list)

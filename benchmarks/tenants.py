@@ -1,6 +1,6 @@
-"""What the TTFT tells one API key of another key's prompts: `python benchmarks/tenants.py`.
+"""TTFTs of one API key for prompts that another key has sent: `python benchmarks/tenants.py`.
 
-1P+1D with a keys file. alice sends a prompt; mallory then sends the same one ("of another key"), one that nobody has sent
+1P+1D with a keys file. alice sends a prompt; mallory then sends the same one ("of another key"), one that no key has sent
 ("fresh"), and this one again ("of its own"), in random order but for the last, one request at a time. If the KV of keys is
 kept apart, the TTFTs of the first two have one distribution: the two-sample Kolmogorov-Smirnov statistic is below its
 critical value for 1 % in 99 of 100 runs. With `--share-kv`, as before there were tenants, the two are apart.

@@ -57,7 +57,7 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Slo:
-    """What each request is held to, in seconds; infinite where there is no objective."""
+    """Limits of a single request in seconds; infinite where there is no objective."""
 
     ttft: float = math.inf
     itl: float = math.inf

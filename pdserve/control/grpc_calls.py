@@ -1,4 +1,4 @@
-"""What all gRPC services share: messages are received within limits, and errors are status codes.
+"""Calls of all gRPC services: messages are received within limits, and errors are status codes.
 
 A service asks for a call's message itself, so it refuses calls by their metadata first. A message that is not asked for takes
 no more memory than its stream's window (`WINDOW_BYTES`); one that is being received, up to the limit of the server.

@@ -45,7 +45,7 @@ class ApiKey:
 
     @property
     def tenant(self) -> Tenant:
-        """What instances know of the key: its weight, and a number that is the same on all routers."""
+        """The key as instances know it: its weight, and a number that is the same on all routers."""
         digest = hashlib.blake2b(self.name.encode(), digest_size=8).digest()
         return Tenant(int.from_bytes(digest, "little"), self.weight)
 

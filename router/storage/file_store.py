@@ -127,7 +127,7 @@ class FileStore:
             self._reserved[key] += num_bytes
 
     def _check_room(self, key: str, num_bytes: int, reserved: int) -> None:
-        """Raise Overloaded unless there is room; so many of the bytes are reserved already."""
+        """Raise Overloaded unless there is room; `reserved` of the bytes are reserved already."""
         used = Counter({folder.name: _size(folder) for folder in self._folder.iterdir() if folder.is_dir()})
         with self._lock:
             used.update(self._reserved)

@@ -23,11 +23,22 @@ LOST = ("instance_lost", "drained", "timeout")  # why requests move to another i
 # Counter → values of its label from the start, so that the first event is an increase.
 FROM_START = {
     "requests": ("stop", "length", "cancelled", "error", "refused"),
-    "refusals": ("max_requests", "slo_ttft", "slo_itl", "grammars_waiting"),
+    "refusals": (
+        *("max_requests", "slo_ttft", "slo_itl", "body_bytes", "too_many_choices"),
+        *("rate_limit_requests", "rate_limit_tokens", "rate_limit_concurrency"),
+    ),
     "fallbacks": LOST,
     "migrations": LOST,
     "hedges": ("asked", "preferred"),
-    "refused_connections": ("too_many_connections", "invalid_http", "head_too_slow", "headers_too_large"),
+    "refused_connections": (
+        "too_many_connections",
+        "invalid_http",
+        "head_too_slow",
+        "headers_too_large",
+        "too_many_pipelined",
+    ),
+    "instance_waits": ("placed", "expired", "refused", "cancelled"),
+    "unauthorized": ("missing", "wrong"),
 }
 
 
@@ -91,8 +102,6 @@ class Metrics:
         self.unauthorized = counter(
             "pdserve_unauthorized_total", "requests without a valid key: with none, or with a wrong one", ["reason"]
         )
-        for reason in ("missing", "wrong"):
-            self.unauthorized.labels(reason=reason)
         self.fallbacks = counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode completed by computing, by the fault of prefill",

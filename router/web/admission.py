@@ -49,8 +49,9 @@ class AdmissionController:
         Raises:
             RequestError: the request exceeds a limit of its key, or was dropped from a full queue.
         """
-        tenant = self.queue.tenants[key]
-        parsed.requests[:] = [replace(request, tenant=tenant) for request in parsed.requests]
+        if self.keys:  # else there is one tenant, which is the default
+            tenant = self.queue.tenants[key]
+            parsed.requests[:] = [replace(request, tenant=tenant) for request in parsed.requests]
         prompt_tokens, requests = sum(map(len, parsed.prompts)), parsed.requests
         max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in requests)
         slot = self.queue.enter(key, prompt_tokens, max_tokens, len(requests), requests[0].priority)

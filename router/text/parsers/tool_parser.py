@@ -201,7 +201,7 @@ class ToolParser(Reader):
         return None
 
     def _copy_arguments(self, json: JsonObject, depth: int) -> Steps[bool]:
-        """Emit a JSON object until so many brackets are open; return False if the text ends before."""
+        """Emit a JSON object until a given number of brackets is open; return False if the text ends before."""
         while (text := (yield from self._read(json))) is not None:
             self._arguments(text)
             if json.is_over or json.depth <= depth:
