@@ -1,10 +1,12 @@
 """Train the bundled demo model from scratch: tokenizer and weights, with an evaluation of the shipped files.
 
-    python scripts/train_demo_model.py                       # writes pdserve/demo_model, within an hour on two idle cores
-    python scripts/train_demo_model.py --steps 300 --output /tmp/demo
+    python scripts/train_demo_model.py                # writes pdserve/demo_model, in an hour and a half on two idle cores
+    python scripts/train_demo_model.py --skills-only  # only the second part, on the files that are there, in half an hour
 
-The text comes from `demo_text/`, and the seed determines everything, so a run is reproducible. Rows grow from 128 to
-4,096 tokens during training: attention to earlier tokens is learned on short, cheap rows and then extended.
+The text comes from `demo_text/`, and the seed determines everything, so a run is reproducible. The first part teaches
+language and looking back: rows grow from 128 to 4,096 tokens, so attention to earlier tokens is learned on short, cheap
+rows and then extended. The second part goes on from its files, with function calls, JSON, thinking blocks and edited
+copies in half of the text.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import random
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +43,21 @@ ROPE_THETA = 1e6
 EOS_ID, TURN_END_ID = (demo_text.SPECIAL_TOKENS.index(token) for token in (demo_text.EOS, demo_text.TURN_END))
 WORKERS = 2
 TOKENS_PER_WORKER = 2048  # per step
-STEPS = 3500
-LEARNING_RATE = 3e-3
 ANSWER_WEIGHT = 4.0
+SKILLS = 0.55  # share of documents in the second part
 
-DECAY = 0.25  # final fraction of the run in which the learning rate falls
+
+@dataclass(frozen=True)
+class Part:
+    """Steps that training takes in one go; its learning rate falls linearly in the final fraction ``decay``."""
+
+    steps: int
+    learning_rate: float
+    decay: float
+
+
+LANGUAGE = Part(3500, 3e-3, 0.25)
+ALL_SKILLS = Part(1500, 2e-3, 0.6)
 
 SUMS_FROM = 2600  # step; sums are memorised quickly and help nothing else, so they come last
 
@@ -55,17 +68,42 @@ LENGTHS: tuple[tuple[int, dict[int, float]], ...] = (
     (700, {256: 0.35, 512: 0.25, 1024: 0.4}),
     (1300, {256: 0.3, 512: 0.2, 1024: 0.3, 2048: 0.2}),
     (2000, {256: 0.3, 512: 0.15, 1024: 0.25, 2048: 0.25, 4096: 0.05}),
+    (LANGUAGE.steps, {256: 0.35, 512: 0.3, 1024: 0.2, 2048: 0.1, 4096: 0.05}),
 )
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
-    "{%- if message['content'] is string -%}{{- message['content'] -}}"
-    "{%- else -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{%- endif -%}"
-    "{{- '<|im_end|>\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
+CHAT_TEMPLATE = """\
+{%- macro text(content) -%}
+{%- if content is string -%}{{- content -}}
+{%- else -%}{%- for part in content or [] -%}{{- part['text'] -}}{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0]['role'] == 'system' -%}{{- text(messages[0]['content']) + '\\n' -}}{%- endif -%}
+{{- '<tools>\\n' -}}
+{%- for tool in tools -%}
+{%- set function = tool['function'] or tool -%}
+{%- set properties = (function['parameters'] or {})['properties'] or {} -%}
+{{- function['name'] + '(' + (properties | list | join(', ')) + ')' -}}
+{%- if function['description'] -%}{{- ': ' + function['description'] -}}{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{{- '</tools><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if not (loop.first and tools and message['role'] == 'system') -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + text(message['content']) -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set function = call['function'] or call -%}
+{{- '\\n' if not loop.first or message['content'] -}}
+{{- '<tool_call>\\n{"name": "' + function['name'] + '", "arguments": ' + (function['arguments'] | tojson) -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking -%}{{- '<think>\\n' -}}{%- endif -%}
+{%- endif -%}"""
 
 
 class Log:
@@ -130,23 +168,32 @@ def encode(tokenizer: Tokenizer, document: demo_text.Document) -> tuple[list[int
     """Return the token ids of a document and their loss weights."""
     encoding = tokenizer.encode(document.text)
     weights = [1.0] * len(encoding.ids)
-    spans = iter(document.answers)
-    span = next(spans, None)
-    for index, (start, _) in enumerate(encoding.offsets):
-        while span is not None and start >= span[1]:
-            span = next(spans, None)
-        if span is not None and start >= span[0]:
-            weights[index] = ANSWER_WEIGHT
+    for spans, weight in ((document.answers, ANSWER_WEIGHT), (document.given, 0.0)):
+        remaining = iter(spans)
+        span = next(remaining, None)
+        for index, (start, _) in enumerate(encoding.offsets):
+            while span is not None and start >= span[1]:
+                span = next(remaining, None)
+            if span is not None and start >= span[0]:
+                weights[index] = weight
     return encoding.ids, weights
 
 
-def make_row(rng: random.Random, tokenizer: Tokenizer, length: int, sums: float) -> tuple[list[int], list[float]]:
-    """Concatenate documents until the row is full; most long rows begin with one long document."""
+def make_row(
+    rng: random.Random, tokenizer: Tokenizer, length: int, sums: float, skills: float
+) -> tuple[list[int], list[float]]:
+    """Concatenate documents until the row is full; most long rows begin with one long document.
+
+    Args:
+        sums, skills: shares of the documents after that which are sums, and calls, JSON, thinking blocks or edits.
+    """
     ids: list[int] = []
     weights: list[float] = []
     while len(ids) < length:
         room = (length - len(ids)) * 0.62  # words that fit, by the average number of words per token
-        if not ids and length > 256 and rng.random() < 0.7:
+        if skills and rng.random() < skills:
+            document = demo_text.draw_skill(rng, int(min(room, math.exp(rng.uniform(3.5, 6.0)))))
+        elif not ids and length > 256 and rng.random() < 0.7:
             document = demo_text.draw_long_document(rng, int(room * rng.uniform(0.5, 1.0)))
         elif sums and rng.random() < sums:
             document = demo_text.sums_document(rng)
@@ -170,12 +217,15 @@ def make_batch(tokenizer: Tokenizer, step: int, worker: int) -> tuple[Tensor, Te
     """Return one worker's token ids and loss weights for one step; all workers have rows of the same length."""
     rng = random.Random(f"{SEED} {step}")
     choices = [lengths for start, lengths in LENGTHS if step >= start][-1]
+    skills = SKILLS if step >= LANGUAGE.steps else 0.0
     length = rng.choices(list(choices), list(choices.values()))[0]
     rng.seed(f"{SEED} {step} {worker}")
     sums = 0.3 if step >= SUMS_FROM and length == 256 else 0.0
     copies = max(0.03, 0.3 - step / 2000)
     rows = [
-        make_copy_row(rng, VOCABULARY, length) if rng.random() < copies else make_row(rng, tokenizer, length, sums)
+        make_copy_row(rng, VOCABULARY, length)
+        if rng.random() < copies
+        else make_row(rng, tokenizer, length, sums, skills)
         for _ in range(max(1, TOKENS_PER_WORKER // length))
     ]
     return torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
@@ -207,9 +257,9 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Return the learning rate: linear warm-up, constant, linear decay at the end."""
-    return LEARNING_RATE * min((step + 1) / 100, 1.0, max(0.02, (steps - step) / (DECAY * steps)))
+def learning_rate(part: Part, step: int) -> float:
+    """Return the learning rate of a step of the part: linear warm-up, constant, linear decay at the end."""
+    return part.learning_rate * min((step + 1) / 100, 1.0, max(0.02, (part.steps - step) / (part.decay * part.steps)))
 
 
 class Optimizers:
@@ -277,8 +327,12 @@ def share_gradients(model: LlamaForCausalLM) -> None:
         start += gradient.numel()
 
 
-def train(worker: int, steps: int, output: Path, state: Path | None, checkpoint_seconds: float, meeting: str) -> None:
-    """Run one worker; worker 0 writes the files. If ``state`` exists, resume from it as if never interrupted."""
+def train(worker: int, output: Path, skills: bool, state: Path | None, checkpoint_seconds: float, meeting: str) -> None:
+    """Run one worker through one part; worker 0 writes the files. If ``state`` exists, resume from it.
+
+    Args:
+        skills: train the second part, beginning from the files in ``output``.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=worker, world_size=WORKERS)
     torch.set_num_threads(1)
@@ -286,63 +340,74 @@ def train(worker: int, steps: int, output: Path, state: Path | None, checkpoint_
     torch.manual_seed(SEED)
     tokenizer = train_tokenizer()
     model = new_model(tokenizer)
+    part, first_step = (ALL_SKILLS, LANGUAGE.steps) if skills else (LANGUAGE, 0)
+    if skills:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(output, dtype=torch.float32).state_dict())
+        torch.distributed.barrier()  # worker 0 writes these files later
     optimizers = Optimizers(model)
-    step, tokens, seconds = 0, 0, 0.0  # seconds of training, without evaluation
+    step, tokens, seconds = 0, 0, 0.0  # of this part; seconds of training, without evaluation
     if state is not None and state.exists():
         saved = torch.load(state)
         model.load_state_dict(saved["model"])
-        for optimizer, part in zip(optimizers.parts, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(part)
+        for optimizer, optimizer_state in zip(optimizers.parts, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
         step, tokens, seconds = saved["step"], saved["tokens"], saved["seconds"]
-    log = Log(output / "training.log", keep=step > 0, silent=worker > 0)
+    log = Log(output / "training.log", keep=skills or step > 0, silent=worker > 0)
     if step == 0:
         parameters = sum(p.numel() for p in model.parameters())
         log(f"parameters {parameters:,}, vocabulary {len(tokenizer)}, seed {SEED}, {WORKERS} workers of one thread, "
-            f"torch {torch.__version__}")  # fmt: skip
+            f"torch {torch.__version__}, steps from {first_step}")  # fmt: skip
     last_save, first = time.monotonic(), (tokens, seconds)
     sums, count = [0.0, 0.0], 0
-    while step < steps:
+    while step < part.steps:
         started = time.monotonic()
-        ids, weights = make_batch(tokenizer.backend_tokenizer, step, worker)
+        ids, weights = make_batch(tokenizer.backend_tokenizer, first_step + step, worker)
         loss, on_answers = loss_of(model, ids, weights)
         loss.backward()
         share_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizers.step(learning_rate(step, steps))
+        optimizers.step(learning_rate(part, step))
         step += 1
         tokens += ids.numel() * WORKERS
         seconds += time.monotonic() - started
         sums, count = [sums[0] + loss.item(), sums[1] + on_answers], count + 1
-        if step % 25 == 0 or step == steps:
+        if step % 25 == 0 or step == part.steps:
             speed = (tokens - first[0]) / (seconds - first[1])
-            log(f"step {step} loss {sums[0] / count:.4f} answers {sums[1] / count:.4f} tokens/s {speed:.0f} "
-                f"seconds {seconds:.0f}")  # fmt: skip
+            log(f"step {first_step + step} loss {sums[0] / count:.4f} answers {sums[1] / count:.4f} "
+                f"tokens/s {speed:.0f} seconds {seconds:.0f}")  # fmt: skip
             first, sums, count = (tokens, seconds), [0.0, 0.0], 0
-        if worker == 0 and step % 25 == 0 and time.monotonic() - last_save > checkpoint_seconds and step < steps:
-            save(model, tokenizer, output)
-            evaluate(output, log)
+        if worker == 0 and step % 25 == 0 and time.monotonic() - last_save > checkpoint_seconds and step < part.steps:
             if state is not None:
-                parts = [optimizer.state_dict() for optimizer in optimizers.parts]
+                states = [optimizer.state_dict() for optimizer in optimizers.parts]
                 counts = {"step": step, "tokens": tokens, "seconds": seconds}
-                torch.save({"model": model.state_dict(), "optimizers": parts, **counts}, state)
+                torch.save({"model": model.state_dict(), "optimizers": states, **counts}, state)
+            with tempfile.TemporaryDirectory() as folder:
+                save(model, tokenizer, Path(folder))
+                evaluate(Path(folder), log)
             last_save = time.monotonic()
     if worker == 0:
         save(model, tokenizer, output)
-        log(f"trained on {tokens:,} tokens in {steps} steps and {seconds:.0f} seconds")
+        log(f"trained on {tokens:,} tokens in {part.steps} steps and {seconds:.0f} seconds")
         evaluate(output, log, thorough=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--skills-only", action="store_true", help="train only the second part, on the files in --output"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "pdserve" / "demo_model")
     parser.add_argument("--checkpoint-seconds", type=float, default=480.0)
-    parser.add_argument("--state", type=Path, help="save the training state to this file, and resume from it")
+    parser.add_argument("--state", type=Path, help="save the training state of a part to this file, and resume from it")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        shared = (arguments.steps, arguments.output, arguments.state, arguments.checkpoint_seconds, f"{folder}/meeting")
-        mp.spawn(train, shared, nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]
+    for skills in (True,) if arguments.skills_only else (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            state = arguments.state and arguments.state.with_name(
+                f"{arguments.state.name}-{'skills' if skills else 'language'}"
+            )
+            shared = (arguments.output, skills, state, arguments.checkpoint_seconds, f"{folder}/meeting")
+            mp.spawn(train, shared, nprocs=WORKERS)  # type: ignore[attr-defined, no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Text for the demo model: facts, stories, short chats, and questions about a fact stated earlier in the prompt.
+"""Text for the demo model: facts, stories, chats, questions about a fact stated earlier in the prompt, calls and JSON.
 
 Everything is drawn from one `random.Random`, so the same seed gives the same text.
 """
 
 from .document import EOS, SPECIAL_TOKENS, TURN_END, TURN_START, Document
 from .facts import draw_facts
-from .mixture import draw_document, draw_long_document, sums_document
+from .mixture import draw_document, draw_long_document, draw_skill, sums_document
 from .retrieval import RetrievalCase, retrieval_cases
 from .words import CAPITALS
 
@@ -20,6 +20,7 @@ __all__ = [
     "draw_document",
     "draw_facts",
     "draw_long_document",
+    "draw_skill",
     "retrieval_cases",
     "sums_document",
 ]

@@ -13,14 +13,17 @@ SPECIAL_TOKENS = (EOS, TURN_START, TURN_END)
 
 @dataclass
 class Document:
-    """A training text and the character spans in it that are answers."""
+    """A training text, and the character spans in it that are answers, or given by the server and not learned."""
 
     text: str = ""
     answers: list[tuple[int, int]] = field(default_factory=list)
+    given: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, text: str, answer: bool = False) -> Document:
+    def add(self, text: str, answer: bool = False, given: bool = False) -> Document:
         if answer:
             self.answers.append((len(self.text), len(self.text) + len(text)))
+        if given:
+            self.given.append((len(self.text), len(self.text) + len(text)))
         self.text += text
         return self
 

@@ -6,8 +6,12 @@ import random
 
 from .chats import add_user, end_turn, passage_chat, remember_chat, short_chat
 from .document import EOS, Document, add_answer, add_question, finish
+from .editing import editing_chat
+from .extraction import extraction_chat
 from .passages import list_document, passage_document
 from .stories import story
+from .thinking import thinking_chat
+from .tools import tool_chat
 from .world import sum_qa, world_document
 
 
@@ -52,3 +56,17 @@ def draw_long_document(rng: random.Random, words: int) -> Document:
     else:
         document = remember_chat(rng, words)
     return finish(rng, document)
+
+
+def draw_skill(rng: random.Random, words: int) -> Document:
+    """A document of what the second part of training adds: calls, JSON, thinking blocks, edited copies."""
+    draw = rng.random()
+    if draw < 0.36:
+        document = tool_chat(rng)
+    elif draw < 0.68:
+        document = extraction_chat(rng)
+    elif draw < 0.84:
+        document = thinking_chat(rng, words)
+    else:
+        document = editing_chat(rng, words)
+    return document.add(EOS)
