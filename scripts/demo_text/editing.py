@@ -7,7 +7,8 @@ import re
 
 from .chats import add_user, end_turn
 from .document import Document
-from .filler import filler
+from .facts import draw_facts
+from .filler import filler, noise, scenery
 from .words import ANIMALS, COLORS, NAMES, OBJECTS, OUTDOORS, made_up_word
 
 COPY = (
@@ -27,9 +28,23 @@ APPEND = (
 LEAVE_OUT = ("Write this text again without the first sentence:\n\n{text}", "Remove the first sentence:\n\n{text}")
 
 
+def unpredictable(rng: random.Random, words: int) -> list[str]:
+    """Sentences of about ``words`` words, most of which nothing but the text itself tells: copying must look back."""
+    sentences: list[str] = []
+    style = rng.random()
+    while sum(sentence.count(" ") + 1 for sentence in sentences) < words:
+        if style < 0.45:
+            sentences += [fact.statement(rng) for fact in draw_facts(rng, 2)]
+        elif style < 0.8:
+            sentences.append(noise(rng) if rng.random() < 0.6 else scenery(rng))
+        else:
+            sentences += filler(rng, words)
+    return sentences
+
+
 def editing_chat(rng: random.Random, words: int) -> Document:
     """A text of at most about half of ``words``, and the same text after an edit."""
-    sentences = filler(rng, rng.randint(6, max(8, words // 2 - 20)))
+    sentences = unpredictable(rng, rng.randint(6, max(8, words // 2 - 20)))
     text = " ".join(sentences)
     known = [word for word in (*NAMES, *ANIMALS, *COLORS, *OBJECTS, *OUTDOORS) if re.search(rf"\b{word}\b", text)]
     draw = rng.random()

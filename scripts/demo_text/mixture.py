@@ -61,11 +61,11 @@ def draw_long_document(rng: random.Random, words: int) -> Document:
 def draw_skill(rng: random.Random, words: int) -> Document:
     """A document of what the second part of training adds: calls, JSON, thinking blocks, edited copies."""
     draw = rng.random()
-    if draw < 0.36:
+    if draw < 0.3:
         document = tool_chat(rng)
-    elif draw < 0.68:
+    elif draw < 0.54:
         document = extraction_chat(rng)
-    elif draw < 0.84:
+    elif draw < 0.7:
         document = thinking_chat(rng, words)
     else:
         document = editing_chat(rng, words)

@@ -13,19 +13,8 @@ from .world import capital_qa, sum_qa, world_qa
 
 
 def think(document: Document, question: str, thought: str) -> Document:
-    document.add(f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n<think>\n")
+    document.add(f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n").add("<think>\n", given=True)
     return document.add(thought).add("\n</think>\n\n")
-
-
-def counted(left: int, symbol: str, right: int, result: int) -> str:
-    """Steps to the result: counted on or back by ones, or added up."""
-    if symbol in ("plus", "+"):
-        steps = range(left, left + right + 1)
-    elif symbol in ("minus", "-"):
-        steps = range(left, left - right - 1, -1)
-    else:
-        steps = range(0, left * right + 1, right) if right else range(1)
-    return ", ".join(str(step) for step in steps) + f". So it is {result}."
 
 
 def thinking_chat(rng: random.Random, words: int) -> Document:
@@ -37,20 +26,17 @@ def thinking_chat(rng: random.Random, words: int) -> Document:
         fact = rng.choice(facts)
         question = fact.question(rng)
         text = scatter(rng, facts, max(8, min(words - 60, int(words * rng.random()))))
-        document = think(document, f"{text}\n\n{question}", f"The user asks: {question} The text says: {fact.answer}")
+        document = think(document, f"{text}\n\n{question}", f"The text says: {fact.answer}")
         return end_turn(add_answer(document, fact.answer), last=True)
     if draw < 0.5:
         question, answer = sum_qa(rng)
         calculation, result = answer.rstrip(".").split(" is ")
-        left, symbol, right = calculation.split()
-        thought = "I count: " + counted(int(left), symbol, int(right), int(result))
+        thought = f"I have to find {calculation}. The result is {result}."
     elif draw < 0.85:
         question, answer = capital_qa(rng) if rng.random() < 0.5 else world_qa(rng)
-        thought = f"The user asks: {question} " + rng.choice(
-            ("I know this.", "I know that " + answer[0].lower() + answer[1:])
-        )
+        thought = "I know this. " + answer
     else:
         question, answer = rng.choice(SMALL_TALK)
         question, answer = expand(rng, question), expand(rng, answer)
-        thought = f"The user says: {question} " + "I answer politely."
+        thought = "This is small talk. I answer politely."
     return end_turn(think(document, question, thought).add(answer, answer=True), last=True)

@@ -14,6 +14,7 @@ from .world import world_qa
 VALUES: dict[str, tuple[object, ...]] = {
     "city": CITIES, "name": NAMES, "animal": tuple(ANIMALS), "color": tuple(COLORS), "food": tuple(FOODS),
     "object": tuple(OBJECTS), "place": tuple(PLACES), "day": tuple(DAYS), "month": tuple(MONTHS),
+    "city2": CITIES, "currency": ("USD", "EUR", "GBP", "JPY"), "currency2": ("CHF", "CAD", "INR", "SEK"),
     "number": tuple(range(1, 100)), "number2": tuple(range(1, 100)), "unit": ("celsius", "fahrenheit"),
     "topic": tuple(OBJECTS + ANIMALS + FOODS), "minutes": tuple(range(1, 60)), "symbol": ("ABC", "XYZ", "IBM", "TSLA"),
     "text": tuple(f"{color} {thing}" for color in COLORS for thing in OBJECTS), "level": tuple(range(0, 101, 5)),
@@ -26,6 +27,28 @@ RESULTS: dict[str, tuple[object, ...]] = {
     "price": tuple(range(1, 500)), "status": ("done", "ok", "sent", "ready", "failed"), "result": tuple(range(1, 1000)),
     "answer": tuple(f"{color} {thing}" for color in COLORS for thing in OBJECTS), "city": CITIES,
 }  # fmt: skip
+
+
+VERBS = (
+    "get_",
+    "set_",
+    "find_",
+    "make_",
+    "",
+    "do_",
+    "search_",
+    "create_",
+    "delete_",
+    "update_",
+    "send_",
+    "list_",
+    "check_",
+)
+NOUNS = (
+    "flights", "hotel", "account", "order", "ticket", "song", "movie", "news", "recipe", "user", "invoice", "calendar",
+    "contact", "reminder", "route", "currency", "price", "event", "file", "folder", "document", "image", "location",
+    "temperature", "distance", "translation", "summary", "database", "record", "product", "customer", "payment", "report",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,22 @@ TOOLS = (
          ("[Who is|Find|Look up] {name}[?|.]", "Get the [user|customer] {name}[.|]"), ("city", "answer")),
     Tool(("translate", "translate_text"), "Translate a text.", {"text": ("text",)},
          ("Translate: {text}", "Translate the words {text}[.|]"), ("answer",)),
+    Tool(("search_flights", "find_flights", "book_flight", "find_trains", "get_route"),
+         "Find a way from one city to another.",
+         {"city": ("origin", "from", "from_city", "start"), "city2": ("destination", "to", "to_city", "end")},
+         ("[Find|Search|Book|Show] [flights|a flight|trains|a train|the route|a way] from {city} to {city2}[.|]",
+          "How do I get from {city} to {city2}?"), ("price", "status")),
+    Tool(("convert", "convert_currency", "exchange_rate"), "Convert money.",
+         {"number": ("amount", "value"), "currency": ("from_currency", "source"), "currency2": ("to_currency", "target")},
+         ("Convert {number} {currency} to {currency2}[.|]", "How much is {number} {currency} in {currency2}?"),
+         ("result",)),
+    Tool(("play_song", "play_music", "create_reminder", "add_note", "set_reminder", "create_ticket"), "Take a title.",
+         {"text": ("title", "song", "name", "note"), "day": ("day", "date")},
+         ("[Play|Remember|Note] {text} on {day}[.|]", "[Create a reminder|Make a note]: {text}, {day}"), ("status",)),
+    Tool(("get_user_info", "get_account", "delete_user", "get_order_status", "get_invoice"), "Needs a number.",
+         {"number": ("id", "user_id", "order_id", "account_id")},
+         ("[Get|Show|Delete|Check] the [user|account|order|invoice] {number}[.|]", "What about number {number}?"),
+         ("status", "answer")),
     Tool(("list_files", "get_date", "get_news", "ping", "get_status", "roll_dice"), "Needs no arguments.", {},
          ("[Call|Run|Use] {function}[.|]", "[Show|Tell] me the [files|date|news|status][.|]", "Roll the dice[.|]"),
          ("status",)),
@@ -102,12 +141,19 @@ class Call:
     results: tuple[str, ...]
 
 
+def draw_value(rng: random.Random, kind: str) -> object:
+    """A value of one kind; names are sometimes made up, so that copying one does not depend on knowing it."""
+    if kind in ("city", "city2", "name", "topic") and rng.random() < 0.25:
+        return " ".join(made_up_word(rng).capitalize() for _ in range(rng.choice((1, 1, 2))))
+    return rng.choice(VALUES[kind])
+
+
 def draw_call(rng: random.Random) -> Call:
     tool = rng.choice(TOOLS)
     name = rng.choice(tool.names)
     kinds = list(tool.parameters)
     chosen = {kind: rng.choice(names) for kind, names in tool.parameters.items()}
-    values = {kind: rng.choice(VALUES[kind]) for kind in kinds}
+    values = {kind: draw_value(rng, kind) for kind in kinds}
     question = expand(
         rng, rng.choice(tool.questions), {**{kind: str(value) for kind, value in values.items()}, "function": name}
     )
@@ -118,12 +164,10 @@ def draw_call(rng: random.Random) -> Call:
 
 def made_up_call(rng: random.Random) -> Call:
     """A function of any name and parameters, which the question spells out."""
-    name = rng.choice(("get_", "set_", "find_", "make_", "", "do_")) + rng.choice(
-        (made_up_word(rng), rng.choice(OBJECTS))
-    )
+    name = rng.choice(VERBS) + rng.choice((made_up_word(rng), rng.choice(OBJECTS), rng.choice(NOUNS)))
     kinds = rng.sample(list(VALUES), rng.randint(0, 3))
-    names = [rng.choice((kind.rstrip("2"), made_up_word(rng))) for kind in kinds]
-    arguments = {key: rng.choice(VALUES[kind]) for key, kind in zip(names, kinds, strict=True)}
+    names = [rng.choice((kind.rstrip("2"), made_up_word(rng), rng.choice(NOUNS))) for kind in kinds]
+    arguments = {key: draw_value(rng, kind) for key, kind in zip(names, kinds, strict=True)}
     told = " and ".join(f"{key} {value}" for key, value in arguments.items())
     verb = rng.choice(("Call", "Use", "Run"))
     question = f"{verb} {name}" + (f" with {told}." if told else ".")
