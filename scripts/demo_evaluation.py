@@ -1,5 +1,6 @@
-"""Evaluation of the demo model: retrieval of facts far back in the prompt, capitals, sums, and sample answers."""
+"""Evaluation of the demo model: retrieval of facts far back in the prompt, capitals, sums, skills, sample answers."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def evaluate(output: Path, log: Callable[[str], None], thorough: bool = False) -
     answers = complete(model, tokenizer, [chat(tokenizer, f"What is {a} plus {b}?") for a, b in sums], 16)
     num_correct = sum(answer.endswith(f" is {a + b}.") for (a, b), answer in zip(sums, answers, strict=True))
     log(f"eval sums to 20, chat: {num_correct}/{len(sums)}")
+    rng = random.Random(SEED)
+    for skill in demo_text.SKILLS:
+        pairs = [demo_text.skill_case(rng, skill, 60) for _ in range(50)]
+        answers = complete(model, tokenizer, [prompt for prompt, _ in pairs], 120)
+        num_correct = sum(answer == expected for answer, (_, expected) in zip(answers, pairs, strict=True))
+        log(f"eval {skill}: {num_correct}/{len(pairs)}")
     for message in SAMPLES:
         log(f"chat {message!r}: {complete(model, tokenizer, [chat(tokenizer, message)], 300)[0]!r}")
     log(f"completion 'Once upon a time': {complete(model, tokenizer, ['Once upon a time'], 300)[0]!r}")

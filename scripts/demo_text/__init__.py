@@ -5,13 +5,14 @@ Everything is drawn from one `random.Random`, so the same seed gives the same te
 
 from .document import EOS, SPECIAL_TOKENS, TURN_END, TURN_START, Document
 from .facts import draw_facts
-from .mixture import draw_document, draw_long_document, draw_skill, sums_document
+from .mixture import SKILLS, draw_document, draw_long_document, draw_skill, skill_case, sums_document
 from .retrieval import RetrievalCase, retrieval_cases
 from .words import CAPITALS
 
 __all__ = [
     "CAPITALS",
     "EOS",
+    "SKILLS",
     "SPECIAL_TOKENS",
     "TURN_END",
     "TURN_START",
@@ -22,5 +23,6 @@ __all__ = [
     "draw_long_document",
     "draw_skill",
     "retrieval_cases",
+    "skill_case",
     "sums_document",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from .chats import add_user, end_turn, passage_chat, remember_chat, short_chat
-from .document import EOS, Document, add_answer, add_question, finish
+from .document import EOS, TURN_END, TURN_START, Document, add_answer, add_question, finish
 from .editing import editing_chat
 from .extraction import extraction_chat
 from .passages import list_document, passage_document
@@ -56,6 +56,23 @@ def draw_long_document(rng: random.Random, words: int) -> Document:
     else:
         document = remember_chat(rng, words)
     return finish(rng, document)
+
+
+SKILLS = ("calls", "JSON", "thinking", "edits")
+
+
+def skill_case(rng: random.Random, skill: str, words: int) -> tuple[str, str]:
+    """A prompt and its answer in one of `SKILLS`: the first turn of a document. It has one right answer."""
+    makers = {"calls": tool_chat, "JSON": extraction_chat}
+    while True:
+        chats = {"thinking": thinking_chat, "edits": editing_chat}
+        document = makers[skill](rng) if skill in makers else chats[skill](rng, words)
+        prompt, start, rest = document.text.partition(f"{TURN_START}assistant\n")
+        thought, tag, answer = rest.partition("<think>\n")
+        is_vague = "small talk" in rest if skill == "thinking" else skill == "calls" and "<tool_call>" not in rest
+        if is_vague or (skill == "JSON" and "the keys" not in prompt):
+            continue
+        return prompt + start + (tag if not thought else ""), (answer if tag else rest).partition(TURN_END)[0]
 
 
 def draw_skill(rng: random.Random, words: int) -> Document:
