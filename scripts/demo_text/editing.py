@@ -43,22 +43,29 @@ def unpredictable(rng: random.Random, words: int) -> list[str]:
 
 
 def editing_chat(rng: random.Random, words: int) -> Document:
-    """A text of at most about half of ``words``, and the same text after an edit."""
-    sentences = unpredictable(rng, rng.randint(6, max(8, words // 2 - 20)))
+    """Texts of at most about half of ``words`` words, and each after an edit; most have several short ones."""
+    document = Document()
+    turns = rng.choice((1, 2, 4, 6))
+    for index in range(turns):
+        sentences = unpredictable(rng, rng.randint(5, max(8, words // 2 // turns)))
+        content, answer = edit(rng, sentences)
+        end_turn(add_user(document, content).add(answer, answer=True), last=index == turns - 1)
+    return document
+
+
+def edit(rng: random.Random, sentences: list[str]) -> tuple[str, str]:
+    """A request to write the sentences again, and their text after it."""
     text = " ".join(sentences)
     known = [word for word in (*NAMES, *ANIMALS, *COLORS, *OBJECTS, *OUTDOORS) if re.search(rf"\b{word}\b", text)]
     draw = rng.random()
     if draw < 0.25 or not known:
-        content, answer = rng.choice(COPY).format(text=text), text
-    elif draw < 0.8:
+        return rng.choice(COPY).format(text=text), text
+    if draw < 0.85:
         old = rng.choice(known)
         pool = next(pool for pool in (NAMES, ANIMALS, COLORS, OBJECTS, OUTDOORS) if old in pool)
         new = rng.choice(pool) if rng.random() < 0.85 else made_up_word(rng)
-        content = rng.choice(REPLACE).format(old=old, new=new, text=text)
-        answer = re.sub(rf"\b{old}\b", new, text)
-    elif draw < 0.9 or len(sentences) < 2:
-        new = filler(rng, 5)[0]
-        content, answer = rng.choice(APPEND).format(new=new, text=text), f"{text} {new}"
-    else:
-        content, answer = rng.choice(LEAVE_OUT).format(text=text), " ".join(sentences[1:])
-    return end_turn(add_user(Document(), content).add(answer, answer=True), last=True)
+        return rng.choice(REPLACE).format(old=old, new=new, text=text), re.sub(rf"\b{old}\b", new, text)
+    if draw < 0.93 or len(sentences) < 2:
+        new = unpredictable(rng, 5)[0]
+        return rng.choice(APPEND).format(new=new, text=text), f"{text} {new}"
+    return rng.choice(LEAVE_OUT).format(text=text), " ".join(sentences[1:])

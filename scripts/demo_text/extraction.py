@@ -15,7 +15,7 @@ from .chats import add_user, end_turn, system_turn
 from .document import Document
 from .facts import Fact, draw_facts
 from .filler import filler
-from .words import ADJECTIVES, ANIMALS, CITIES, COLORS, DAYS, FOODS, JOBS, MONTHS, NAMES, OBJECTS, made_up_word
+from .words import ADJECTIVES, ANIMALS, CITIES, COLORS, DAYS, FOODS, JOBS, MONTHS, NAMES, OBJECTS, PLACES, made_up_word
 from .world import capital_qa, sum_qa, world_qa
 
 Values = dict[str, object]
@@ -160,6 +160,17 @@ def flagged(rng: random.Random) -> tuple[str, Values]:
     return text, values
 
 
+def spelt(rng: random.Random) -> tuple[str, Values]:
+    """Many words as a list. In quotes a word begins without a space, so its tokens are others than in the text."""
+    pool: list[str] = rng.choice(
+        ([*NAMES], [*CITIES], [*COLORS, *OBJECTS], [*FOODS, *ANIMALS], [*DAYS, *MONTHS, *JOBS], [*PLACES])
+    )
+    chosen = rng.sample(pool, min(len(pool), rng.randint(6, 16)))
+    if rng.random() < 0.2:
+        chosen = [made_up_word(rng) for _ in chosen]
+    return rng.choice((" ", ", ")).join(chosen), {rng.choice(("words", "items", "list")): chosen}
+
+
 def unknown_keys(rng: random.Random) -> tuple[str, Values]:
     """Keys that say nothing: the values are words of the text, so that a string ends after a word or two."""
     words = [
@@ -172,7 +183,7 @@ def unknown_keys(rng: random.Random) -> tuple[str, Values]:
 
 MAKERS: tuple[tuple[Callable[[random.Random], tuple[str, Values]], float], ...] = (
     (person, 3), (of_facts, 4), (event, 2), (listed, 2), (people, 1.5), (nested, 1), (judged, 2), (answered, 3),
-    (capital, 1.5), (flagged, 1.5), (unknown_keys, 1.5),
+    (capital, 1.5), (flagged, 1.5), (unknown_keys, 1.5), (spelt, 4),
 )  # fmt: skip
 
 

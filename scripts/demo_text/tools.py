@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .chats import SMALL_TALK, end_turn, sloppy
 from .document import TURN_END, TURN_START, Document, add_answer
 from .words import ANIMALS, CITIES, COLORS, DAYS, FOODS, MONTHS, NAMES, OBJECTS, PLACES, expand, made_up_word
-from .world import world_qa
+from .world import capital_qa
 
 VALUES: dict[str, tuple[object, ...]] = {
     "city": CITIES, "name": NAMES, "animal": tuple(ANIMALS), "color": tuple(COLORS), "food": tuple(FOODS),
@@ -220,7 +220,7 @@ def tool_chat(rng: random.Random) -> Document:
     for index in range(turns):
         is_last = index == turns - 1
         if rng.random() < 0.2:  # no call
-            question, answer = world_qa(rng) if rng.random() < 0.5 else rng.choice(SMALL_TALK)
+            question, answer = capital_qa(rng) if rng.random() < 0.5 else rng.choice(SMALL_TALK)
             question, answer = sloppy(rng, expand(rng, question)), expand(rng, answer)
             document.add(f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n")
             end_turn(add_answer(document, answer), is_last)
