@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
@@ -188,7 +189,7 @@ class Engine:
         """
         siblings = []
         for request_id, seed in members:
-            sampling = replace(seq.sampling, seed=seed)
+            sampling = structs.replace(seq.sampling, seed=seed)
             siblings.append(seq.sibling(request_id, sampling, self._constraint(sampling)))
         return siblings
 

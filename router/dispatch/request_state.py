@@ -18,8 +18,6 @@ from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.telemetry.timeline import Timeline, TransferStats
 from pdserve.router.telemetry.traffic import prompt_ids
 
-_OPTIONAL_SAMPLING = ("logprobs", "prompt_logprobs")  # fields of pb.Sampling that may be absent
-
 
 class RequestState:
     """One running request. Implements `TokenStream` for the HTTP side; the dispatcher feeds it.
@@ -179,19 +177,7 @@ class RequestState:
         submit.tenant, submit.weight = request.tenant
         submit.prompt = pack_tokens(request.prompt)
         submit.output.extend(self.emitted)
-        # What is empty is the message's default. 0 log probabilities are not.
-        sampling = {
-            name: value
-            for name, value in vars(request.sampling).items()
-            if value or (name in _OPTIONAL_SAMPLING and value is not None)
-        }
-        if words := request.sampling.bad_words:
-            sampling["bad_words"] = list(map(pack_tokens, words))
-        if span := request.sampling.reasoning:
-            packed = {"start": pack_tokens(span.start), "closing": pack_tokens(span.closing)}
-            ends = list(map(pack_tokens, span.ends))
-            sampling["reasoning"] = pb.Reasoning(**packed, ends=ends, budget=span.budget, is_required=span.is_required)
-        submit.sampling.CopyFrom(pb.Sampling(**sampling))
+        submit.sampling = request.sampling.pack()
         for other in others:
             submit.members.add(request_id=other.id, seed=other.request.sampling.seed)
         return frame
