@@ -189,6 +189,7 @@ class Request:
     Attributes:
         salt: requests with different salts never share KV.
         keys: block size → keys of the prompt's full blocks.
+        packed_keys: hashes from which instances make their keys (`KeyChain.pack`); if empty, each computes them.
         multi_turn: a chat, so another turn may follow whose prompt begins with this prompt and its output.
         priority: lower is served first, where instances schedule by priority.
         tenant: whose request it is; instances are shared by weight.
@@ -204,6 +205,7 @@ class Request:
     sampling: SamplingParams
     salt: str = ""
     keys: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
+    packed_keys: bytes = field(default=b"", repr=False)
     multi_turn: bool = False
     priority: int = 0
     tenant: Tenant = NO_TENANT

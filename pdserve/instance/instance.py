@@ -305,6 +305,7 @@ class Instance:
                 message.output,
                 message.priority,
                 Tenant(message.tenant, message.weight or 1.0),
+                message.keys,
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except (ValueError, RequestError) as error:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.grammars.limits import check_grammar
-from pdserve.keys import KEY_BYTES, block_keys, root_key
+from pdserve.keys import KEY_BYTES, KeyChain, root_key
 from pdserve.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams, check_length
 from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import template_messages, template_options
@@ -415,16 +415,19 @@ def _build_requests(
     """Return the requests of all choices. Choice i of each prompt has seed + i, so batching does not change its answers."""
     salt, session, priority = context.salt(_cache_salt(body)), _session(body, context), _priority(body, info)
     root = root_key(model_digest=info.model_digest, salt=salt)
-    keyed = [(prompt, {size: block_keys(root, prompt, size) for size in info.block_sizes}) for prompt in prompts]
-    choices = [(prompt, keys, i) for prompt, keys in keyed for i in range(n)]
+    keyed = [(prompt, KeyChain(root)) for prompt in prompts]
+    keys_of = [{size: chain.block_keys(prompt, size) for size in info.block_sizes} for prompt, chain in keyed]
+    packed = [chain.pack(prompt) for prompt, chain in keyed]
+    choices = [choice for choice in zip(prompts, keys_of, packed, strict=True) for _ in range(n)]
     return [
         Request(
             request_id=context.request_id if len(choices) == 1 else f"{context.request_id}-{index}",
             prompt=prompt,
-            sampling=structs.replace(sampling, seed=(sampling.seed + i) % 2**63) if i else sampling,
+            sampling=structs.replace(sampling, seed=(sampling.seed + i) % 2**63) if (i := index % n) else sampling,
             salt=salt,
             priority=priority,
             keys=keys,
+            packed_keys=packed_keys,
             session=session,
             traceparent=context.traceparent,
             client=context.client,
@@ -432,7 +435,7 @@ def _build_requests(
             whole=not body.stream and not body.stop,
             received=context.received,
         )
-        for index, (prompt, keys, i) in enumerate(choices)
+        for index, (prompt, keys, packed_keys) in enumerate(choices)
     ]
 
 

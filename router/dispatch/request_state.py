@@ -175,7 +175,7 @@ class RequestState:
         submit.request_id, submit.salt = self.id, request.salt
         submit.multi_turn, submit.priority, submit.whole = request.multi_turn, request.priority, request.whole
         submit.tenant, submit.weight = request.tenant
-        submit.prompt = pack_tokens(request.prompt)
+        submit.prompt, submit.keys = pack_tokens(request.prompt), request.packed_keys
         submit.output.extend(self.emitted)
         submit.sampling = request.sampling.pack()
         for other in others:

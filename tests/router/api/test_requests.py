@@ -220,7 +220,11 @@ def test_forms_of_a_prompt(
             "prompt_logprobs",
             "prompt_logprobs are not part of a stream; leave out stream, or send echo and logprobs to /v1/completions",
         ),
-        ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias must be of at most 1024 entries with values from -100 to 100, not 101.0"),
+        (
+            {"logit_bias": {"1": 101}},
+            "logit_bias",
+            "logit_bias must be of at most 1024 entries with values from -100 to 100, not 101.0",
+        ),
         ({"logit_bias": {"300": 1}}, "logit_bias", "logit_bias holds the token id 300; this model's ids are 0 to 299"),
         (
             {"truncate_prompt_tokens": 0},
