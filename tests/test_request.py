@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from msgspec.structs import fields
 
 from pdserve.errors import InvalidParameter
@@ -62,4 +63,4 @@ def test_every_client_knows_a_field_that_the_struct_declares(field: Any) -> None
     assert getattr(OfflineParams(), field.name) == field.default
     for meta in constraints(field.name):
         with pytest.raises(InvalidParameter, match=f"{field.name} must be"):
-            SamplingParams(**{field.name: 10**9 if meta.le is not None else -1}).validate()
+            structs.replace(SamplingParams(), **{field.name: 10**9 if meta.le is not None else -1}).validate()

@@ -25,10 +25,6 @@ class RequestState:
     Attributes:
         prefill: the instance that computes the prompt. If `decode` is None, it does everything.
         decode: the decode instance, or None.
-        hedge: a second prefill instance; None unless the prefill was late.
-        hedge_tried: a hedge was attempted since the last submission.
-        hedge_outputs: buffered outputs of the hedge.
-        submitted_at: time of the last submission to instances, on the fleet's `AwakeClock`.
         emitted: tokens passed to the client so far.
         gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
@@ -61,8 +57,6 @@ class RequestState:
         )
         self.gaps = array("f")
         self.last_token_at: float | None = None
-        self.submitted_at = 0.0
-        self.hedge_tried = False
         self.is_follower = self.has_answered = False
         self.leader: RequestState | None = None
         self._own_scores: list[pb.Logprobs] = []  # of the prompt, since the last submission
@@ -75,8 +69,6 @@ class RequestState:
             and sampling.prompt_logprobs is None
             and not (sampling.embed or sampling.beam_width)
         )
-        self.hedge: InstanceHandle | None = None
-        self.hedge_outputs: list[pb.Output] = []
         self.emitted: list[int] = []
         self.cached: Mapping[str, int] = {}
         self._on_cancel = on_cancel

@@ -26,7 +26,12 @@ class Driver:
         self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
 
     def run(self, **fields: Any) -> list[pb.Output]:
-        submit = {"request_id": "r", "phase": pb.BOTH, "prompt": pack_tokens(PROMPT), "sampling": SAMPLING.pack()}
+        submit: dict[str, Any] = {
+            "request_id": "r",
+            "phase": pb.BOTH,
+            "prompt": pack_tokens(PROMPT),
+            "sampling": SAMPLING.pack(),
+        }
         self.frames.clear()
         self.instance.submit("router", pb.Submit(**submit | fields))
         idle = False
