@@ -30,6 +30,7 @@ from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 
 SUBSCRIBER = """
 import sys, zmq
@@ -113,7 +114,7 @@ def _instance(settings: Settings) -> Iterator[tuple[Instance, Callable[[bool], N
 
 def _turn(instance: Instance, settings: Settings) -> tuple[float, float]:
     """Return wall and CPU seconds for all requests. Their prompts are new."""
-    sampling = pb.Sampling(max_tokens=settings.output_tokens, top_p=1, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=settings.output_tokens, ignore_eos=True).pack()
     for i in range(settings.requests):
         prompt = pack_tokens([random.randrange(3, 400) for _ in range(settings.prompt_tokens)])
         instance.submit("", pb.Submit(request_id=str(i), phase=pb.BOTH, prompt=prompt, sampling=sampling))

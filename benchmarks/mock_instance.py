@@ -25,6 +25,7 @@ from pdserve.instance.router_link import RouterLinks
 from pdserve.keys import TOKEN_BYTES, Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 from pdserve.roles.job import BATCHED_TOKENS
 
 CONTEXT = 16384  # tokens
@@ -144,7 +145,7 @@ class MockInstance:
             self._submit((link, request_id), submit)
 
     def _submit(self, key: tuple[str, str], submit: pb.Submit) -> None:
-        tokens = submit.sampling.max_tokens
+        tokens = SamplingParams.unpack(submit.sampling).max_tokens
         if submit.phase == pb.DECODE:
             self._reserved[key] = Answer(tokens - 1, submit.whole, begun=True)
             self._say(key, Stage.RESERVED)

@@ -59,7 +59,7 @@ class BeamSearch:
         stop_token_ids: a beam that ends with one of these is an answer.
         max_tokens: tokens of the longest answer.
         length_penalty: above 0 favours long answers, below 0 short ones.
-        early_stopping: `true` ends the search with `width` answers; `false` when no beam could become better than the worst
+        early_stopping: True ends the search with `width` answers; False when no beam could become better than the worst
             of them if it ended now; `never` when none could with any number of tokens.
 
     Attributes:
@@ -67,7 +67,12 @@ class BeamSearch:
     """
 
     def __init__(
-        self, width: int, stop_token_ids: frozenset[int], max_tokens: int, length_penalty: float, early_stopping: str
+        self,
+        width: int,
+        stop_token_ids: frozenset[int],
+        max_tokens: int,
+        length_penalty: float,
+        early_stopping: bool | str,
     ) -> None:
         self.num_candidates = max(2, 1 + len(stop_token_ids)) * width
         self.num_steps = 0
@@ -123,7 +128,7 @@ class BeamSearch:
         """Return whether there are enough answers that no running beam can be expected to surpass."""
         if len(self._answers) < self._width:
             return False
-        if self._early_stopping == "true":
+        if self._early_stopping is True:
             return True
         at_best = self._early_stopping == "never" and self._length_penalty > 0
         length = self._max_tokens if at_best else self.num_steps

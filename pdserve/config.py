@@ -339,11 +339,6 @@ class ServingConfig(ControlConfig):
         None,
         least=1,
     )
-    hedge_prefill_after: float | None = flag(
-        "seconds without a first token after which a second prefill instance gets the prompt too; default: never",
-        None,
-        above=0,
-    )
     max_body_bytes: int = flag("maximum bytes of a request body; a larger one gets a 413", 4 * 1024 * 1024, least=1)
     max_n: int = flag("maximum choices of one request, over all its prompts", 64, least=1)
     api_key: str = flag(

@@ -141,16 +141,35 @@ def root_key(*, model_digest: bytes, salt: str = "") -> bytes:
 
 
 class KeyChain:
-    """Computes the keys of prefixes of one token list, which may grow at its end. Intermediate hashes are cached."""
+    """Computes the keys of prefixes of one token list, which may grow at its end. Intermediate hashes are cached.
 
-    def __init__(self, root: bytes) -> None:
-        self._unit_keys = [root]  # keys of the first 0, 16, 32, … tokens
+    Args:
+        packed: what `pack` of another chain of these tokens returned; empty if there is none.
+
+    Raises:
+        ValueError: the length of `packed` is impossible.
+    """
+
+    def __init__(self, root: bytes, packed: bytes = b"") -> None:
+        if len(packed) % KEY_BYTES:
+            raise ValueError(f"{len(packed)} bytes are not keys of {KEY_BYTES} bytes")
+        # Keys of the first 0, 16, 32, … tokens.
+        self._unit_keys = [root, *(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))]
 
     def copy(self) -> "KeyChain":
-        """Return an independent copy, for tokens that continue otherwise."""
+        """Return an independent copy, for tokens that continue differently."""
         chain = KeyChain(self._unit_keys[0])
         chain._unit_keys = self._unit_keys[:]
         return chain
+
+    def pack(self, tokens: Sequence[int]) -> bytes:
+        """Return the cached hashes of all of `tokens` as bytes, from which another process makes the chain."""
+        self._extend(tokens, len(tokens) // HASH_TOKENS)
+        return b"".join(self._unit_keys[1:])
+
+    def block_keys(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
+        """Return the keys of the full blocks of `tokens`."""
+        return self.keys(tokens, range(block_size, len(tokens) + 1, block_size))
 
     def keys(self, tokens: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Return the key of the first n tokens for each n in `ends`, which must ascend."""

@@ -1,14 +1,14 @@
 """Reasoning in an output, found by token ids: limits its length, and finds the beginning of the answer after it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 MAX_BUDGET = 2**31 - 1
 LATEST_START = 1  # tokens before `ReasoningSpan.start`, such as a line break
 
 
-@dataclass(frozen=True)
-class ReasoningSpan:
+class ReasoningSpan(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Delimiters of reasoning in an output, and its limits.
 
     Attributes:

@@ -1,16 +1,18 @@
 """Generation requests as plain data: prompt tokens and sampling parameters."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, fields
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.reasoning import ReasoningSpan
 
-MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
 MAX_BEAM_WIDTH = 64
 MAX_BAD_WORDS = 256  # each is looked for with and without a space before it
 ARRIVALS_PER_PRIORITY = 1000  # in every queue, one priority level outranks this many earlier arrivals
@@ -31,33 +33,50 @@ class TokenLogprobs:
     rank: int = 0
 
 
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Fields of `SamplingParams` with which a token depends on its logits and its position alone.
 _LOGITS_AND_POSITION = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling and stopping parameters of a request.
+class BodyParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The sampling parameters that clients send as they are: a field here is one of every body that generates.
 
     Attributes:
-        max_tokens: maximum number of tokens to generate, 1 or more.
         min_tokens: tokens to generate before a stop token is allowed.
         temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
-        min_p: drop tokens less likely than this times the most likely one, in [0, 1].
-        seed: token i of the output is a pure function of (logits, seed, i).
-        stop_token_ids: stop after one of these; it stays in the output's ids, as EOS does.
+        top_p: keep the smallest set of tokens whose probability reaches this.
+        min_p: drop tokens less likely than this times the most likely one.
         ignore_eos: continue after EOS.
-        logprobs: report each token's log probability and those of this many most likely tokens; None reports nothing.
         frequency_penalty: subtracted from a token's logit for each occurrence in the output.
         presence_penalty: subtracted once from the logit of each token that occurs in the output.
         repetition_penalty: divides the positive logits of tokens in prompt and output, and multiplies the negative ones.
-        grammar: constraint on the output, in the form of `grammars/specification.py`; empty for none.
-        logit_bias: token id → value added to its logit, from -100 to 100.
-        allowed_token_ids: only these tokens are generated; empty allows all.
+    """
+
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    ignore_eos: bool = False
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+
+
+class SamplingParams(BodyParams, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Sampling and stopping parameters of a request, on the wire and in the engine; see `BodyParams` for the others.
+
+    Attributes:
+        max_tokens: maximum number of tokens to generate.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        seed: token i of the output is a pure function of (logits, seed, i).
+        stop_token_ids: stop after one of these; it stays in the output's ids, as EOS does.
+        logprobs: report each token's log probability and those of this many most likely tokens; None reports nothing.
         prompt_logprobs: report the same of each token of the prompt but the first, with this many most likely tokens; None
             reports nothing.
+        grammar: constraint on the output, in the form of `grammars/specification.py`; empty for none.
+        logit_bias: token id → value added to its logit.
+        allowed_token_ids: only these tokens are generated; empty allows all.
         bad_words: sequences of token ids that must not occur in the output, unless no other token is allowed.
         beam_width: beams of a beam search (`beam_search.py`), which replaces sampling; 0 for none.
         num_answers: how many answers the beam search returns, best first.
@@ -67,31 +86,23 @@ class SamplingParams:
         reasoning: how reasoning is delimited in the output, if it is limited, or a grammar begins after it.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = {}
     grammar: str = ""
     allowed_token_ids: tuple[int, ...] = ()
-    prompt_logprobs: int | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    beam_width: int = 0
-    num_answers: int = 0
-    length_penalty: float = 1.0
-    early_stopping: str = "false"
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Meta(max_length=MAX_BAD_WORDS)] = ()
+    beam_width: Annotated[int, Meta(ge=0, le=MAX_BEAM_WIDTH)] = 0
+    num_answers: Annotated[int, Meta(ge=0, le=MAX_BEAM_WIDTH)] = 0
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    early_stopping: bool | Literal["never"] = False
+    logits_processors: str = ""
     embed: bool = False
     reasoning: ReasoningSpan | None = None
-    logits_processors: str = ""
 
     @property
     def needs_only_logits(self) -> bool:
@@ -99,57 +110,61 @@ class SamplingParams:
         return self == SamplingParams(**{name: getattr(self, name) for name in _LOGITS_AND_POSITION})
 
     def validate(self) -> None:
-        """Raise BadRequest, with the field's name and its valid range, if a value is invalid."""
-        if not 0 <= self.min_tokens <= self.max_tokens and self.max_tokens >= 1:
-            raise _invalid("min_tokens", "from 0 to max_tokens", self.min_tokens)
-        for name, value in vars(self).items():
-            if value == _DEFAULTS[name]:
-                continue
-            for rule in _RULES.get(name, ()):
-                if not rule.allows(shown := rule.looks_at(value)):
-                    raise _invalid(name, rule.expected, shown)
+        """Raise InvalidParameter, with the field's name and its range, if a value is out of range."""
+        if self.min_tokens > self.max_tokens >= 1:
+            raise InvalidParameter("min_tokens", f"min_tokens must be from 0 to max_tokens, not {self.min_tokens}")
+        try:
+            msgspec.convert(asdict(self), SamplingParams)
+        except msgspec.ValidationError as error:
+            name = str(error).rpartition("`$.")[2].partition("[")[0].rstrip("`")
+            expected = _expected(name) or str(error).partition(" - at ")[0]
+            raise InvalidParameter(name, f"{name} must be {expected}, not {_shown(getattr(self, name))}") from error
+
+    def pack(self) -> bytes:
+        """Return the bytes that `Submit.sampling` carries: MessagePack, of the fields that are not at their defaults."""
+        return _ENCODER.encode(self)
+
+    @staticmethod
+    def unpack(data: bytes) -> "SamplingParams":
+        """Return the parameters in `Submit.sampling`. Raises ValueError: a field is unknown, or its type or range wrong."""
+        return _DECODER.decode(data)
 
 
-class _Rule(NamedTuple):
-    """A condition on a field, and its text for errors; `looks_at` returns the part of the value that is checked and shown."""
-
-    expected: str
-    allows: Callable[[Any], bool]
-    looks_at: Callable[[Any], Any] = lambda value: value
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
 
-def _finite(low: float, high: float) -> Callable[[float], bool]:
-    return lambda value: math.isfinite(value) and low <= value <= high
+def constraints(name: str) -> list[Meta]:
+    """Return the constraints on a field of `SamplingParams`: those on its value and, of a container, on the values in it."""
+    found: list[Meta] = []
+    types = [next(one.type for one in fields(SamplingParams) if one.name == name)]
+    while types:
+        annotation = types.pop()
+        found += [one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Meta)]
+        types += [annotation.__origin__] if hasattr(annotation, "__metadata__") else get_args(annotation)
+    return found
 
 
-def _at_most(limit: int, what: str) -> _Rule:
-    return _Rule(f"at most {limit} {what}", lambda count: count <= limit, len)
+def _expected(name: str) -> str:
+    """Return the range of a field, for messages."""
+    parts = []
+    for meta in constraints(name):
+        if meta.max_length is not None:
+            parts.append(f"of at most {meta.max_length} entries")
+        elif meta.le is None:
+            parts.append(f"at least {meta.ge}")
+        else:
+            low = f"above {meta.gt} and at most" if meta.ge is None else f"from {meta.ge} to"
+            high = f"2^{int(meta.le).bit_length()} - 1" if meta.le > 2**30 else str(meta.le)
+            parts.append(f"{low} {high}")
+    return " with values ".join(parts)
 
 
-_NUM_LOGPROBS = _Rule(f"from 0 to {MAX_LOGPROBS}", lambda value: value is None or 0 <= value <= MAX_LOGPROBS)
-_PENALTY = _Rule("a number from -2 to 2", _finite(-2, 2))
-_RULES = {
-    "max_tokens": [_Rule("at least 1", lambda value: value >= 1)],
-    "temperature": [_Rule("a number from 0 to 100", _finite(0, 100))],
-    "top_k": [_Rule("0 (off) or a positive whole number", lambda value: 0 <= value < 2**31)],
-    "top_p": [_Rule("above 0 and at most 1", lambda value: 0 < value <= 1)],
-    "min_p": [_Rule("from 0 to 1", _finite(0, 1))],
-    "seed": [_Rule("from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)],
-    "stop_token_ids": [_at_most(MAX_STOP_TOKEN_IDS, "ids")],
-    "frequency_penalty": [_PENALTY],
-    "presence_penalty": [_PENALTY],
-    "repetition_penalty": [_Rule("above 0, at most 10", lambda value: 0 < value <= 10)],
-    "logprobs": [_NUM_LOGPROBS],
-    "prompt_logprobs": [_NUM_LOGPROBS],
-    "logit_bias": [
-        _Rule(f"of at most {MAX_LOGIT_BIAS} tokens", lambda count: count <= MAX_LOGIT_BIAS, len),
-        _Rule("of numbers from -100 to 100", _finite(-100, 100), lambda biases: max(biases.values(), key=_magnitude)),
-    ],
-    "bad_words": [_at_most(MAX_BAD_WORDS, "sequences of tokens")],
-    "beam_width": [_Rule(f"from 1 to {MAX_BEAM_WIDTH}", lambda value: 0 <= value <= MAX_BEAM_WIDTH)],
-    "length_penalty": [_Rule("a number from -10 to 10", _finite(-10, 10))],
-}
-_DEFAULTS = vars(SamplingParams())
+def _shown(value: object) -> object:
+    """Return what a message shows of a value that is out of range: of a container the largest number, or its length."""
+    if isinstance(value, dict) and len(value) <= 1024:
+        return max(value.values(), key=lambda number: math.inf if math.isnan(number) else abs(number))
+    return len(value) if isinstance(value, Sized) else value
 
 
 class Tenant(NamedTuple):
@@ -174,6 +189,7 @@ class Request:
     Attributes:
         salt: requests with different salts never share KV.
         keys: block size → keys of the prompt's full blocks.
+        packed_keys: hashes from which instances make their keys (`KeyChain.pack`); if empty, each computes them.
         multi_turn: a chat, so another turn may follow whose prompt begins with this prompt and its output.
         priority: lower is served first, where instances schedule by priority.
         tenant: whose request it is; instances are shared by weight.
@@ -189,6 +205,7 @@ class Request:
     sampling: SamplingParams
     salt: str = ""
     keys: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
+    packed_keys: bytes = field(default=b"", repr=False)
     multi_turn: bool = False
     priority: int = 0
     tenant: Tenant = NO_TENANT
@@ -197,14 +214,6 @@ class Request:
     session: str = ""
     whole: bool = False
     received: float | None = None
-
-
-def _magnitude(value: float) -> float:
-    return math.inf if math.isnan(value) else abs(value)
-
-
-def _invalid(name: str, expected: str, value: object) -> BadRequest:
-    return InvalidParameter(name, f"{name} must be {expected}, not {value}")
 
 
 def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

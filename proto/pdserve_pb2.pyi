@@ -328,10 +328,11 @@ class Heard(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "phase", "prompt", "sampling", "salt", "output", "multi_turn", "whole", "priority", "tenant", "weight", "members", "writer")
+    __slots__ = ("request_id", "phase", "prompt", "keys", "sampling", "salt", "output", "multi_turn", "whole", "priority", "tenant", "weight", "members", "writer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -345,7 +346,8 @@ class Submit(_message.Message):
     request_id: str
     phase: Phase
     prompt: bytes
-    sampling: Sampling
+    keys: bytes
+    sampling: bytes
     salt: str
     output: _containers.RepeatedScalarFieldContainer[int]
     multi_turn: bool
@@ -355,7 +357,7 @@ class Submit(_message.Message):
     weight: float
     members: _containers.RepeatedCompositeFieldContainer[Member]
     writer: Layout
-    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., salt: _Optional[str] = ..., output: _Optional[_Iterable[int]] = ..., multi_turn: _Optional[bool] = ..., whole: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., weight: _Optional[float] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., prompt: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sampling: _Optional[bytes] = ..., salt: _Optional[str] = ..., output: _Optional[_Iterable[int]] = ..., multi_turn: _Optional[bool] = ..., whole: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., weight: _Optional[float] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("request_id", "seed")
@@ -364,81 +366,6 @@ class Member(_message.Message):
     request_id: str
     seed: int
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
-
-class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias", "grammar", "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words", "prompt_logprobs", "beam_width", "num_answers", "length_penalty", "embed", "logits_processors", "early_stopping", "reasoning")
-    class LogitBiasEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: float
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    MIN_P_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
-    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
-    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    EMBED_FIELD_NUMBER: _ClassVar[int]
-    LOGITS_PROCESSORS_FIELD_NUMBER: _ClassVar[int]
-    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    ignore_eos: bool
-    logprobs: int
-    logit_bias: _containers.ScalarMap[int, float]
-    grammar: str
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    bad_words: _containers.RepeatedScalarFieldContainer[bytes]
-    prompt_logprobs: int
-    beam_width: int
-    num_answers: int
-    length_penalty: float
-    embed: bool
-    logits_processors: str
-    early_stopping: str
-    reasoning: Reasoning
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., grammar: _Optional[str] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[bytes]] = ..., prompt_logprobs: _Optional[int] = ..., beam_width: _Optional[int] = ..., num_answers: _Optional[int] = ..., length_penalty: _Optional[float] = ..., embed: _Optional[bool] = ..., logits_processors: _Optional[str] = ..., early_stopping: _Optional[str] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ...) -> None: ...
-
-class Reasoning(_message.Message):
-    __slots__ = ("start", "ends", "closing", "budget", "is_required")
-    START_FIELD_NUMBER: _ClassVar[int]
-    ENDS_FIELD_NUMBER: _ClassVar[int]
-    CLOSING_FIELD_NUMBER: _ClassVar[int]
-    BUDGET_FIELD_NUMBER: _ClassVar[int]
-    IS_REQUIRED_FIELD_NUMBER: _ClassVar[int]
-    start: bytes
-    ends: _containers.RepeatedScalarFieldContainer[bytes]
-    closing: bytes
-    budget: int
-    is_required: bool
-    def __init__(self, start: _Optional[bytes] = ..., ends: _Optional[_Iterable[bytes]] = ..., closing: _Optional[bytes] = ..., budget: _Optional[int] = ..., is_required: _Optional[bool] = ...) -> None: ...
 
 class HandOver(_message.Message):
     __slots__ = ("request_id", "num_blocks", "final", "tickets", "first_token", "coming")

@@ -13,7 +13,7 @@ from pdserve.control.coalescing_transport import CoalescingTransport
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 9  # of the control plane; both ends must have the same
+PROTOCOL_VERSION = 10  # of the control plane; both ends must have the same
 NONCE_BYTES = 16  # of `Hello.nonce`
 LENGTH_BYTES = 4  # big-endian
 MAX_FRAME_BYTES = 64 << 20  # the longest prompts take a few MB

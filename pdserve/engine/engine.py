@@ -1,12 +1,13 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
@@ -17,7 +18,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
-from pdserve.keys import KeyChain, root_key, token_array
+from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, root_key, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
 
@@ -62,7 +63,6 @@ class Engine:
 
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
-        chains: request id → the key chain of the same tokens on another instance in this process, if there is one.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class Engine:
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.kv.num_blocks)
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
-        self.chains: Mapping[str, KeyChain] = {}
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
@@ -118,6 +117,7 @@ class Engine:
         output: Collection[int] = (),
         priority: int = 0,
         tenant: Tenant = NO_TENANT,
+        packed_keys: bytes = b"",
     ) -> Sequence:
         """Return a new sequence, not queued yet.
 
@@ -126,6 +126,7 @@ class Engine:
             output: tokens that another instance has generated already.
             priority: lower runs first among those of its tenant; ignored unless the scheduling policy is `priority`.
             tenant: whose request it is.
+            packed_keys: hashes of the prompt, from `KeyChain.pack`; empty: they are computed here.
 
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
@@ -142,6 +143,9 @@ class Engine:
         if np.frombuffer(tokens, np.uint32).max() >= self.checkpoint.vocab_size:
             raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
         tokens.extend(output)
+        if len(packed_keys) > len(prompt) // HASH_TOKENS * KEY_BYTES:
+            raise ValueError(f"{len(packed_keys)} bytes of keys are more than those of {len(prompt)} tokens")
+        root = root_key(model_digest=self.layout.model_digest, salt=salt)
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
         seq = Sequence(
@@ -153,9 +157,9 @@ class Engine:
             num_prompt=len(prompt),
             num_initial=len(prompt) + len(output),
             sampling=sampling,
-            root=root_key(model_digest=self.layout.model_digest, salt=salt),
+            root=root,
             block_size=self.layout.block_size,
-            chain=self.chains.get(request_id),
+            chain=KeyChain(root, packed_keys),
             stop_token_ids=stops,
         )
         if sampling.logits_processors:
@@ -188,7 +192,7 @@ class Engine:
         """
         siblings = []
         for request_id, seed in members:
-            sampling = replace(seq.sampling, seed=seed)
+            sampling = structs.replace(seq.sampling, seed=seed)
             siblings.append(seq.sibling(request_id, sampling, self._constraint(sampling)))
         return siblings
 

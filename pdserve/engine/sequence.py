@@ -326,7 +326,7 @@ class Sequence:
             keys=[],
             block_ids=[],
             siblings=[],
-            chain=None,
+            chain=self._chain.copy(),
         )
 
     def lead(self, siblings: list["Sequence"]) -> None:

@@ -19,11 +19,10 @@ from pdserve.decode.decoder import Decoder
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine
 from pdserve.engine.paced_runner import PacedRunner
-from pdserve.errors import BadRequest, RequestError
+from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
-from pdserve.instance.sampling_message import read_sampling
 from pdserve.keys import TOKEN_BYTES, root_key, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
@@ -35,7 +34,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
-from pdserve.request import Tenant
+from pdserve.request import SamplingParams, Tenant
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job, error_message
 from pdserve.roles.transfers import Transfers
@@ -292,13 +291,12 @@ class Instance:
             return
 
     def _submit(self, link: str, message: pb.Submit) -> None:
-        sampling = read_sampling(message.sampling)
-        if sampling.beam_width and message.phase != pb.PREFILL:
-            length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
-            if reason := self.engine.beams_fault(length, sampling.beam_width):
-                self._reject(link, message.request_id, RequestError(reason, kind="beams_do_not_fit"))
-                return
         try:
+            sampling = SamplingParams.unpack(message.sampling)
+            if sampling.beam_width and message.phase != pb.PREFILL:
+                length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
+                if reason := self.engine.beams_fault(length, sampling.beam_width):
+                    raise RequestError(reason, kind="beams_do_not_fit")
             seq = self.engine.new_sequence(
                 message.request_id,
                 unpack_tokens(message.prompt),
@@ -307,10 +305,11 @@ class Instance:
                 message.output,
                 message.priority,
                 Tenant(message.tenant, message.weight or 1.0),
+                message.keys,
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
-        except (ValueError, BadRequest) as error:
-            refusal = error if isinstance(error, BadRequest) else RequestError(str(error), kind="rejected")
+        except (ValueError, RequestError) as error:
+            refusal = error if isinstance(error, RequestError) else RequestError(str(error), kind="rejected")
             for request_id in (message.request_id, *(member.request_id for member in message.members)):
                 self._reject(link, request_id, refusal)
             return

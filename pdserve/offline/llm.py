@@ -189,7 +189,7 @@ def _body(prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
     [value] = given.values()
     if not value:
         raise ValueError("a prompt must not be empty")
-    return {"prompt": value, "return_token_ids": True, **params.model_dump(exclude_none=True)}
+    return {"prompt": value, "return_token_ids": True, **params.body()}
 
 
 def _new_output(request_id: str, body: dict[str, Any]) -> RequestOutput:

@@ -12,6 +12,7 @@ from pdserve.instance.instance import Instance
 from pdserve.keys import pack_tokens
 from pdserve.profile.fit import Timing, kind_of, least_squares
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 
 Work = list[tuple[int, int]]
 Show = Callable[[str], None]
@@ -99,7 +100,7 @@ def time_around_steps(instance: Instance, max_seqs: int, show: Show) -> tuple[fl
         for size in _sizes((1, 4, 16, 48), max_seqs):
             show(f"the engine thread around steps of {size} sequences")
             for i in range(size):
-                sampling = pb.Sampling(max_tokens=TIMED_STEPS + 8, top_p=1, ignore_eos=True)
+                sampling = SamplingParams(temperature=0, max_tokens=TIMED_STEPS + 8, ignore_eos=True).pack()
                 prompt = pack_tokens([i, size])
                 instance.submit(
                     "", pb.Submit(request_id=f"{size}-{i}", phase=pb.BOTH, prompt=prompt, sampling=sampling)

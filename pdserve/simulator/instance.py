@@ -4,7 +4,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -21,7 +21,6 @@ from pdserve.instance.router_link import (
     MAX_KEYS_PER_FRAME,
     UPDATE_INTERVAL_S,
 )
-from pdserve.keys import KeyChain
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.simulator.engine_thread import EngineThread
 from pdserve.simulator.model import InstanceModel
@@ -80,7 +79,6 @@ class SimulatedInstance:
     that is under way. Once it has stopped, nothing that it would have sent or stored later happens.
 
     Args:
-        chains: request id → key chain, which the instances share to compute keys once.
         can_skip: skip plain decode steps.
 
     Attributes:
@@ -96,7 +94,6 @@ class SimulatedInstance:
         store: SimulatedStore,
         config: InstanceConfig,
         role: str,
-        chains: Mapping[str, KeyChain],
         *,
         can_skip: bool = True,
     ) -> None:
@@ -127,7 +124,6 @@ class SimulatedInstance:
         self._time, self._busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
         self.hello = make_hello(role, config, self.thread)
         self.hello.epoch, self.hello.nonce = 0, bytes(NONCE_BYTES)
-        self.thread.engine.chains = chains
         self._links: dict[str, _Link] = {}
         self._inbox.on_put = self._wake
         self._drain_seconds = config.drain_seconds

@@ -153,6 +153,7 @@ class SimulatedClient:
     load: Load
     prompt: Tokens
     keys: dict[int, list[bytes]]
+    packed_keys: bytes
     sample: Sample
     on_end: Callable[["SimulatedClient"], None]
     is_chat: bool
@@ -189,6 +190,7 @@ class SimulatedClient:
             prompt=self.prompt,
             sampling=sampling,
             keys=self.keys,
+            packed_keys=self.packed_keys,
             multi_turn=self.is_chat,
             received=self.sample.sent,
         )

@@ -12,7 +12,7 @@ from statistics import fmean
 from pdserve.bench.requests import Request as Load
 from pdserve.bench.requests import Sample
 from pdserve.config import InstanceConfig, RouterConfig
-from pdserve.keys import KeyChain, Tokens, block_ends, root_key, token_array
+from pdserve.keys import KeyChain, Tokens, root_key, token_array
 from pdserve.simulator.breakdown import Stamps
 from pdserve.simulator.instance import SimulatedInstance
 from pdserve.simulator.model import InstanceModel
@@ -95,7 +95,6 @@ class Simulation:
             for i in range(deployment.routers)
         ]
         self.instances: dict[str, SimulatedInstance] = {}
-        self._chains: dict[str, KeyChain] = {}
         self._names = {role: count() for role in ("prefill", "decode", "both")}
         self._model = model
         self._config = deployment.instance
@@ -111,8 +110,7 @@ class Simulation:
         config = replace(
             self._config, instance_id=name, num_blocks=model.num_blocks, block_size=model.layout.block_size
         )
-        chains, can_skip = self._chains, self._can_skip
-        instance = SimulatedInstance(self.clock, model, self.store, config, role, chains, can_skip=can_skip)
+        instance = SimulatedInstance(self.clock, model, self.store, config, role, can_skip=self._can_skip)
         instance.on_drained = partial(self.kill, name)
         self.instances[name] = instance
         for router in self.routers:
@@ -155,7 +153,7 @@ class Simulation:
             think_s: between an answer and the next turn.
             warmup: first requests, during whose arrival busy shares do not count yet.
         """
-        player = _Player(self.clock, self.routers, self._model, self._chains, loads, is_chat, think_s)
+        player = _Player(self.clock, self.routers, self._model, loads, is_chat, think_s)
         with _rare_collections(), _errors_only():
             self.clock.run(until=lambda: player.num_begun >= min(warmup + 1, len(loads)))
             began_at, before = self.clock.time, self._busy_seconds()
@@ -204,7 +202,6 @@ class _Player:
         clock: VirtualClock,
         routers: Sequence[SimulatedRouter],
         model: InstanceModel,
-        chains: dict[str, KeyChain],
         loads: Sequence[Load],
         is_chat: bool,
         think_s: float,
@@ -214,7 +211,6 @@ class _Player:
         self.num_begun = self.num_ended = 0
         self._clock = clock
         self._routers = routers
-        self._chains = chains
         self._is_chat = is_chat
         self._think_s = think_s
         self._block_size = model.layout.block_size
@@ -239,18 +235,18 @@ class _Player:
         for name, size in load.blocks:
             prompt += token_array([self._ids.setdefault(name, len(self._ids))]) * size
         request_id = f"r{load.index}"
-        chain = self._chains[request_id] = KeyChain(self._root)
-        keys = {self._block_size: chain.keys(prompt, block_ends(len(prompt), self._block_size))}
+        chain = KeyChain(self._root)
+        keys = {self._block_size: chain.block_keys(prompt, self._block_size)}
+        packed = chain.pack(prompt)
         router = self._routers[next(self._turn) % len(self._routers)]
         sample = Sample(load.index, self._clock.time, key=load.key)
         self.num_begun += 1
-        SimulatedClient(router, request_id, load, prompt, keys, sample, self._on_end, self._is_chat).send()
+        SimulatedClient(router, request_id, load, prompt, keys, packed, sample, self._on_end, self._is_chat).send()
 
     def _on_end(self, client: SimulatedClient) -> None:
         self.samples.append(client.sample)
         self.num_ended += 1
         index = client.load.index
-        del self._chains[client.request_id]
         if client.state is not None:
             self.stamps[index] = client.state.timeline.stamps
         if client.state is not None and index in self._has_next:

@@ -82,7 +82,7 @@ def beam_settings(body: SamplingBody, sampling: SamplingParams, info: ModelInfo)
         "beam_width": width,
         "num_answers": n,
         "length_penalty": or_default(body.length_penalty, 1.0),
-        "early_stopping": str(or_default(body.early_stopping, False)).lower(),
+        "early_stopping": or_default(body.early_stopping, False),
         "temperature": 0.0,
     }
 

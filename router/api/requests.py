@@ -9,16 +9,25 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from msgspec import structs
+
 from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.grammars.limits import check_grammar
-from pdserve.keys import KEY_BYTES, block_keys, root_key
+from pdserve.keys import KEY_BYTES, KeyChain, root_key
 from pdserve.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams, check_length
 from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
 from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoning_state
-from pdserve.router.api.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions, TokenizeBody
+from pdserve.router.api.schemas import (
+    BODY_PARAMS,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    StreamOptions,
+    TokenizeBody,
+)
 from pdserve.router.api.tools import AllowedTools, parse_tools
 from pdserve.router.backend import ModelInfo
 from pdserve.router.text.parsers.output_parser import OutputParser
@@ -29,17 +38,6 @@ MAX_STOP_CHARS = 256
 MAX_LOGPROBS_OF_ANSWER = 1 << 18  # the top tokens included: of all prompts with all choices, and so of whole outputs
 MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
-UNCHANGED = (  # fields of bodies that are fields of SamplingParams as they are
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "min_p",
-    "ignore_eos",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "prompt_logprobs",
-)
 NO_STREAM_OPTIONS = StreamOptions()
 
 
@@ -131,7 +129,7 @@ def parse_completion(
     max_tokens += echo_only
     sampling = _sampling_params(body, max_tokens, body.logprobs, parse_grammar(body, info), info, tokenizer)
     if body.echo and body.logprobs is not None:
-        sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+        sampling = structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     parsed = _build(body, context, prompts, n, sampling, info, chat=False)
     if not body.echo:
         return parsed
@@ -170,7 +168,7 @@ def parse_chat(
     state = reasoning_state(body, prompt, tokenizer)
     may_reason = tools is not None and tools.may_reason(structured)
     span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar), may_reason=may_reason)
-    sampling = sampling if span is None else replace(sampling, reasoning=span)
+    sampling = sampling if span is None else structs.replace(sampling, reasoning=span)
     parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
     if tools is None and state is ReasoningState.ABSENT:
         return parsed
@@ -281,12 +279,13 @@ def _sampling_params(
         seed=random.getrandbits(63) if body.seed is None else body.seed,
         stop_token_ids=stop_ids,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         logit_bias=_logit_bias(body.logit_bias, info) if body.logit_bias else {},
         grammar=grammar,
         allowed_token_ids=_allowed_token_ids(body, grammar, info),
         bad_words=_bad_words(body.bad_words, tokenizer) if body.bad_words else (),
         logits_processors=json.dumps(body.logits_processors) if body.logits_processors else "",
-        **{name: value for name in UNCHANGED if (value := getattr(body, name)) is not None},
+        **{name: value for name in BODY_PARAMS if (value := getattr(body, name)) is not None},
     )
     if body.prompt_logprobs is not None and body.stream:
         message = (
@@ -294,7 +293,7 @@ def _sampling_params(
         )
         raise InvalidParameter("prompt_logprobs", message)
     if body.use_beam_search:
-        sampling = replace(sampling, **beam_settings(body, sampling, info))
+        sampling = structs.replace(sampling, **beam_settings(body, sampling, info))
     else:
         check_no_beam_settings(body)
     sampling.validate()
@@ -416,16 +415,19 @@ def _build_requests(
     """Return the requests of all choices. Choice i of each prompt has seed + i, so batching does not change its answers."""
     salt, session, priority = context.salt(_cache_salt(body)), _session(body, context), _priority(body, info)
     root = root_key(model_digest=info.model_digest, salt=salt)
-    keyed = [(prompt, {size: block_keys(root, prompt, size) for size in info.block_sizes}) for prompt in prompts]
-    choices = [(prompt, keys, i) for prompt, keys in keyed for i in range(n)]
+    keyed = [(prompt, KeyChain(root)) for prompt in prompts]
+    keys_of = [{size: chain.block_keys(prompt, size) for size in info.block_sizes} for prompt, chain in keyed]
+    packed = [chain.pack(prompt) for prompt, chain in keyed]
+    choices = [choice for choice in zip(prompts, keys_of, packed, strict=True) for _ in range(n)]
     return [
         Request(
             request_id=context.request_id if len(choices) == 1 else f"{context.request_id}-{index}",
             prompt=prompt,
-            sampling=replace(sampling, seed=(sampling.seed + i) % 2**63) if i else sampling,
+            sampling=structs.replace(sampling, seed=(sampling.seed + i) % 2**63) if (i := index % n) else sampling,
             salt=salt,
             priority=priority,
             keys=keys,
+            packed_keys=packed_keys,
             session=session,
             traceparent=context.traceparent,
             client=context.client,
@@ -433,7 +435,7 @@ def _build_requests(
             whole=not body.stream and not body.stop,
             received=context.received,
         )
-        for index, (prompt, keys, i) in enumerate(choices)
+        for index, (prompt, keys, packed_keys) in enumerate(choices)
     ]
 
 

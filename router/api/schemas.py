@@ -6,13 +6,14 @@ A field of OpenAI or vLLM that this router does not support is accepted only at 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from msgspec.structs import fields
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from pdserve.reasoning import MAX_BUDGET
-from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS
+from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS, BodyParams, constraints
 
 MAX_FIELDS = 128  # of an object with fixed fields, unknown ones included: each of these is an error of its own
 MAX_ENTRIES = 1024  # of an object with any keys
@@ -145,25 +146,33 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class GenerationBody(Body):
-    """Fields of all endpoints that generate. None is the default and means that the field is absent.
+def sampling_fields() -> dict[str, Any]:
+    """Return the fields of `BodyParams` as optional ones of a pydantic model, with their ranges for /openapi.json."""
+    types = get_type_hints(BodyParams)
+    found: dict[str, Any] = {}
+    for name in BODY_PARAMS:
+        ranges = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le"}
+        extra = {key: getattr(meta, of) for meta in constraints(name) for key, of in ranges.items()}
+        schema = {key: value for key, value in extra.items() if value is not None}
+        found[name] = (types[name] | None, Field(None, json_schema_extra=schema))
+    return found
+
+
+BODY_PARAMS = tuple(field.name for field in fields(BodyParams))
+SampledBody: Any = create_model("SampledBody", __base__=Body, **sampling_fields())
+
+
+class GenerationBody(SampledBody):  # type: ignore[misc]
+    """Fields of all endpoints that generate; None is the default and means that the field is absent.
 
     `top_k` of -1 means the same as 0 (keep all tokens), as in vLLM.
     """
 
     model: str | None = None
-    min_tokens: int | None = None
-    temperature: float | None = bounded(0, 100)
-    top_p: float | None = bounded(0, 1)
     top_k: int | None = bounded(-1, 2**31 - 1)
-    min_p: float | None = bounded(0, 1)
     seed: int | None = bounded(0, 2**63 - 1)
     stop: str | Array[str] | None = None
     stop_token_ids: Array[int] | None = None
-    ignore_eos: bool | None = None
-    frequency_penalty: float | None = bounded(-2, 2)
-    presence_penalty: float | None = bounded(-2, 2)
-    repetition_penalty: float | None = bounded(0, 10)
     logit_bias: Object[float] | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None

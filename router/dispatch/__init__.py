@@ -1,1 +1,1 @@
-"""Dispatch of single requests: instance selection, the hand-over state machine, hedging and migration."""
+"""Dispatch of single requests: instance selection, the hand-over state machine and migration."""

@@ -20,7 +20,6 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
 from pdserve.router.backend import Chunk, ModelInfo
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
-from pdserve.router.dispatch.hedge import PrefillHedger
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector
 from pdserve.router.dispatch.waiting import WaitingGroup, WaitingRequests
@@ -73,7 +72,6 @@ class Dispatcher:
         self._metrics = metrics
         self._now = fleet.now
         self._selector = InstanceSelector(config, fleet, metrics, seed)
-        self._hedger = PrefillHedger(config.hedge_prefill_after, self._selector, metrics, self.on_output)
         self._waiting = WaitingRequests(
             config.no_instance_timeout,
             fleet,
@@ -82,7 +80,7 @@ class Dispatcher:
             lambda state, error: self.handle(state, Event.REJECTED, error),
         )
         self._lost_numerics: set[tuple[str, str, str]] = set()  # of the instances lost since there was none
-        self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4, self._hedger.delay / 4)
+        self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4)
         self._retry_budget = RetryBudget()
         metrics.retry_budget.set_function(lambda: self._retry_budget.balance)
         self.slo = Slo.parse(config.slo)
@@ -250,9 +248,6 @@ class Dispatcher:
         Raises:
             IllegalTransition: the output is impossible in the state of the hand-over.
         """
-        if instance is state.hedge:
-            self._hedger.on_output(state, instance, output)
-            return
         now = self._now()
         state.record_output(instance, output, now)
         if output.stamps and instance is state.decode and any(s.stage == Stage.KV_READY for s in output.stamps):
@@ -309,7 +304,7 @@ class Dispatcher:
                 self.handle(state, Event.DRAINED, reason)
 
     def check_progress(self) -> None:
-        """Start the hedges that are due, and end the states and requests that are overdue.
+        """End the states and requests that are overdue.
 
         The time in which this router was stalled itself does not count.
         """
@@ -319,7 +314,6 @@ class Dispatcher:
         for state in list(self.states.values()):
             if state.machine.state is State.WAITING:
                 continue
-            self._hedger.check(state, now)
             state.machine.record_progress(state.owner.last_token_at, state.owner.last_step_at)
             phase = state.machine.state
             if state.machine.is_overdue(now):
@@ -348,7 +342,6 @@ class Dispatcher:
                     self._finalize(state, error.kind if error else event.value)
                 case Action.CANCEL_PREFILL:
                     state.cancel_on(state.prefill)
-                    self._hedger.cancel(state)
                 case Action.CANCEL_DECODE if state.decode is not None:
                     state.cancel_on(state.decode)
                 case Action.FAIL:
@@ -391,8 +384,6 @@ class Dispatcher:
             instance.assign(state.id, state.remaining_load(pb.PREFILL, num_computed))
         if not output.finish_reason and (output.token_ids or output.HasField("stored")):
             state.send_handover(message)
-        if output.token_ids:
-            self._hedger.cancel(state)
         if output.token_ids or output.embedding:
             self._emit(state, state.chunk(output))
         if output.finish_reason:
@@ -426,10 +417,6 @@ class Dispatcher:
         if state.num_drops > MAX_DROPS:
             message = f"{state.num_drops} instances have failed over this request, so no other one is tried"
             self.handle(state, Event.REJECTED, RequestError(f"{message} ({error})", kind="invalid_output"))
-        elif instance is state.hedge:
-            state.hedge = None
-        elif is_split_prefill and state.hedge is not None:
-            self._hedger.promote(state)
         else:
             self.handle(state, Event.PREFILL_FAILED if is_split_prefill else Event.DECODE_FAILED, error)
 
@@ -510,10 +497,7 @@ class Dispatcher:
         state.timeline.decode_instance = state.final_instance.id
         state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
         state.machine.restart(state.decode is not None, self.fleet.awake_now())
-        # A hedge would compute the prompt once for each choice, and wins with a first token, which a beam search has not.
-        is_hedged = not state.is_follower and not state.request.sampling.beam_width
         state.begin()
-        state.submitted_at, state.hedge_tried = self.fleet.awake_now(), not is_hedged
         self.states[state.id] = state
 
     def _migrate(self, state: RequestState, error: RequestError) -> None:

@@ -18,8 +18,6 @@ from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.telemetry.timeline import Timeline, TransferStats
 from pdserve.router.telemetry.traffic import prompt_ids
 
-_OPTIONAL_SAMPLING = ("logprobs", "prompt_logprobs")  # fields of pb.Sampling that may be absent
-
 
 class RequestState:
     """One running request. Implements `TokenStream` for the HTTP side; the dispatcher feeds it.
@@ -27,10 +25,6 @@ class RequestState:
     Attributes:
         prefill: the instance that computes the prompt. If `decode` is None, it does everything.
         decode: the decode instance, or None.
-        hedge: a second prefill instance; None unless the prefill was late.
-        hedge_tried: a hedge was attempted since the last submission.
-        hedge_outputs: buffered outputs of the hedge.
-        submitted_at: time of the last submission to instances, on the fleet's `AwakeClock`.
         emitted: tokens passed to the client so far.
         gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
@@ -63,8 +57,6 @@ class RequestState:
         )
         self.gaps = array("f")
         self.last_token_at: float | None = None
-        self.submitted_at = 0.0
-        self.hedge_tried = False
         self.is_follower = self.has_answered = False
         self.leader: RequestState | None = None
         self._own_scores: list[pb.Logprobs] = []  # of the prompt, since the last submission
@@ -77,8 +69,6 @@ class RequestState:
             and sampling.prompt_logprobs is None
             and not (sampling.embed or sampling.beam_width)
         )
-        self.hedge: InstanceHandle | None = None
-        self.hedge_outputs: list[pb.Output] = []
         self.emitted: list[int] = []
         self.cached: Mapping[str, int] = {}
         self._on_cancel = on_cancel
@@ -177,21 +167,9 @@ class RequestState:
         submit.request_id, submit.salt = self.id, request.salt
         submit.multi_turn, submit.priority, submit.whole = request.multi_turn, request.priority, request.whole
         submit.tenant, submit.weight = request.tenant
-        submit.prompt = pack_tokens(request.prompt)
+        submit.prompt, submit.keys = pack_tokens(request.prompt), request.packed_keys
         submit.output.extend(self.emitted)
-        # What is empty is the message's default. 0 log probabilities are not.
-        sampling = {
-            name: value
-            for name, value in vars(request.sampling).items()
-            if value or (name in _OPTIONAL_SAMPLING and value is not None)
-        }
-        if words := request.sampling.bad_words:
-            sampling["bad_words"] = list(map(pack_tokens, words))
-        if span := request.sampling.reasoning:
-            packed = {"start": pack_tokens(span.start), "closing": pack_tokens(span.closing)}
-            ends = list(map(pack_tokens, span.ends))
-            sampling["reasoning"] = pb.Reasoning(**packed, ends=ends, budget=span.budget, is_required=span.is_required)
-        submit.sampling.CopyFrom(pb.Sampling(**sampling))
+        submit.sampling = request.sampling.pack()
         for other in others:
             submit.members.add(request_id=other.id, seed=other.request.sampling.seed)
         return frame

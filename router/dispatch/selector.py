@@ -77,20 +77,6 @@ class InstanceSelector:
         self._last_missing_role = ""
         return self._select_pair(request, eligible)
 
-    def select_hedge(
-        self, request: PlacementRequest, prefill: InstanceHandle, decode: InstanceHandle
-    ) -> tuple[InstanceHandle, Decision] | None:
-        """Select a second instance for a prefill that `prefill` runs for `decode`; None if there is no other."""
-        eligible = [
-            instance
-            for instance in self._prefill_partners(decode, self._eligible("prefill", prefill, request.context))
-            if instance is not decode and instance.hello.namespace == prefill.hello.namespace
-        ]
-        if not eligible:
-            return None
-        decision = self._decide("prefill", request._replace(turn=self._turn), eligible)
-        return self._commit("prefill", decision), decision
-
     def missing_roles(self, avoid: InstanceHandle | None = None) -> str:
         """Describe the roles without an eligible instance, such as `no decode instance`; empty if there is none."""
         roles = [role for role in ("prefill", "decode") if not self._eligible(role, avoid)]

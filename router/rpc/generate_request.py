@@ -3,16 +3,23 @@
 from typing import Any
 
 import numpy as np
+from msgspec.structs import fields
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from pdserve.errors import BadRequest, InvalidParameter
+from pdserve.request import BodyParams
 from pdserve.router.api.parsing import checked_fields
 from pdserve.router.api.requests import most_tokens_with_logprobs
 from pdserve.router.api.schemas import CompletionBody
 from pdserve.router.backend import ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
 
-FLOATS = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+# Not set is 0 in protobuf, and the default in vLLM: 0 is the default of these, or no valid value.
+FLOATS = tuple(
+    field.name
+    for field in fields(BodyParams)
+    if isinstance(field.default, float) and field.name in vllm.SamplingParams.DESCRIPTOR.fields_by_name
+)
 ADVICE = {
     "kv_transfer_params": "this router hands KV over itself; address it as one worker that does both phases",
     "kv_transfer_params_json": "this router hands KV over itself; address it as one worker that does both phases",
@@ -34,7 +41,7 @@ def to_completion_body(request: "vllm.GenerateRequest", tokenizer: Tokenizer, in
     params = request.sampling_params
     prompt = tokenizer.encode(request.text) if request.HasField("text") else [*request.tokenized.input_ids]
     is_stream = request.stream and not params.HasField("prompt_logprobs")
-    fields: dict[str, Any] = {
+    body: dict[str, Any] = {
         "prompt": prompt,
         "max_tokens": min(
             max(1, info.common_model_len - len(prompt)),
@@ -55,14 +62,13 @@ def to_completion_body(request: "vllm.GenerateRequest", tokenizer: Tokenizer, in
         # Scores of the prompt are in the first message of a stream here, and the body has no such form.
         "stream": is_stream,
     }
-    # Not set is 0 in protobuf, and the default in vLLM. 0 is the default of the penalties, and no valid top_p.
-    fields |= {name: _decimal(getattr(params, name)) for name in FLOATS if getattr(params, name)}
+    body |= {name: _decimal(getattr(params, name)) for name in FLOATS if getattr(params, name)}
     for name in ("max_tokens", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens"):
         if params.HasField(name):
-            fields[name] = getattr(params, name)
+            body[name] = getattr(params, name)
     if params.HasField("temperature"):
-        fields["temperature"] = _decimal(params.temperature)
-    return CompletionBody(**fields)
+        body["temperature"] = _decimal(params.temperature)
+    return CompletionBody(**body)
 
 
 def _check_supported(request: "vllm.GenerateRequest") -> None:

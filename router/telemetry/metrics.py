@@ -29,7 +29,6 @@ FROM_START = {
     ),
     "fallbacks": LOST,
     "migrations": LOST,
-    "hedges": ("asked", "preferred"),
     "refused_connections": (
         "too_many_connections",
         "invalid_http",
@@ -111,11 +110,6 @@ class Metrics:
             "pdserve_kv_event_batches_followed_total",
             "batches of KV events of --kv-events-subscribe: applied, refused because they are malformed, or lost",
             ["endpoint", "outcome"],
-        )
-        self.hedges = counter(
-            "pdserve_prefill_hedges_total",
-            "late prefills sent to a second instance (asked), and those that it won (preferred)",
-            ["outcome"],
         )
         self.migrations = counter(
             "pdserve_migrations_total", "streams moved to other instances, by the fault of the first", ["kind"]

@@ -70,7 +70,7 @@ def check(engine: Engine, path: Path, prompts: list[list[int]], eos: list[int], 
         stop_token_ids=tuple(eos),
         ignore_eos=True,
         length_penalty=how[0],
-        early_stopping=str(how[1]).lower(),
+        early_stopping=how[1],
         repetition_penalty=settings.get("repetition_penalty", 1.0),
         min_tokens=settings.get("min_new_tokens", 0),
     )
@@ -160,7 +160,7 @@ def test_a_search_finds_the_same_beside_a_wider_one() -> None:
 
 
 def test_a_beam_ends_only_if_it_is_among_the_best() -> None:
-    one = BeamSearch(2, frozenset({9}), 3, 1.0, "true")
+    one = BeamSearch(2, frozenset({9}), 3, 1.0, True)
     assert one.num_candidates == 4
     assert one.step([[(1, -1.0), (2, -2.0), (9, -3.0), (3, -4.0)]]) == [Branch(0, 1), Branch(0, 2)]
     assert one.step([[(9, -1.0), (1, -3.0), (2, -4.0), (3, -5.0)], [(9, -1.0), (4, -3.0), (5, -4.0), (6, -5.0)]]) == []
@@ -175,10 +175,10 @@ LOGPROBS = st.sampled_from([-0.5, -2.0, -1e30, 0.0, -math.inf, math.inf, math.na
     width=st.integers(1, 4),
     max_tokens=st.integers(1, 4),
     length_penalty=st.sampled_from([-10.0, -1.0, 0.0, 10.0]),
-    early_stopping=st.sampled_from(["true", "false", "never"]),
+    early_stopping=st.sampled_from([True, False, "never"]),
 )
 def test_searches_over_any_log_probabilities_end_with_finite_scores(
-    data: st.DataObject, width: int, max_tokens: int, length_penalty: float, early_stopping: str
+    data: st.DataObject, width: int, max_tokens: int, length_penalty: float, early_stopping: bool | str
 ) -> None:
     """As with a mask that leaves fewer tokens than there are beams, or logits that overflow."""
     search, beams = BeamSearch(width, frozenset([0]), max_tokens, length_penalty, early_stopping), 1
@@ -196,7 +196,7 @@ def test_searches_over_any_log_probabilities_end_with_finite_scores(
 
 @pytest.mark.parametrize("length_penalty", [-10.0, 10.0])
 def test_scores_beyond_float32_are_its_lowest_number(length_penalty: float) -> None:
-    search = BeamSearch(1, frozenset([0]), 40_000, length_penalty, "false")
+    search = BeamSearch(1, frozenset([0]), 40_000, length_penalty, False)
     search.num_steps = 39_999
     search.step([[(1, -3.0), (2, -4.0)]])
     (answer,) = search.hypotheses(1)

@@ -3,11 +3,11 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pdserve import logits_processors
 from pdserve.config import EngineConfig
@@ -77,7 +77,7 @@ def test_a_request_for_which_no_token_is_left_fails(
     ready = threading.Event()
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=60), on_grammar_ready=ready.set)
     banned = [i for i in range(engine.checkpoint.vocab_size) if i != 7 or not grammar]  # 7 is no z
-    params = replace(sampling(ids=banned), temperature=temperature, grammar=grammar, ignore_eos=not grammar)
+    params = structs.replace(sampling(ids=banned), temperature=temperature, grammar=grammar, ignore_eos=not grammar)
     seq = engine.new_sequence("0", [*range(20)], params)
     engine.add(seq)
     while seq.plugin_failure is None and not seq.finish_reason():

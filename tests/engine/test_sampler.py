@@ -135,7 +135,7 @@ def test_reported_tokens_do_not_depend_on_other_rows(vocab: int) -> None:
             one = seq(outputs=1, logprobs=5, prompt_logprobs=5, beam_width=2)
             rows_SV = row.repeat(1 + len(others), 1)
             for each in (one, *others):
-                each.search(BeamSearch(each.sampling.beam_width, frozenset(), 9, 1.0, "true"))
+                each.search(BeamSearch(each.sampling.beam_width, frozenset(), 9, 1.0, True))
             record_logprobs(model_logprobs(rows_SV, [*range(len(rows_SV))]), [one, *others], [3] * len(rows_SV))
             score(rows_SV, [(each, 1) for each in (one, *others)])
             record_candidates(rows_SV, [one, *others])

@@ -25,6 +25,7 @@ from pdserve.kv_transfer.connectors.shm import unlink
 from pdserve.kv_transfer.header import Buffer
 from pdserve.kv_transfer.threaded import ThreadedConnector
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
@@ -123,7 +124,7 @@ class InstanceDriver:
         self.instance = Instance(config, lambda _, frame: self.outputs.extend(frame.step.outputs), connector)
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int, phase: "pb.Phase", **fields: Any) -> None:
-        sampling = pb.Sampling(max_tokens=max_tokens, top_p=1, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True).pack()
         packed = pack_tokens(prompt)
         message = pb.Submit(request_id=request_id, phase=phase, prompt=packed, sampling=sampling, **fields)
         self.instance.submit("router", message)

@@ -9,6 +9,7 @@ import torch
 
 from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 from pdserve.roles import transfers
 
 
@@ -26,7 +27,7 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
     path = checkpoint("llama")
     settings = {"num_blocks": 64, "max_num_batched_tokens": 128, "max_model_len": 1000}
     prompt = [(i * i + 3 * i) % 256 for i in range(700)]
-    sampling = pb.Sampling(max_tokens=4, top_p=1, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True).pack()
     prefill, decode = (make_instance(model=str(path), connector=connector_url, **settings) for _ in range(2))
 
     decode.instance.submit(

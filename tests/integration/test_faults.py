@@ -222,29 +222,6 @@ def test_frozen_instance_is_removed_and_reconnects(checkpoint: Callable[..., Pat
         wait_until(lambda: "decode-1" in instances(url), 600, "it has reconnected")
 
 
-def test_slow_prefill_is_hedged_on_a_second_instance(
-    checkpoint: Callable[..., Path],
-    generate: Callable[..., list[list[int]]],
-    deploy: Callable[..., Any],
-    complete_all: Callable[..., list[list[int]]],
-    blocks_held: Callable[..., dict[str, float]],
-    metric: Callable[..., float],
-) -> None:
-    path = checkpoint("llama")
-    expected = generate(path, LONG, TOKENS)
-    flags = {"router": ["--hedge-prefill-after", "0.1", "--prefill-policy", "round_robin"]}
-    with deploy(model=str(path), num_blocks=512, prefill=2, flags=flags) as deployment:
-        frozen = deployment.child("prefill-1").pid
-        os.kill(frozen, signal.SIGSTOP)
-        try:
-            assert complete_all(deployment, LONG[:8], max_tokens=20) == [tokens[:20] for tokens in expected[:8]]
-        finally:
-            os.kill(frozen, signal.SIGCONT)
-        assert metric(deployment, "prefill_hedges_total", outcome="preferred") == 4, "every second request"
-        assert complete_all(deployment, LONG[8:], max_tokens=4) == [expected[8][:4]]
-        wait_until(lambda: not any(blocks_held(deployment).values()), 600, "all blocks are freed")
-
-
 def test_disconnected_clients_are_cancelled_on_every_instance(
     checkpoint: Callable[..., Path],
     deploy: Callable[..., Any],

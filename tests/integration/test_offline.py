@@ -76,13 +76,15 @@ def test_what_is_not_valid(llm: LLM) -> None:
     invalid: list[dict[str, Any]] = [
         {"temperature": -1},
         {"n": 0},
-        {"temprature": 1},
+        {"stop_token_ids": ["a"]},
         {"max_tokens": 0},
         {"logprobs": 3},
     ]
     for fields in invalid:
         with pytest.raises(ValueError, match=next(iter(fields))):
             SamplingParams(**fields)
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="2 prompts and 1 sampling"):
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(ValueError, match="must not be empty"):

@@ -20,6 +20,7 @@ from pdserve.costs import Costs
 from pdserve.instance.instance import Instance
 from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 from pdserve.router.scheduling.policy import POLICIES
 
 
@@ -39,7 +40,7 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
         instance.reporter._costs_updated_at = 0.0
         instance._update_heartbeat()
 
-    sampling = pb.Sampling(max_tokens=9, top_p=1, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True).pack()
 
     def submit(link: str, phase: "pb.Phase", length: int) -> None:
         message = pb.Submit(request_id=str(phase), phase=phase, prompt=pack_tokens([1] * length), sampling=sampling)

@@ -311,7 +311,7 @@ def _wait_for_metrics(url: str) -> dict[str, float]:
 
 
 def _faults(metrics: dict[str, float]) -> float:
-    return sum(value for name, value in metrics.items() if re.search("fallbacks|migrations|hedges|lost", name))
+    return sum(value for name, value in metrics.items() if re.search("fallbacks|migrations|lost", name))
 
 
 def _metrics(url: str) -> dict[str, float]:

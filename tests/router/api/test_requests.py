@@ -183,10 +183,10 @@ def test_forms_of_a_prompt(
 @pytest.mark.parametrize(
     ("field", "param", "message"),
     [
-        ({"temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1.0"),
+        ({"temperature": -1}, "temperature", "temperature must be from 0 to 100, not -1.0"),
         ({"top_p": 0}, "top_p", "top_p must be above 0 and at most 1, not 0.0"),
         ({"top_p": 1.5}, "top_p", "top_p must be above 0 and at most 1, not 1.5"),
-        ({"top_k": -2}, "top_k", "top_k must be 0 (off) or a positive whole number, not -2"),
+        ({"top_k": -2}, "top_k", "top_k must be from 0 to 2^31 - 1, not -2"),
         ({"min_p": 2}, "min_p", "min_p must be from 0 to 1, not 2.0"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, not 0"),
         ({"max_tokens": -5}, "max_tokens", "max_tokens must be at least 1, not -5"),
@@ -204,15 +204,15 @@ def test_forms_of_a_prompt(
             "stop_token_ids",
             "stop_token_ids holds the token id 999; this model's ids are 0 to 299",
         ),
-        ({"stop_token_ids": [1] * 65}, "stop_token_ids", "stop_token_ids must be at most 64 ids, not 65"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids", "stop_token_ids must be of at most 64 entries, not 65"),
         (
             {"cache_salt": ""},
             "cache_salt",
             "cache_salt must not be empty; leave it out to share the cache with all requests that have none",
         ),
         ({"stream_options": {}}, "stream_options", "stream_options requires stream: true"),
-        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty must be a number from -2 to 2, not 2.5"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be above 0, at most 10, not 0.0"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty must be from -2 to 2, not 2.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be above 0 and at most 10, not 0.0"),
         ({"logprobs": 21}, "logprobs", "logprobs must be from 0 to 20, not 21"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs must be from 0 to 20, not 21"),
         (
@@ -220,7 +220,11 @@ def test_forms_of_a_prompt(
             "prompt_logprobs",
             "prompt_logprobs are not part of a stream; leave out stream, or send echo and logprobs to /v1/completions",
         ),
-        ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias must be of numbers from -100 to 100, not 101.0"),
+        (
+            {"logit_bias": {"1": 101}},
+            "logit_bias",
+            "logit_bias must be of at most 1024 entries with values from -100 to 100, not 101.0",
+        ),
         ({"logit_bias": {"300": 1}}, "logit_bias", "logit_bias holds the token id 300; this model's ids are 0 to 299"),
         (
             {"truncate_prompt_tokens": 0},

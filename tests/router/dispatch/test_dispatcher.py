@@ -249,7 +249,7 @@ def test_owner_without_progress_times_out_but_a_busy_one_does_not(make_cluster: 
 
 
 def test_time_in_which_the_router_was_stalled_is_not_the_instances(make_cluster: type[Cluster]) -> None:
-    cluster = make_cluster("both", handover_timeout_seconds=20.0, hedge_prefill_after=20.0, lease_seconds=60.0)
+    cluster = make_cluster("both", handover_timeout_seconds=20.0, lease_seconds=60.0)
     state = cluster.open()
     cluster.advance(5.0)
     cluster.advance(1000.0)  # after which the frames of its instances are still unread
@@ -463,7 +463,7 @@ def test_repeated_migrations_need_retry_budget(make_cluster: type[Cluster]) -> N
 
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["join", "lose", "drain", "open", "late", "first", "end", "cancel"]), st.integers(0, 99))
+    st.tuples(st.sampled_from(["join", "lose", "drain", "open", "first", "end", "cancel"]), st.integers(0, 99))
 )
 
 
@@ -493,12 +493,10 @@ def test_only_live_instances_receive_requests_and_no_load_remains(
         elif event == "open":
             with contextlib.suppress(Unavailable):
                 states.append(cluster.open(f"r{number}", session=str(which % 5), max_tokens=1 + which % 3))
-        elif states and event == "late" and not states[which % len(states)].machine.is_over:
-            cluster.dispatcher._hedger.start(states[which % len(states)])
         elif states and event == "first":
             state = states[which % len(states)]
-            if state.id in (state.hedge or state.prefill).requests and state.machine.state is State.PREFILLING:
-                cluster.deliver(state.hedge or state.prefill, state.id, token_ids=[7])
+            if state.id in state.prefill.requests and state.machine.state is State.PREFILLING:
+                cluster.deliver(state.prefill, state.id, token_ids=[7])
         elif states and event == "end":
             state = states[which % len(states)]
             cluster.deliver(state.final_instance, state.id, error=pb.Error(kind="rejected"))

@@ -1,0 +1,77 @@
+"""Submissions that an instance accepts or refuses: it trusts no bytes of a router."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.config import InstanceConfig
+from pdserve.instance.instance import Instance
+from pdserve.keys import KeyChain, pack_tokens, root_key
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
+
+PROMPT = [7 * i % 250 for i in range(70)]
+SAMPLING = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+
+
+class Driver:
+    """One instance whose steps the test runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.frames: list[pb.InstanceFrame] = []
+        config = InstanceConfig(model=str(path), num_blocks=64, block_size=32, connector="memory://")
+        self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
+
+    def run(self, **fields: Any) -> list[pb.Output]:
+        submit: dict[str, Any] = {
+            "request_id": "r",
+            "phase": pb.BOTH,
+            "prompt": pack_tokens(PROMPT),
+            "sampling": SAMPLING.pack(),
+        }
+        self.frames.clear()
+        self.instance.submit("router", pb.Submit(**submit | fields))
+        idle = False
+        while self.instance.num_jobs or not self.frames:
+            idle = self.instance.run_once(wait=idle)
+        assert self.instance.engine.pool.num_held == 0
+        return [one for frame in self.frames for one in frame.step.outputs]
+
+
+@pytest.fixture
+def driver(checkpoint: Callable[..., Path]) -> Driver:
+    return Driver(checkpoint("llama"))
+
+
+def test_keys_of_a_submission_are_those_that_the_instance_would_compute(driver: Driver) -> None:
+    root = root_key(model_digest=driver.instance.engine.layout.model_digest)
+    alone = driver.run()
+    again = driver.run(keys=KeyChain(root).pack(PROMPT))
+    assert sum(len(one.token_ids) for one in again) == 3
+    assert [one.tokens.local_hit for one in alone if one.HasField("tokens")] == [0]
+    assert [one.tokens.local_hit for one in again if one.HasField("tokens")] == [64]
+    foreign = driver.run(keys=bytes(64))  # they name the blocks: with others nothing is found
+    assert [one.tokens.local_hit for one in foreign if one.HasField("tokens")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"keys": bytes(15)}, "15 bytes are not keys"),
+        ({"keys": bytes(16 * 5)}, "80 bytes of keys are more than those of 70 tokens"),
+        ({"sampling": b""}, "truncated"),
+        ({"sampling": b"\x81"}, "truncated"),
+        ({"sampling": msgspec.msgpack.encode({"later": 1})}, "later"),
+        ({"sampling": msgspec.msgpack.encode({"temperature": -1.0})}, "temperature"),
+        ({"prompt": b"abc"}, "3 bytes are not token ids"),
+    ],
+)
+def test_what_no_router_may_send_ends_the_request_with_an_error(
+    driver: Driver, fields: dict[str, Any], message: str
+) -> None:
+    (output,) = driver.run(**fields, members=[pb.Member(request_id="s", seed=1)])[:1]
+    assert output.error.kind == "rejected" and message in output.error.message
+    assert driver.run()[-1].finish_reason == "length"
