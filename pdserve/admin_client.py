@@ -12,6 +12,12 @@ ADMIN_KEY_VARIABLE = "PDSERVE_ADMIN_KEY"
 TIMEOUT_S = 30.0
 
 
+def admin_headers() -> dict[str, str]:
+    """Return the header with the admin key of the environment, of several the first; empty without one."""
+    key = os.environ.get(ADMIN_KEY_VARIABLE, "").split(",")[0].strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class StateConflict(SetupError):
     """The router refuses with status 409: the instance drains already, or another controller holds the lease."""
 
@@ -25,9 +31,7 @@ class AdminClient:
     """
 
     def __init__(self, url: str) -> None:
-        key = os.environ.get(ADMIN_KEY_VARIABLE, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+        self._http = httpx.Client(base_url=url, headers=admin_headers(), timeout=TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self

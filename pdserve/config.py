@@ -84,14 +84,23 @@ class Limits:
         return " and ".join(part for part in (low, f"at most {self.most}" if self.most is not None else "") if part)
 
 
-def flag(help: str, default: Any = MISSING, *, secret: bool = False, variable: str | None = None, **limits: Any) -> Any:
+def flag(
+    help: str,
+    default: Any = MISSING,
+    *,
+    secret: bool = False,
+    variable: str | None = None,
+    group: str | None = None,
+    **limits: Any,
+) -> Any:
     """Return a dataclass field with its help text; a secret one is left out of `repr`.
 
     Args:
         variable: environment variable that sets the flag too. All users of a machine can read its command lines.
+        group: heading in the help of this flag and of those that follow it in its class; default: the class's `GROUP`.
         limits: of `Limits`.
     """
-    metadata = {"help": help, "variable": variable, "limits": Limits(**limits)}
+    metadata = {"help": help, "variable": variable, "group": group, "limits": Limits(**limits)}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -306,46 +315,24 @@ class InstanceConfig(ControlConfig, TransferConfig):
 class ServingConfig(ControlConfig):
     """Settings of routers that `pdserve up` has, too: all but where one process listens and who knows of it."""
 
-    GROUP: ClassVar = "Router"
-
-    host: str = flag("listen address for clients", "127.0.0.1")
+    host: str = flag("listen address for clients", "127.0.0.1", group="Clients")
     port: int = flag("port for clients", DEFAULT_PORT, **PORTS)
     grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
-    kv_events_subscribe: str = flag(KV_EVENTS_SUBSCRIBE_HELP, "")
-    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
-    prefill_policy: str | None = policy_flag("prefill")
-    decode_policy: str | None = policy_flag("decode")
-    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
-    ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
-    slo: str = flag(SLO_HELP, "")
-    max_requests: int = flag("maximum running requests, counting each choice; further ones queue", 4096, least=1)
-    max_queue: int = flag(
-        "maximum queued requests, admitted in weighted fair order of their keys; further ones get a 429",
-        1024,
-        least=0,
-    )
-    instance_timeout_seconds: float = flag("seconds of silence after which an instance is dropped", 1.5, above=0)
-    handover_timeout_seconds: float = flag(
-        "seconds without progress after which a hand-over fails over or ends in a 503", 60.0, above=0
-    )
-    no_instance_timeout: float = flag(NO_INSTANCE_HELP, 30.0, least=0)
-    client_timeout_seconds: float = flag(
-        "seconds after which a client that sends nothing of its body or reads nothing of its answer is disconnected",
-        60.0,
-        above=0,
-    )
-    max_connections: int | None = flag(
-        "maximum open connections of clients; further ones get a 503; default: 3/4 of the file descriptors, at most 16384",
-        None,
+    workers: int = flag(
+        "router processes that share --port; each further one takes the next --control-port and --own-port",
+        1,
         least=1,
     )
-    max_body_bytes: int = flag("maximum bytes of a request body; a larger one gets a 413", 4 * 1024 * 1024, least=1)
-    max_n: int = flag("maximum choices of one request, over all its prompts", 64, least=1)
+    ssl_certfile: str = flag("PEM certificate chain for TLS with clients; needs --ssl-keyfile", "")
+    ssl_keyfile: str = flag("PEM private key of --ssl-certfile", "")
+    cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
+    allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
     api_key: str = flag(
         "API keys for clients, comma separated; without any, no key is needed",
         "",
         secret=True,
         variable="PDSERVE_API_KEY",
+        group="Keys",
     )
     keys_file: str = flag(KEYS_FILE_HELP, "")
     share_kv: bool = flag(SHARE_KV_HELP, False)
@@ -361,10 +348,43 @@ class ServingConfig(ControlConfig):
         secret=True,
         variable=CONTROL_TOKEN_VARIABLE,
     )
-    ssl_certfile: str = flag("PEM certificate chain for TLS with clients; needs --ssl-keyfile", "")
-    ssl_keyfile: str = flag("PEM private key of --ssl-certfile", "")
-    otlp_endpoint: str = flag(OTLP_HELP, "")
-    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
+    max_requests: int = flag(
+        "maximum running requests, counting each choice; further ones queue", 4096, least=1, group="Limits of clients"
+    )
+    max_queue: int = flag(
+        "maximum queued requests, admitted in weighted fair order of their keys; further ones get a 429",
+        1024,
+        least=0,
+    )
+    max_n: int = flag("maximum choices of one request, over all its prompts", 64, least=1)
+    max_body_bytes: int = flag("maximum bytes of a request body; a larger one gets a 413", 4 * 1024 * 1024, least=1)
+    max_connections: int | None = flag(
+        "maximum open connections of clients; further ones get a 503; default: 3/4 of the file descriptors, at most 16384",
+        None,
+        least=1,
+    )
+    client_timeout_seconds: float = flag(
+        "seconds after which a client that sends nothing of its body or reads nothing of its answer is disconnected",
+        60.0,
+        above=0,
+    )
+    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES, group="Routing")
+    prefill_policy: str | None = policy_flag("prefill")
+    decode_policy: str | None = policy_flag("decode")
+    local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
+    ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
+    slo: str = flag(SLO_HELP, "")
+    kv_events_subscribe: str = flag(KV_EVENTS_SUBSCRIBE_HELP, "")
+    instance_timeout_seconds: float = flag(
+        "seconds of silence after which an instance is dropped", 1.5, above=0, group="Faults"
+    )
+    handover_timeout_seconds: float = flag(
+        "seconds without progress after which a hand-over fails over or ends in a 503", 60.0, above=0
+    )
+    no_instance_timeout: float = flag(NO_INSTANCE_HELP, 30.0, least=0)
+    drain_seconds: float = flag("seconds that requests may take after SIGTERM before they are cut off", 25.0, least=0)
+    tool_call_parser: str = flag(PARSER_HELP.format("tool calls", "hermes"), "auto", group="Requests and answers")
+    reasoning_parser: str = flag(PARSER_HELP.format("reasoning", "deepseek_r1"), "auto")
     special_tokens_in_messages: bool = flag(
         "read the strings of special tokens in messages and tools as special tokens; by default they are ordinary text",
         False,
@@ -372,39 +392,32 @@ class ServingConfig(ControlConfig):
     trust_request_chat_template: bool = flag(
         "allow chat_template in requests: it runs in a sandbox, but a malicious one can keep the router busy", False
     )
-    sse_keep_alive: float = flag(
-        "seconds after which a stream that waits gets its status and a comment, so that proxies keep it; 0: never",
-        0.0,
-        least=0,
-    )
     unknown_fields: str = flag(
         "what becomes of fields in requests that the router does not know",
         "refuse",
         choices=("refuse", "ignore"),
     )
-    tool_call_parser: str = flag(PARSER_HELP.format("tool calls", "hermes"), "auto")
-    reasoning_parser: str = flag(PARSER_HELP.format("reasoning", "deepseek_r1"), "auto")
-    cors_origins: str = flag("allowed CORS origins, comma separated, or *; empty: none", "")
-    allowed_hosts: str = flag(ALLOWED_HOSTS_HELP, "")
-    log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS)
-    log_requests: bool = flag("log a line for each finished request", False)
-    drain_seconds: float = flag("seconds that requests may take after SIGTERM before they are cut off", 25.0, least=0)
+    sse_keep_alive: float = flag(
+        "seconds after which a stream that waits gets its status and a comment, so that proxies keep it; 0: never",
+        0.0,
+        least=0,
+    )
     response_store: str = flag(
         "where /v1/responses keeps responses: memory, or a Redis such as redis://host:6379/0; empty: nowhere",
         "",
         variable="PDSERVE_RESPONSE_STORE",
+        group="Stored responses and batches",
     )
     response_ttl_seconds: float = flag("seconds for which a response is kept", 86_400.0, above=0)
     max_stored_responses: int = flag("maximum responses kept per API key; older ones are dropped", 1000, least=1)
     batch_folder: str = flag("folder of the files and batches of /v1/files and /v1/batches; empty: these are off", "")
     max_batch_bytes: str = flag("maximum bytes of all files in --batch-folder, and of one upload", "1GiB")
     batch_concurrency: int = flag("requests of one batch that run at once", 32, least=1)
+    log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS, group="Logs, metrics and traces")
+    log_requests: bool = flag("log a line for each finished request", False)
     timelines: int = flag("number of finished requests kept for /debug/requests and /debug/traffic", 1000, least=1)
-    workers: int = flag(
-        "router processes that share --port; each further one takes the next --control-port and --own-port",
-        1,
-        least=1,
-    )
+    otlp_endpoint: str = flag(OTLP_HELP, "")
+    vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""

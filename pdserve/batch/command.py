@@ -39,7 +39,7 @@ async def _run(lines: BinaryIO, answers: BinaryIO, url: str, concurrency: int) -
     lines.seek(0)
     answers.seek(0)
     done = read_done(answers)
-    key = os.environ.get("PDSERVE_API_KEY", "").split(",")[0]
+    key = os.environ.get("PDSERVE_API_KEY", "").split(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(

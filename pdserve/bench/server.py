@@ -1,12 +1,12 @@
 """What the client asks a server besides the load: its models, and the timelines of requests where the server is ours."""
 
-import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
+from pdserve.admin_client import admin_headers
 from pdserve.bench.requests import Sample
 from pdserve.errors import SetupError
 
@@ -49,9 +49,8 @@ def read_breakdown(url: str, samples: Sequence[Sample]) -> dict[str, Any] | None
     The router keeps those of its latest requests only (`--timelines`).
     """
     done = [sample for sample in samples if sample.ok]
-    key = os.environ.get("PDSERVE_ADMIN_KEY", "")
     parts: dict[str, list[float]] = {}
-    with httpx.Client(headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=30.0) as http:
+    with httpx.Client(headers=admin_headers(), timeout=30.0) as http:
         for sample in done[:: max(1, len(done) // TIMELINES)]:
             try:
                 answer = http.get(f"{url}/debug/requests/{sample.request_id}")

@@ -67,7 +67,12 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
 
 
 def _group_of(config: type, name: str) -> str | None:
-    """Return the heading of the class that declares a field; None if it has none of its own."""
+    """Return the heading of a field: that of the last `group` up to it in its class, else of its class; None if none."""
     declaring = next(base for base in config.__mro__ if name in inspect.get_annotations(base))
     group: str | None = declaring.__dict__.get("GROUP")
+    for field in fields(config):
+        if field.name in inspect.get_annotations(declaring):
+            group = field.metadata["group"] or group
+        if field.name == name:
+            break
     return group

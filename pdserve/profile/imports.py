@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from pdserve.admin_client import admin_headers
 from pdserve.errors import SetupError
 from pdserve.profile.fit import Timing, fit_steps
 from pdserve.profile.profile import EngineFacts, Machine, Profile, StepModel, TransferModel
@@ -126,10 +126,8 @@ def from_fleet(url: str, instance_id: str = "") -> Profile:
     Raises:
         SetupError: the router does not respond, or has no such instance, or it has not reported its costs yet.
     """
-    key = os.environ.get("PDSERVE_ADMIN_KEY", "")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/debug/instances", headers=headers, timeout=30.0)
+        answer = httpx.get(f"{url.rstrip('/')}/debug/instances", headers=admin_headers(), timeout=30.0)
         instances = answer.raise_for_status().json()["instances"]
     except (httpx.HTTPError, ValueError, KeyError) as error:
         raise SetupError(f"{url} gives no /debug/instances: {error}") from None

@@ -89,6 +89,19 @@ def test_help_has_every_flag_whole_in_a_narrow_terminal(
     assert len(headings) > 1 and headings[-1] == "Options:"
 
 
+def test_help_of_a_router_is_grouped_by_subject() -> None:
+    groups: dict[str, list[str]] = {}
+    for line in CliRunner().invoke(commands.app, ["router", "--help"]).output.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            flags = groups.setdefault(line[:-1], [])
+        elif line.startswith("  --"):
+            flags.append(line.split()[0])
+    assert groups["Keys"] == ["--api-key", "--keys-file", "--share-kv", "--admin-key", "--control-token"]
+    assert groups["Routing"][0] == "--policy" and "--port" in groups["Clients"]
+    assert groups["A router's ports"][0] == "--control-host", "a class begins a group of its own"
+    assert max(map(len, groups.values())) <= 10
+
+
 def test_up_has_every_flag_of_routers_but_those_of_their_ports() -> None:
     missing = {field.name for field in fields(RouterConfig)} - {field.name for field in fields(UpConfig)}
     assert missing == {"control_host", "registry", "announce_host", "quota_file", "own_port", "reuse_port"}

@@ -121,6 +121,21 @@ def test_keys_and_certificates_reach_the_router(tmp_path: Path) -> None:
             process.terminate()
 
 
+@pytest.mark.parametrize(("keys", "sent"), [("", ""), ("adm", "adm"), ("o'ne\"#,two", "o'ne\"#")])
+def test_prometheus_sends_the_first_admin_key(keys: str, sent: str, tmp_path: Path) -> None:
+    """Without it, a router with API keys leaves out the series of each key. Its service's script, started with a fake."""
+    service = services("docker-compose.cpu.yml")["prometheus"]
+    (tmp_path / "prometheus").write_text("#!/bin/sh\n")
+    (tmp_path / "prometheus").chmod(0o755)
+    variables = {"PDSERVE_ADMIN_KEY": keys, "SCHEME": "https"}
+    environment = {name: filled_in(value, variables) for name, value in service["environment"].items()}
+    script = filled_in(service["command"][0], variables).replace("$$", "$").replace("/tmp/", f"{tmp_path}/")
+    subprocess.run(["sh", "-c", script], env={**environment, "PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+    (job,) = yaml.safe_load((tmp_path / "prometheus.yml").read_text())["scrape_configs"]
+    assert Path(job["authorization"]["credentials_file"]).read_text() == sent
+    assert job["scheme"] == "https" and job["static_configs"] == [{"targets": ["router:8000"]}]
+
+
 def test_the_control_token_reaches_every_instance() -> None:
     for role in ("router", "prefill", "decode"):
         environment = services("docker-compose.cpu.yml")[role]["environment"]

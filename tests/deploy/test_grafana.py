@@ -84,3 +84,10 @@ def test_alerts_ask_for_metrics_that_are_exported_from_the_start() -> None:
                     assert f'{name}{{{label}="{one}"}} 0.0' in shown, rule["alert"]
     operations = (ROOT / "docs/operations.md").read_text()
     assert all(f"| `{rule['alert']}` |" in operations for rule in group["rules"])
+
+
+def test_every_alert_says_one_sentence() -> None:
+    """Prometheus does not start with other annotations: an unquoted comma ends a text within braces."""
+    (group,) = yaml.safe_load((ROOT / "deploy/helm/pdserve/alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]:
+        assert set(rule["annotations"]) == {"summary"} and rule["annotations"]["summary"].endswith("."), rule["alert"]
