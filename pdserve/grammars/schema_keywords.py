@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from llguidance import LLMatcher
@@ -20,10 +21,14 @@ PATTERNS = {  # of further formats, and of days and seconds that FORMATS allow a
     "time": "^.{5}:[0-5]",
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
-    **{f"uuid{version}": f"^.{{14}}{version}" for version in range(1, 9)},
+    **{f"uuid{version}": f"^.{{14}}{version}.{{4}}[89ABab]" for version in range(1, 9)},
 }
 UNHELD_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "regex", "uri-reference", "uri-template"}
 MAX_NUMBER = 10**18  # llguidance takes no larger bounds
+
+
+class Place(tuple[object, ...]):
+    """The place of a keyword, which a prepared schema has in its stead, for rules that cannot hold it."""
 
 
 class Unsupported(ValueError):
@@ -158,3 +163,11 @@ def kinds_of(schema: Schema, values: set[str] | None) -> set[str]:
     types = schema.get("type", list(TYPES))
     listed = [types] if isinstance(types, str) else types
     return {"number" if kind == "integer" else kind for kind in listed}
+
+
+def subschemas(value: Any, path: Path = ()) -> Iterator[tuple[Schema, Path]]:
+    """Yield all objects in a schema with their places, itself first."""
+    if isinstance(value, dict):
+        yield value, path
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from subschemas(child, (*path, key))
