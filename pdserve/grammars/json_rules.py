@@ -18,7 +18,8 @@ OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible":
 LITERALS = {"null": "/null/", "boolean": "/true|false/"}
 PYTHON_LITERALS = {"null": "/null|None/", "boolean": "/true|false|True|False/"}
 # A number with a larger exponent is infinite to most readers.
-NUMBER = r"/-?(0|[1-9][0-9]{0,99})(\.[0-9]+)?|-?(0|[1-9][0-9]{0,7})(\.[0-9]+)?[eE][+-]?[12]?[0-9]{1,2}/"
+INTEGER = "/-?(0|[1-9][0-9]{0,99})/"  # as in NUMBER; without an end, a model may write digits until max_tokens
+NUMBER = r"/-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,99})?|-?(0|[1-9][0-9]{0,7})(\.[0-9]{1,99})?[eE][+-]?[12]?[0-9]{1,2}/"
 COMMA, COLON = '", "', '": "'
 OF_OBJECTS = {
     "type",
@@ -92,6 +93,8 @@ class JsonRules:
             return self._terminal(self._literals[kind])
         if kind == "number" and not schema.keys() & BOUNDS:
             return self._terminal(NUMBER)
+        if kind == "integer" and not schema.keys() & BOUNDS:
+            return self._terminal(INTEGER)
         if kind == "array":
             return self._list(schema)
         if kind == "object":

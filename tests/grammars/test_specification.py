@@ -55,6 +55,8 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         ({"minLength": 2}, ['"ab"', "5", "null", "[5]", '{"a": ""}'], ['"a"']),
         # numbers
         ({"type": "number"}, ["-1.5e-200", "1e22", "100000", "0.5"], ["1e400", "2e939", "99999999999e299", "01"]),
+        ({"type": "number"}, ["0." + "3" * 99], ["0." + "3" * 100, "0." + "3" * 100 + "e1"]),
+        ({"type": "integer"}, ["-0", "-7", "1" * 100], ["1" * 101, "1.0", "1e2", "01"]),
         ({}, ["1e299", '{"a": [1e2]}'], ["1e400", '{"a": [1e400]}']),
         ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, ["6", "10"], ["5", "-7", "6.0"]),
         ({"type": "number", "minimum": 0, "maximum": 1e308, "multipleOf": 0.5}, ["0.5", "12"], ["0.3", "-1"]),
