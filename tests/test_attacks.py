@@ -98,6 +98,9 @@ def test_effects_are_judged(attacks: ModuleType) -> None:
         "a router grew by 301 MiB",
     ]
     assert judge(Arm(ttft_s=times, e2e_s=times, faults=["lost: a", "lost: b"]), control) == ["lost: a"]
+    slower = Arm(ttft_s=[one + 0.021 for one in times], e2e_s=times)
+    assert judge(slower, slower) == judge(slower, slower, slower) == []
+    assert judge(slower, slower, control) == ["ttft p99 is 21 ms above that without attacks"]
     lost = Arm(ttft_s=[math.nan], e2e_s=times)
     assert judge(lost, control) == ["ttft p99 is nan times the control's"], "no time is no good time"
 

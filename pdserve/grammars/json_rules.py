@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pdserve.grammars import regexes
-from pdserve.grammars.schema_keywords import Schema
+from pdserve.grammars.schema_keywords import TYPES, Place, Schema, Unsupported, subschemas
+from pdserve.grammars.sets import listed_items
 
 # White space is as json.dumps writes it: unbounded white space could go on until max_tokens.
 OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 LITERALS = {"null": "/null/", "boolean": "/true|false/"}
 PYTHON_LITERALS = {"null": "/null|None/", "boolean": "/true|false|True|False/"}
 # A number with a larger exponent is infinite to most readers.
-NUMBER = r"/-?(0|[1-9][0-9]{0,99})(\.[0-9]+)?|-?(0|[1-9][0-9]{0,7})(\.[0-9]+)?[eE][+-]?[12]?[0-9]{1,2}/"
+INTEGER = "/-?(0|[1-9][0-9]{0,99})/"  # as in NUMBER; without an end, a model may write digits until max_tokens
+NUMBER = r"/-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,99})?|-?(0|[1-9][0-9]{0,7})(\.[0-9]{1,99})?[eE][+-]?[12]?[0-9]{1,2}/"
 COMMA, COLON = '", "', '": "'
 OF_OBJECTS = {
     "type",
@@ -29,7 +31,7 @@ OF_OBJECTS = {
     "maxProperties",
 }
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-OF_LISTS = {"type", "prefixItems", "items", "minItems", "maxItems"}
+OF_LISTS = {"type", "prefixItems", "items", "minItems", "maxItems", "uniqueItems"}
 
 
 class JsonRules:
@@ -38,7 +40,8 @@ class JsonRules:
     Args:
         document: the schema, with `$defs`.
         define: adds a rule or, with the kind `T`, a terminal, and returns its name.
-        reserve: returns a name for a rule whose expression is not known yet, and the function that sets that.
+        reserve: returns a name for a rule whose expression is not known yet, and the function that sets that; given what
+            follows the name where it is defined.
         is_python: write values as in Python as well.
     """
 
@@ -46,7 +49,7 @@ class JsonRules:
         self,
         document: Schema,
         define: Callable[[str, str], str],
-        reserve: Callable[[], tuple[str, Callable[[str], None]]],
+        reserve: Callable[[str], tuple[str, Callable[[str], None]]],
         *,
         is_python: bool,
     ) -> None:
@@ -64,7 +67,7 @@ class JsonRules:
         if schema is False:
             raise ValueError("the schema false, which allows no value, is required somewhere")
         if schema in (True, {}):
-            return self._later("any", {"type": [*("null", "boolean", "number", "string", "array", "object")]})
+            return self._later("any", {"type": list(TYPES)})
         keys = schema.keys() - {"type"}
         if keys == {"$ref"} and "type" not in schema:
             number = schema["$ref"].rpartition("/")[2]
@@ -72,15 +75,15 @@ class JsonRules:
         if keys == {"anyOf"} and "type" not in schema:
             options = [self._value(one) for one in schema["anyOf"] if one is not False]
             return self._define("r", " | ".join(options)) if options else self._leaf(schema)
-        types = schema.get("type", [])
-        if not types or keys & {"anyOf", "allOf", "$ref", "enum", "const"}:
+        types = schema.get("type", TYPES)
+        if keys & {"anyOf", "allOf", "$ref", "enum", "const"}:
             return self._leaf(schema)
         return self._define("r", " | ".join(dict.fromkeys(self._of_type(kind, schema) for kind in types)))
 
     def _later(self, key: str, schema: Any) -> str:
         """Return the name of the rule of a definition, which is written once."""
         if key not in self._names:
-            self._names[key], set_expression = self._reserve()
+            self._names[key], set_expression = self._reserve("")
             self._pending.append((schema, set_expression))
         return self._names[key]
 
@@ -90,6 +93,8 @@ class JsonRules:
             return self._terminal(self._literals[kind])
         if kind == "number" and not schema.keys() & BOUNDS:
             return self._terminal(NUMBER)
+        if kind == "integer" and not schema.keys() & BOUNDS:
+            return self._terminal(INTEGER)
         if kind == "array":
             return self._list(schema)
         if kind == "object":
@@ -105,6 +110,9 @@ class JsonRules:
             number = min(found - definitions.keys())
             definitions[number] = self._definitions[number]
             found |= set(_references(self._definitions[number]))
+        for part, _ in subschemas([schema, definitions]):
+            if isinstance(place := part.get("uniqueItems"), Place):
+                raise Unsupported('"uniqueItems" beside other schemas of the same list, or further properties,', place)
         text = json.dumps({**schema, **({"$defs": definitions} if definitions else {}), "x-guidance": OPTIONS})
         if text not in self._names:
             self._names[text] = self._define("r", f"%json {text}")
@@ -129,6 +137,8 @@ class JsonRules:
             most = min(len(first), len(first) if most is None else most)
         if most is not None and least > most:
             raise ValueError(f"a list has at least {least} and at most {most} items")
+        if "uniqueItems" in schema:
+            return self._set(schema, least, most)
         opening, closing, comma = self._text("["), self._text("]"), self._terminal(COMMA)
         if most == 0:
             return f"{opening} {closing}"
@@ -144,6 +154,22 @@ class JsonRules:
             tail = self._define("r", further if i < least else f"({further})?")
         body = f"{first[0] if first else element} {tail}"
         return f"{opening} {body} {closing}" if least else f"{opening} ({body})? {closing}"
+
+    def _set(self, schema: Schema, least: int, most: int | None) -> str:
+        """Return lists without equal items, whose values are listed: a rule with a bit for each that has been written."""
+        values = listed_items(schema, self._definitions)
+        most = len(values) if most is None else min(most, len(values))
+        if least > most:
+            raise ValueError(f"a list has at least {least} different items of {len(values)}")
+        items = [self._leaf({"const": value}) for value in values]
+        rest, set_expression = self._reserve("::_")
+        further = [
+            f"{self._terminal(COMMA)} {item} {rest}::set_bit({i}) %if and(bit_clear({i}), bit_count_lt(_, {most}))"
+            for i, item in enumerate(items)
+        ]
+        set_expression(" | ".join([f'"" %if bit_count_ge(_, {least})', *further]))
+        body = " | ".join(f"{item} {rest}::{1 << i}" for i, item in enumerate(items))
+        return f"{self._text('[')} ({body}){'' if least else '?'} {self._text(']')}"
 
     def _object(self, schema: Schema) -> str:
         properties, required = schema.get("properties", {}), set(schema.get("required", ()))

@@ -6,7 +6,6 @@ none, except where several schemas apply to one value. Definitions are named by 
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,6 +14,7 @@ from pdserve.grammars.schema_keywords import (
     FORMATS,
     TYPES,
     Path,
+    Place,
     Schema,
     Unsupported,
     checked,
@@ -25,6 +25,7 @@ from pdserve.grammars.schema_keywords import (
     number_keywords,
     size_keywords,
     string_patterns,
+    subschemas,
 )
 
 OF_TYPE = {  # keywords that apply to values of a type
@@ -148,9 +149,8 @@ class _Writer:
                 given.setdefault(rest, given[key])
             if given.pop(key, True) not in (True, {}) and applied:
                 raise Unsupported(f'"{key}" beside {min(applied)}', path)
-        if given.get("uniqueItems") is True and given.get("maxItems") not in (0, 1):
-            raise Unsupported('"uniqueItems"', path)
-        given.pop("uniqueItems", None)
+        if given.pop("uniqueItems", False) is True and given.get("maxItems") not in (0, 1):
+            given["uniqueItems"] = Place(path)
         if "then" not in schema and "else" not in schema:
             given.pop("if", None)
         for key in sorted(given.keys() & REFUSED):
@@ -236,7 +236,7 @@ class _Writer:
     def _target(self, reference: str, path: Path = ()) -> tuple[Any, Path]:
         """Return the schema to which a reference leads, and its place."""
         base, _, fragment = str(reference).partition("#")
-        for document, where in _subschemas(self._root):
+        for document, where in subschemas(self._root):
             is_base = document is self._root if not base else document.get("$id", document.get("id")) == base
             if is_base and (found := _follow(document, unquote(fragment))) is not None:
                 return found[0], (*where, *found[1])
@@ -270,6 +270,7 @@ class _Writer:
 
     def _array(self, given: Schema, path: Path, closed: bool) -> Schema:
         written: Schema = {key: count(given, key, path) for key in ("minItems", "maxItems") if key in given}
+        written |= {"uniqueItems": given["uniqueItems"]} if "uniqueItems" in given else {}
         if "prefixItems" in given:
             written["prefixItems"] = [
                 self._schema(one, (*path, "prefixItems", i), closed=closed)
@@ -368,14 +369,6 @@ def _discriminator(schema: Schema) -> frozenset[str]:
     found = schema.get("discriminator")
     name = found.get("propertyName") if isinstance(found, dict) else None
     return frozenset([name] if isinstance(name, str) else [])
-
-
-def _subschemas(value: Any, path: Path = ()) -> Iterator[tuple[Schema, Path]]:
-    """Yield all objects in a schema with their places, itself first."""
-    if isinstance(value, dict):
-        yield value, path
-    for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from _subschemas(child, (*path, key))
 
 
 def _follow(document: Any, pointer: str) -> tuple[Any, Path] | None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from llguidance import LLMatcher
@@ -14,16 +15,22 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 REAL_DATE = f"(?:.{{4}}-(?:(?:0[13-9]|1[0-2])-..|02-(?:[01].|2[0-8]))|{LEAP_YEAR}-02-29)"
-PATTERNS = {  # of further formats, and of days and seconds that FORMATS allow and calendars lack
+FRACTION = r"[0-9](?:\.[0-9]{1,9})?[Zz+-].*$"  # of seconds, and what follows
+PATTERNS = {  # of further formats; of days and seconds that FORMATS allow and calendars lack; and of numbers without an end
     "date": f"^{REAL_DATE}$",
-    "date-time": f"^{REAL_DATE}.{{6}}:[0-5]",
-    "time": "^.{5}:[0-5]",
+    "date-time": f"^{REAL_DATE}.{{6}}:[0-5]{FRACTION}",
+    "time": f"^.{{5}}:[0-5]{FRACTION}",
+    "duration": "^(?:[^0-9]+[0-9]{1,9})+[^0-9]$",
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
-    **{f"uuid{version}": f"^.{{14}}{version}" for version in range(1, 9)},
+    **{f"uuid{version}": f"^.{{14}}{version}.{{4}}[89ABab]" for version in range(1, 9)},
 }
 UNHELD_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "regex", "uri-reference", "uri-template"}
 MAX_NUMBER = 10**18  # llguidance takes no larger bounds
+
+
+class Place(tuple[object, ...]):
+    """The place of a keyword, which a prepared schema has in its stead, for rules that cannot hold it."""
 
 
 class Unsupported(ValueError):
@@ -158,3 +165,11 @@ def kinds_of(schema: Schema, values: set[str] | None) -> set[str]:
     types = schema.get("type", list(TYPES))
     listed = [types] if isinstance(types, str) else types
     return {"number" if kind == "integer" else kind for kind in listed}
+
+
+def subschemas(value: Any, path: Path = ()) -> Iterator[tuple[Schema, Path]]:
+    """Yield all objects in a schema with their places, itself first."""
+    if isinstance(value, dict):
+        yield value, path
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from subschemas(child, (*path, key))

@@ -116,10 +116,10 @@ class _Writer:
         self.lines.append(f"{name}: {expression}")
         return name
 
-    def _reserved(self) -> tuple[str, Callable[[str], None]]:
+    def _reserved(self, parameter: str) -> tuple[str, Callable[[str], None]]:
         """Return the name of a rule, and the function that sets its expression."""
         name = f"r{self._number()}"
-        return name, lambda expression: self.lines.append(f"{name}: {expression}")
+        return name, lambda expression: self.lines.append(f"{name}{parameter}: {expression}")
 
     def _split(self, text: str) -> list[Format]:
         """Return the parts of a text: special tokens, without those that end the output, and what is between them."""

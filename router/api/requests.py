@@ -305,7 +305,9 @@ def _chat_grammar(body: ChatBody, tools: AllowedTools | None, structured: str, i
     """Return the grammar of forced or strict tool calls and of structured output; empty if none is requested."""
     if tools is None:
         return structured
-    if structured and tools.forced:
+    # A response_format holds answers without a call, of which there are none, and some clients send both.
+    in_format = body.response_format is not None and body.response_format.type != "text"
+    if structured and tools.forced and not in_format:
         message = "tool_choice forces a tool call, and another field asks for structured output; send one of the two"
         raise InvalidParameter("tool_choice", message)
     if spec := tools.grammar(structured):

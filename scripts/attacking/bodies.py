@@ -16,6 +16,7 @@ REFUSED = {400, 413, 422, 429}
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(850):
     NESTED = {"type": "array", "items": NESTED}
+LONG_NAMES: dict[str, Any] = {str(i * 7919 % 10007) * 4: {"type": "integer"} for i in range(900)}
 
 LISTS = {  # fields that are lists or objects, by path
     "/v1/completions": ("prompt", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias"),
@@ -77,13 +78,17 @@ def deep_bodies(target: Target) -> None:
 
 def grammar_bombs(target: Target) -> None:
     number = str(random.random())  # not in the cache
+    chain = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}, "type": "array"} for i in range(1_000)}
     bombs: list[dict[str, Any]] = [
         {"guided_json": json.dumps({"title": number, **NESTED})},
+        {"guided_json": {"title": number, "$ref": "#/$defs/0", "$defs": {**chain, "1000": {}}}},
         {"guided_regex": f"{number}{'a?' * 20_000}"},
         {"guided_grammar": f"root ::= {number}"},
+        {"guided_grammar": f'root ::= "{number}" s\ns ::= s s s | s s | [a-z]'},  # takes all of its CPU time
+        {"guided_json": {"title": number, "properties": LONG_NAMES, "additionalProperties": {}}, "max_tokens": 1},
     ]
     for bomb in bombs:
-        target.ask(target.completion(**bomb), {400, 429})
+        target.ask(target.completion(**bomb), {200, 400, 429})
 
 
 def log_injection(target: Target) -> None:

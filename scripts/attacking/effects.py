@@ -1,11 +1,12 @@
 """What an innocent client, and the router's memory, see during each kind of attack.
 
-    scripts/attacks [--seconds S] [--rounds N] [KIND …]
+    scripts/attacks [--seconds S] [--rounds N] [--idle] [KIND …]
 
 Starts a deployment of the demo model with API keys, TLS, two router workers, gRPC, batches and stored responses. For each
 kind, an arm with the attack and a control arm take turns, in which the attacker's process burns as much CPU with valid
 requests within its quota. Exit code 1: an answer of the innocent client was wrong or lost, an attack was neither refused nor
-served, the 99th percentile of its TTFT or latency was more than 1.5 times the control's, or a router grew too much.
+served, the 99th percentile of its TTFT or latency was more than 1.5 times the control's, or a router grew too much. With
+--idle, a third arm has no attacker, and the TTFT must be at most 20 ms above that.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
 
 MAX_RATIO = 1.5  # of the innocent client's 99th percentiles, compared with the control arm's
+MAX_EXTRA_S = 0.02  # of the innocent client's TTFT, at the 99th percentile, compared with an arm without attacks
 MAX_GROWTH_MIB = 300  # of a router, above what it has when idle
 ANSWER_S = 120  # within which the innocent client is answered, on any machine
 QUOTA = 'requests = "20/s"\nconcurrency = 64'  # of the attacker
@@ -158,16 +160,22 @@ def percentile(values: list[float], percent: float) -> float:
     return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
-def judge(attack: Arm, control: Arm) -> list[str]:
-    """Return what is wrong with an attack's effects, compared with the control arm's; empty: nothing."""
+def judge(attack: Arm, control: Arm, idle: Arm | None = None) -> list[str]:
+    """Return what is wrong with an attack's effects, compared with those of the other arms; empty: nothing."""
     wrong = attack.faults[:1] + [f"control: {fault}" for fault in control.faults[:1]]
     for what in ("ttft_s", "e2e_s"):
         ratio = percentile(getattr(attack, what), 99) / percentile(getattr(control, what), 99)
         if not ratio <= MAX_RATIO:
             wrong.append(f"{what.removesuffix('_s')} p99 is {ratio:.2f} times the control's")
+    if idle is not None and not (extra_s := _ttft_p99(attack) - _ttft_p99(idle)) <= MAX_EXTRA_S:
+        wrong.append(f"ttft p99 is {1000 * extra_s:.0f} ms above that without attacks")
     if attack.rss_mib > MAX_GROWTH_MIB:
         wrong.append(f"a router grew by {attack.rss_mib:.0f} MiB")
     return wrong
+
+
+def _ttft_p99(arm: Arm) -> float:
+    return percentile(arm.ttft_s, 99)
 
 
 def line(kind: str, arm: Arm) -> str:
@@ -181,7 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; default: all")
     parser.add_argument("--seconds", type=float, default=8.0, help="of an arm in a round (default: 8)")
-    parser.add_argument("--rounds", type=int, default=2, help="of both arms (default: 2)")
+    parser.add_argument("--rounds", type=int, default=2, help="of all arms (default: 2)")
+    parser.add_argument("--idle", action="store_true", help="measure an arm without attacks, too")
     arguments = parser.parse_args()
     if unknown := set(arguments.kinds) - set(KINDS):
         parser.error(f"unknown kind {min(unknown)}; the kinds are {', '.join(KINDS)}")
@@ -190,14 +199,15 @@ def main() -> None:
         print(f"a router takes {scene.idle_mib:.0f} MiB when idle; times of the innocent client in ms")
         print(f"{'':24} attacks answers ttft p50      p99  e2e p50      p99  MiB more", flush=True)
         for kind in arguments.kinds or KINDS:
-            attack, control = Arm(), Arm()
+            attack, control, idle = Arm(), Arm(), Arm() if arguments.idle else None
             for _ in range(arguments.rounds):
                 share = scene.play(attack, arguments.seconds, kind)
                 scene.play(control, arguments.seconds, CONTROL, str(share))
-            wrong = judge(attack, control)
-            print(
-                line(kind, attack), line(CONTROL, control), *(f"  WRONG: {one}" for one in wrong), sep="\n", flush=True
-            )
+                if idle is not None:
+                    scene.play(idle, arguments.seconds, CONTROL, "0")  # which sends nothing
+            wrong = judge(attack, control, idle)
+            lines = [line(kind, attack), line(CONTROL, control), *([line("idle", idle)] if idle is not None else [])]
+            print(*lines, *(f"  WRONG: {one}" for one in wrong), sep="\n", flush=True)
             failed += bool(wrong)
     if failed:
         sys.exit(f"{failed} kinds of attack reach others")

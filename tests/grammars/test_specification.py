@@ -27,6 +27,8 @@ EITHER_REQUIRED = {
 }
 TREE = {"$ref": "#/components/T", "components": {"T": {"type": "array", "items": {"$ref": "#/components/T"}}}}
 
+SET = {"type": "array", "uniqueItems": True}
+
 
 def matcher(spec: dict[str, Any]) -> ByteMatcher:
     return ByteMatcher(lark_grammar(spec, {}))
@@ -47,12 +49,17 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         ({"type": "string", "pattern": "^{[[a]}$"}, ['"{[}"', '"{a}"'], ['"[[a]"']),
         ({"type": "string", "pattern": DECIMAL}, ['"5"', '"-0.50"'], ['"-."', '""', '"5a"']),
         ({"type": "string", "pattern": PASSWORD}, ['"aB1c"'], ['"aB1"', '"abcd1"', '"ABCD"']),
-        ({"type": "string", "format": "uuid4"}, ['"3fa85f64-5717-4562-b3fc-2c963f66afa6"'], ['"3fa85f64"']),
+        ({"type": "string", "format": "uuid4"}, ['"3fa85f64-5717-4562-b3fc-2c963f66afa6"'], ['"3fa85f64"', '"3fa85f64-5717-4562-f3fc-2c963f66afa6"']),
+        ({"type": "string", "format": "duration"}, ['"P1Y2M3DT4H5M6S"', '"P3W"', '"PT999999999S"'], ['"P"', '"PT1"', '"PT1000000000S"']),
+        ({"type": "string", "format": "date-time"}, ['"2024-02-29T23:59:59.123456789+01:00"', '"2026-01-01T00:00:00Z"'], ['"2023-02-29T00:00:00Z"', '"2026-01-01T00:00:60Z"', '"2026-01-01T00:00:00.1234567890Z"']),
+        ({"type": "string", "format": "time"}, ['"23:59:59.1Z"', '"00:00:00+01:00"'], ['"00:00:60Z"', '"00:00:00"', '"00:00:00.1234567890Z"']),
         ({"type": "string", "format": "json-pointer", "minLength": 2}, ['"/a~1b/é"'], ['"/~"', '"a"', '"/"']),
         ({"type": "string", "format": "ipvanyaddress"}, ['"any"'], ["5"]),
-        ({"minLength": 2}, ['"ab"', "5", "null"], ['"a"']),
+        ({"minLength": 2}, ['"ab"', "5", "null", "[5]", '{"a": ""}'], ['"a"']),
         # numbers
         ({"type": "number"}, ["-1.5e-200", "1e22", "100000", "0.5"], ["1e400", "2e939", "99999999999e299", "01"]),
+        ({"type": "number"}, ["0." + "3" * 99], ["0." + "3" * 100, "0." + "3" * 100 + "e1"]),
+        ({"type": "integer"}, ["-0", "-7", "1" * 100], ["1" * 101, "1.0", "1e2", "01"]),
         ({}, ["1e299", '{"a": [1e2]}'], ["1e400", '{"a": [1e400]}']),
         ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, ["6", "10"], ["5", "-7", "6.0"]),
         ({"type": "number", "minimum": 0, "maximum": 1e308, "multipleOf": 0.5}, ["0.5", "12"], ["0.3", "-1"]),
@@ -66,6 +73,10 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         ({"type": "array", "items": [{"const": 1}], "additionalItems": False}, ["[1]", "[]"], ["[1, 1]"]),
         ({"type": "array", "uniqueItems": False, "items": False}, ["[]"], ["[1]"]),
         (TREE, ["[[], [[]]]"], ["[1]"]),
+        ({**SET, "items": {"enum": ["a", 1, 1.0, None]}}, ["[]", '["a", 1, null]', '[null, "a"]'], ['["a", "a"]', "[1, 1.0]"]),
+        ({**SET, "items": {"$ref": "#/$defs/E"}, "minItems": 2, "maxItems": 2, "$defs": {"E": {"enum": ["x", "y", "z"]}}}, ['["z", "x"]'], ['["x"]', '["x", "x"]', '["x", "y", "z"]']),
+        ({**SET, "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 63}}, [json.dumps([*range(63)][::-1])], ["[63]", "[7, 1, 7]"]),
+        ({**SET, "items": {"anyOf": [{"type": ["boolean", "null"]}, {"const": {"a": [1]}}]}}, ['[true, {"a": [1]}, null]'], ["[true, null, true]"]),
         # objects
         (object_of({"a": STRING, "b": {}}, required=["b"]), ['{"b": 1}', '{"a": "x", "b": []}'], ['{"a": "x"}', '{"b": 1, "c": 1}']),
         (object_of({}), ["{}"], ['{"a": 1}']),
@@ -97,7 +108,10 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
 @pytest.mark.parametrize(
     ("keywords", "problem"),
     [
-        ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+        (SET, '"uniqueItems" of items whose values are not listed'),
+        ({**SET, "items": {"type": "string"}}, '"uniqueItems" of items whose values are not listed'),
+        ({**SET, "items": {"enum": [*range(64)]}}, '"uniqueItems" of more than 63 listed values'),
+        ({**SET, "enum": [[1]]}, '"uniqueItems" beside other schemas of the same list'),
         ({"not": {"const": 1}}, '"not"'),
         ({"if": {"const": 1}, "then": {}}, '"if"'),
         ({"contains": {}}, '"contains"'),

@@ -319,6 +319,17 @@ def test_a_forced_call_of_a_model_without_tool_support(
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+def test_a_forced_call_leaves_a_response_format_nothing_to_hold(client: Client, backend: ScriptedBackend) -> None:
+    """As of OpenAI; instructor sends both to /v1/responses."""
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    for more in ({}, {"response_format": schema}):
+        assert client.post(CHAT, {**ASKING, "tool_choice": "required", **more}).status_code == 200
+    first, second = backend.requests
+    assert first.sampling.grammar == second.sampling.grammar
+    both = {"tool_choice": "required", "guided_regex": "a", "response_format": {"type": "text"}}
+    assert client.post(CHAT, {**ASKING, **both}).status_code == 400
+
+
 def test_a_model_without_tool_support(client: Client) -> None:
     error = client.post(CHAT, ASKING).json()["error"]
     assert (
