@@ -19,6 +19,7 @@ class StepBudget:
         prompt_seconds: time that prompts may add to the step; infinite if no sequence decodes in it.
         min_chunk: tokens granted to the next prompt even without time left, so that prompts always make progress.
         scored_tokens: limit over all prompts whose log probabilities are due: each token needs a large row of logits.
+        base: seconds of the step, whatever it computes.
         shares: time that each tenant may add to the step; one that is missing is not limited.
     """
 
@@ -27,6 +28,7 @@ class StepBudget:
     prompt_seconds: float = math.inf
     min_chunk: int = 1
     scored_tokens: int = 128
+    base: float = 0.0
     shares: dict[Tenant, float] = field(default_factory=dict)
 
     @classmethod
@@ -35,11 +37,12 @@ class StepBudget:
     ) -> "StepBudget":
         """Return the budget of a step in which `decoding` decode, forecast to take at most `itl` seconds (None: no limit)."""
         contexts = [len(seq) for seq in decoding]
+        base = costs.decode[0] if contexts else costs.prefill[0]
         if itl is None or not contexts:
-            return cls(costs, tokens)
-        return cls(costs, tokens, itl - costs.step_seconds(len(contexts), sum(contexts)), min_chunk)
+            return cls(costs, tokens, base=base)
+        return cls(costs, tokens, itl - costs.step_seconds(len(contexts), sum(contexts)), min_chunk, base=base)
 
-    def share(self, demands: Collection[Sequence], base: float) -> None:
+    def share(self, demands: Collection[Sequence], creditors: Collection[Tenant]) -> None:
         """Limit the time of each tenant to its share of the step, see `step_shares`. `demands` are all that could run."""
         weights = sum(tenant.weight for tenant in {seq.tenant for seq in demands})
         tokens = {seq.tenant: max(1, int(self.tokens * seq.tenant.weight / weights)) for seq in demands}
@@ -47,8 +50,8 @@ class StepBudget:
         for seq in demands:
             if chunk := min(seq.num_uncomputed, tokens[seq.tenant]):
                 tokens[seq.tenant] -= chunk
-                seconds[seq.tenant] += self._seconds(seq, chunk)
-        self.shares = step_shares(base, seconds)
+                seconds[seq.tenant] += self.seconds(seq, chunk)
+        self.shares = step_shares(self.base, seconds, creditors)
 
     def has_share(self, tenant: Tenant) -> bool:
         """Return whether a tenant may have further tokens computed in this step."""
@@ -80,10 +83,10 @@ class StepBudget:
             self.min_chunk = 0
         self.tokens -= count
         if share < math.inf:
-            self.shares[seq.tenant] = share - self._seconds(seq, count)
+            self.shares[seq.tenant] = share - self.seconds(seq, count)
         return count
 
-    def _seconds(self, seq: Sequence, count: int) -> float:
+    def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""
         if seq.num_uncomputed > 1:
             return _added_seconds(self.costs, count, seq.num_computed)

@@ -18,8 +18,9 @@ Tenants share the instance by weight. The *level* of a tenant is the number of i
 While several tenants have sequences here, those of the lowest level go first, whatever their rank. If one of them finds no
 slot or no room, the tenant of the highest level gives way, with its newest sequence that has had its 32 tokens since it last
 did so, as long as the other's level stays below: without slots to spare, levels become equal, and no slot goes to and fro. A
-sequence that loses its slot keeps its blocks until they are needed. A step is not longer for a tenant than its share asks for
-(`shares.py`); what then is left out of it takes turns.
+sequence that loses its slot keeps its blocks until they are needed. A step is not longer for a tenant than its share asks
+for, and hardly longer than alone for one that has used less than its share lately (`shares.py`); what then is left out of it
+takes turns.
 
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
 requests can overtake one of a lower priority: no sequence starves.
@@ -27,7 +28,7 @@ requests can overtake one of a lower priority: no sequence starves.
 
 import math
 from bisect import insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -36,7 +37,8 @@ from pdserve.costs import Costs
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import StepBudget
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.scheduling.shares import Credit
+from pdserve.engine.sequence import TURN, Sequence
 from pdserve.request import SamplingParams, Tenant
 
 Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
@@ -118,6 +120,7 @@ class Scheduler:
         self.num_pauses = 0
         self.unreserved: Sequence | None = None
         self._by_tenant: dict[Tenant, set[Sequence]] = {}
+        self._credit = Credit()
         self._num_steps = 0
 
     def use_costs(self, costs: Costs) -> None:
@@ -181,7 +184,16 @@ class Scheduler:
             self._make_room_for_beams(output)
         if self.grows_ahead:
             self._grow_ahead(output)
+        if output.num_scheduled_tokens and not self._credit.is_settled(self._by_tenant.keys()):
+            self._charge(output, budget)
         return output
+
+    def _charge(self, output: SchedulerOutput, budget: StepBudget) -> None:
+        """Take the step off the credit of its tenants."""
+        seconds = defaultdict[Tenant, float](float)
+        for seq, count in output.num_scheduled_tokens.items():
+            seconds[seq.tenant] += budget.seconds(seq, count)
+        self._credit.spend(budget.base, seconds)
 
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
@@ -263,15 +275,17 @@ class Scheduler:
             for seq in sorted(candidates, key=lambda seq: seq.num_uncomputed > 1):
                 self._schedule(seq, output, budget)
             return budget
-        base = self.costs.decode[0] if decoding else self.costs.prefill[0]
-        budget.share([*candidates, *self._queued()], base)
-        for seq in sorted(decoding, key=lambda seq: seq.turn) if budget.shares else decoding:
-            self._schedule(seq, output, budget)
+        budget.share([*candidates, *self._queued()], self._credit.creditors(self._by_tenant.keys()))
         order = self.order()
-        for seq in sorted((seq for seq in candidates if seq.num_uncomputed > 1), key=order):
+        prompts = sorted((seq for seq in candidates if seq.num_uncomputed > 1), key=order)
+        # A tenant's decoding sequences may take all of its share, but not for ever.
+        overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
+        for seq in [*overdue, *sorted(decoding, key=lambda seq: seq.turn)] if budget.shares else decoding:
+            self._schedule(seq, output, budget)
+        for seq in prompts:
             if not output.preempted:
                 self._admit(output, budget, below=order(seq)[0])
-            if seq not in output.paused:
+            if seq not in output.paused and seq not in output.num_scheduled_tokens:
                 self._schedule(seq, output, budget)
         return budget
 
@@ -298,7 +312,11 @@ class Scheduler:
             # does not fit into the pool as a whole would never advance.
             is_own = last.rank == seq.rank
             victims = [last] if is_own else [one for one in self.running if one.rank == last.rank]
+            if last.tenant != seq.tenant:
+                victims = [one for one in victims if one.may_give_way]
             for victim in victims:
+                if victim.tenant != seq.tenant:
+                    victim.give_way()
                 self._preempt(victim, self.running, output)
             if seq in victims:
                 return

@@ -3,16 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.scheduling.shares import split, step_shares
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.scheduling.shares import CREDIT_S, Credit, split, step_shares
+from pdserve.engine.sequence import TURN, Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams, Tenant
 
@@ -120,7 +121,7 @@ def light_latencies(instance: Instance, refill: Callable[[], None], prompt: int 
 @pytest.mark.parametrize("prompt", [20, 700])
 @pytest.mark.parametrize("load", ["choices", "prompts"])
 def test_latency_beside_the_load_of_another(load: str, prompt: int) -> None:
-    """Twice as long as alone, since the weights are equal, and a step longer, in which it waits."""
+    """Little longer than alone, since it uses less than its share. At worst twice as long, and a step, in which it waits."""
     alone = max(light_latencies(Instance(), lambda: None, prompt))
     instance = Instance()
     running: list[Sequence] = []
@@ -135,7 +136,73 @@ def test_latency_beside_the_load_of_another(load: str, prompt: int) -> None:
         instance.step()
     beside = light_latencies(instance, refill, prompt)
     assert max(beside) <= 2 * alone + 2 * instance.longest_step
+    if load == "choices":
+        assert median(beside) <= 1.4 * alone, "it uses less than its share"
     assert instance.computed[HEAVY] > instance.computed[LIGHT]
+
+
+def test_a_stream_that_never_ends_makes_up_for_its_credit_only() -> None:
+    """It runs almost as fast as alone first, and then at half the speed, so that the other keeps its share."""
+    alone, instance = Instance(), Instance()
+    alone.add(HEAVY, 30, 3000)
+    for one in (alone, instance):
+        for _ in range(96):
+            one.add(HEAVY, 30, 3000)
+    instance.run(2.0)
+    instance.add(LIGHT, 20, 10_000)
+    shares = []
+    for _ in range(6):
+        before, began = instance.tokens.copy(), instance.time
+        instance.run(instance.time + 0.5)
+        grown = {tenant: instance.tokens[tenant] - before[tenant] for tenant in (LIGHT, HEAVY)}
+        shares.append((grown[LIGHT] / (instance.time - began) * sum(COSTS.decode[:2]), grown[HEAVY]))
+    alone.run(1.0)
+    assert shares[0][0] > 0.75 and 0.45 < shares[-1][0] < 0.75, "relative to its speed alone"
+    assert shares[-1][1] > 0.4 * alone.tokens[HEAVY] * 0.5 > shares[0][1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    base=st.sampled_from([0.0, 0.001, 0.01]),
+    row=st.sampled_from([1e-5, 1e-4, 0.01]),
+    context=st.sampled_from([0.0, 1e-6]),
+    tenants=st.lists(
+        st.tuples(st.sampled_from([0.01, 1.0, 3.0]), st.integers(1, 6), st.integers(1, 60)), min_size=2, max_size=4
+    ),
+    arrivals=st.lists(st.integers(0, 50), min_size=4, max_size=4),
+)
+def test_every_running_sequence_advances_within_a_turn_of_each_other(
+    base: float, row: float, context: float, tenants: list[tuple[float, int, int]], arrivals: list[int]
+) -> None:
+    """However many tenants have credit. Others wait for a slot, or for time that those of their own tenant leave."""
+    instance = Instance(Costs(prefill=(base, row, context), decode=(base, row, context)))
+    advanced: dict[Sequence, int] = {}
+    for step in range(450):
+        for i, (weight, count, prompt) in enumerate(tenants):
+            if step == arrivals[i]:
+                for _ in range(count):
+                    advanced[instance.add(Tenant(i, weight), prompt, 10_000)] = step
+        before = {seq: len(seq) + seq.num_computed for seq in advanced}
+        instance.step()
+        for seq in advanced:
+            if len(seq) + seq.num_computed > before[seq] or seq not in instance.sched.running:
+                advanced[seq] = step
+            assert step - advanced[seq] <= TURN * sum(count for _, count, _ in tenants), "it starves"
+
+
+def test_credit_is_what_a_tenant_has_not_used() -> None:
+    credit, both = Credit(), {LIGHT, HEAVY}
+    assert credit.creditors(both) == both
+    while not credit.is_settled({HEAVY}):
+        credit.spend(0.001, {HEAVY: 0.009})  # alone, this is more than its share
+    assert credit.creditors(both) == {LIGHT}
+    seconds = 0.0
+    while LIGHT in credit.creditors(both):
+        credit.spend(0.001, {LIGHT: 0.001})
+        seconds += 0.002
+    assert seconds == pytest.approx(2 * CREDIT_S, rel=0.01), "half of what it gets is its own"
+    credit.spend(0.001, {HEAVY: 0.009})
+    assert LIGHT in credit.creditors(both), "the step was not for it"
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
@@ -182,6 +249,17 @@ def test_a_full_pool_makes_room_for_a_tenant_with_less() -> None:
             steps += 1
         assert steps <= 60 and not seq.num_preemptions
     instance.sched.pool.check_integrity()
+
+
+def test_a_sequence_preempted_for_another_tenant_rests() -> None:
+    instance = Instance(num_blocks=6)
+    instance.add(LIGHT, 20, 40)
+    instance.add(HEAVY, 20, 40)
+    newest = instance.add(HEAVY, 20, 40)
+    while not newest.num_preemptions:
+        assert newest.may_give_way
+        instance.step()
+    assert newest.tenant == HEAVY and not newest.may_give_way, "it gets 32 tokens before it makes room again"
 
 
 def test_an_unreserved_hand_over_gets_room() -> None:
