@@ -1,0 +1,93 @@
+"""scripts/walk: what it counts, and that the path of a chat through the source does not get longer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+MOST = {"files": 106, "functions": 796, "returns": 421}
+ORDER = {
+    "files": 0,
+    "functions": 0,
+    "returns": 3,
+}  # by which returns differ: it depends on which connection speaks first
+STALLED = {"files": 2, "functions": 20, "returns": 15}  # of what watches a chat on a busy machine
+
+
+@pytest.fixture(scope="module")
+def walk_path() -> ModuleType:
+    """The module walk_path (scripts/ is not a package)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        import walk_path
+
+        return walk_path
+
+
+def calls(*functions: str) -> list[tuple[str, str, str]]:
+    """Return calls from words such as `main:a.py:f`."""
+    return [(thread, file, name) for thread, file, name in (function.split(":") for function in functions)]
+
+
+@pytest.mark.integration
+def test_the_path_is_not_longer() -> None:
+    """A feature does not lengthen the path of a request that does not use it: shorten the path, do not raise `MOST`."""
+    command = [sys.executable, str(SCRIPTS / "walk_path.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout)["numbers"]["all"]
+    more = STALLED if "the machine is busy" in done.stderr else ORDER
+    longer = {name: f"{numbers[name]} > {most}" for name, most in MOST.items() if numbers[name] > most + more[name]}
+    assert not longer, f"{longer}; scripts/walk --list prints the path"
+
+
+def test_returns_are_counted_by_thread(walk_path: ModuleType) -> None:
+    path = calls("main:a.py:f", "main:b.py:g", "main:a.py:h", "main:b.py:i", "engine:b.py:j")
+    assert walk_path.measure(path) == {"files": 2, "functions": 5, "stays": 5, "returns": 3}
+
+
+def test_a_function_of_two_processes_counts_once(walk_path: ModuleType) -> None:
+    numbers = walk_path.measure_all([calls("main:a.py:f", "main:b.py:g"), calls("main:a.py:f", "main:a.py:h")])
+    assert numbers == {"files": 2, "functions": 3, "stays": 3, "returns": 0}
+
+
+def test_the_path_is_what_all_chats_and_all_silences_call(walk_path: ModuleType) -> None:
+    silences = [calls("main:a.py:beat", "main:a.py:rare"), calls("main:a.py:beat")]
+    chats = [
+        calls("main:b.py:parse", "engine:c.py:step", "main:a.py:beat", "main:b.py:send"),
+        calls("main:b.py:parse", "engine:c.py:step", "main:b.py:retry", "main:b.py:send"),
+    ]
+    path = calls("main:a.py:beat", "main:b.py:parse", "main:b.py:send", "engine:c.py:step")
+    assert walk_path.path_of(silences, chats) == path
+
+
+def test_only_files_of_the_project_count(
+    walk_path: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "router").mkdir()
+    (tmp_path / "pdserve").mkdir()
+    os.symlink(tmp_path / "router", tmp_path / "pdserve/router")
+    recorded = [
+        ("main", f"{tmp_path}/pdserve/router/a.py", "f"),
+        ("engine", f"{tmp_path}/router/a.py", "f"),
+        ("main", f"{tmp_path}/.venv/b.py", "g"),
+        ("main", "<string>", "__init__"),
+    ]
+    assert walk_path.first_calls(tmp_path, recorded) == calls("main:router/a.py:f")
+
+
+def test_a_tree_that_does_not_start(tmp_path: Path) -> None:
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho no model\nexit 2\n")
+    python.chmod(0o755)
+    done = subprocess.run([SCRIPTS / "walk", "--tree", tmp_path], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "did not get ready" in done.stderr
+    assert "no model" in done.stderr
