@@ -1,8 +1,8 @@
 """Processes that parse bodies beside the router: decoding a large JSON text in the router itself would stop its event loop.
 
 A `ParseServer` is forked from the router while that has one thread and no event loop, and so shares the memory of the loaded
-tokenizer. It forks a worker for each connection. A request to a worker is a pickled function without arguments; the answer has
-its result, or the error that it raised, and how many unknown fields it dropped. A length precedes each.
+tokenizer. It forks a worker for each connection. A request to a worker is a pickled function without arguments; the answer
+has its result, or the error that it raised, and how many unknown fields it dropped. A length precedes each.
 """
 
 import gc
