@@ -80,8 +80,8 @@ class ParseServer:
                 connection = self._of_thread.connection = self._connect()
             _send(connection, request)
             answer = _receive(connection)
-        except OSError as error:
-            log.warning("a process that parses has ended: %s", error)
+        except OSError as lost:
+            log.warning("a process that parses has ended: %s", lost)
             self._of_thread.connection = None
             raise RequestError("the process that parsed the body has ended", kind="internal_error") from None
         result, error, num_ignored = _loads(answer, self._shared)
