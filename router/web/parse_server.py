@@ -24,6 +24,7 @@ from pdserve.router.text.tokenizer import Tokenizer
 
 LENGTH_BYTES = 8
 NICENESS = 10  # of parsing: running requests come first
+LARGE = 1 << 20  # bytes of a request or an answer, after which a worker ends: its memory would remain
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ class ParseServer:
                 connection = self._of_thread.connection = self._connect()
             _send(connection, request)
             answer = _receive(connection)
+            if max(len(request), len(answer)) >= LARGE:
+                connection.close()
+                self._of_thread.connection = None
         except OSError as lost:
             log.warning("a process that parses has ended: %s", lost)
             self._of_thread.connection = None

@@ -13,7 +13,7 @@ from pdserve.errors import BadRequest, InvalidParameter, RequestError
 from pdserve.router.api.json_body import JsonBody, UnknownFields
 from pdserve.router.api.schemas import TokenizeBody
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.parse_server import ParseServer
+from pdserve.router.web.parse_server import LARGE, ParseServer
 
 def same(tokenizer): return tokenizer, tokenizer.parsers
 def raised(error): raise error
@@ -48,6 +48,9 @@ with ParseServer(tokenizer) as server:
     thread.start()
     thread.join()
     found["of_thread"] = other_thread != [pid]
+    server.run(partial(len, bytes(LARGE)))
+    found["memory_returned"] = server.run(os.getpid) != pid
+    pid = server.run(os.getpid)
     found["ended"] = outcome(end)
     found["again"] = server.run(os.getpid) != pid
 try:
@@ -78,5 +81,5 @@ def test_functions_run_beside_the_router() -> None:
     assert found.pop("ended") == ended | {"message": "the process that parsed the body has ended"}
     assert found.pop("niceness") == min(10, 19 - os.nice(0)), "running requests come first"
     assert found == {"body": "a", "ignored": 2} | dict.fromkeys(
-        ("beside", "shared", "of_thread", "again", "is_gone"), True
+        ("beside", "shared", "of_thread", "memory_returned", "again", "is_gone"), True
     )
