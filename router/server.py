@@ -37,6 +37,7 @@ from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.quota import Quota
 from pdserve.router.limits.shared_quota import SharedQuotas
+from pdserve.router.parse_server import ParseServer
 from pdserve.router.storage.file_store import FileStore
 from pdserve.router.storage.response_store import open_store
 from pdserve.router.telemetry.events import EventLog
@@ -50,7 +51,6 @@ from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
 from pdserve.router.web.overview import HISTORY_INTERVAL_S, Overview
-from pdserve.router.web.parse_server import ParseServer
 
 if TYPE_CHECKING:
     from pdserve.control.grpc_server import GrpcServer

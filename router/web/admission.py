@@ -10,9 +10,9 @@ from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
+from pdserve.router.parse_server import ParseServer
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web.parse_queue import ParseQueue
-from pdserve.router.web.parse_server import ParseServer
 
 
 class AdmissionController:

@@ -10,8 +10,8 @@ from typing import TypeVar
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.fair_queue import FairQueue
+from pdserve.router.parse_server import ParseServer
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.router.web.parse_server import ParseServer
 
 LARGE_BODY = 32 * 1024  # bytes; above this, parsing on the event loop would delay the streams of other requests
 MANY_VALUES = 2000  # in a body: decoding and checking takes a microsecond for each

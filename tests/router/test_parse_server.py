@@ -13,7 +13,7 @@ from pdserve.errors import BadRequest, InvalidParameter, RequestError
 from pdserve.router.api.json_body import JsonBody, UnknownFields
 from pdserve.router.api.schemas import TokenizeBody
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.parse_server import LARGE, ParseServer
+from pdserve.router.parse_server import LARGE, ParseServer
 
 def same(tokenizer): return tokenizer, tokenizer.parsers
 def raised(error): raise error
