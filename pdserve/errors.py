@@ -41,6 +41,9 @@ class RequestError(PdserveError):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _as_pickled, (type(self), str(self), vars(self))
+
     def body(self) -> dict[str, object]:
         """Return OpenAI's error object, for the body of a response or an event of a stream."""
         fields = {"message": str(self), "type": self.openai_type, "param": self.param, "code": self.kind}
@@ -83,3 +86,10 @@ class Overloaded(RequestError):
 class Unavailable(RequestError):
     status = 503
     openai_type = "service_unavailable"
+
+
+def _as_pickled(cls: type[RequestError], message: str, attributes: dict[str, object]) -> RequestError:
+    """Return a pickled error; the arguments of the classes differ."""
+    error = cls.__new__(cls, message)
+    vars(error).update(attributes)
+    return error

@@ -37,6 +37,7 @@ from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.quota import Quota
 from pdserve.router.limits.shared_quota import SharedQuotas
+from pdserve.router.parse_server import ParseServer
 from pdserve.router.storage.file_store import FileStore
 from pdserve.router.storage.response_store import open_store
 from pdserve.router.telemetry.events import EventLog
@@ -45,7 +46,7 @@ from pdserve.router.telemetry.timeline import log_finished
 from pdserve.router.telemetry.tracing import Tracer
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.app import create_app, generation_handlers
+from pdserve.router.web.app import create_app, generation_handlers, prepare
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
@@ -82,7 +83,8 @@ def serve(config: RouterConfig) -> None:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    uvloop.run(_serve(config, keys, tls, tokenizer, listening))
+    with ParseServer(tokenizer, listening) as parse_server:
+        uvloop.run(_serve(config, keys, tls, tokenizer, parse_server, listening))
 
 
 async def _serve(
@@ -90,6 +92,7 @@ async def _serve(
     keys: list[ApiKey],
     tls: ssl.SSLContext | None,
     tokenizer: Tokenizer,
+    parse_server: ParseServer,
     listening: list[socket.socket],
 ) -> None:
     """Build all parts of the router, serve until a signal, and shut down in reverse order."""
@@ -100,7 +103,7 @@ async def _serve(
     events = EventLog()
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
-    admission = AdmissionController(keys, config, metrics, fleet.now)
+    admission = AdmissionController(keys, config, metrics, fleet.now, parse_server)
     async with AsyncExitStack() as stack:
         _report_finished(config, dispatcher, stack)
         control = ControlServer(fleet, config.control_token)
@@ -151,6 +154,7 @@ async def _serve(
         ]
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
         await stack.enter_async_context(_running(loops, on_end=lambda: server.handle_exit(signal.SIGINT, None)))
+        prepare(app)
         if config.reuse_port:
             await _wait_for_instances(dispatcher, server)
         await server.serve(sockets=listening)

@@ -93,7 +93,7 @@ def test_effects_are_judged(attacks: ModuleType) -> None:
     control = Arm(ttft_s=times, e2e_s=times)
     assert judge(Arm(ttft_s=times, e2e_s=times), control) == []
     late = [*times[1:], 0.1]
-    assert judge(Arm(ttft_s=late, e2e_s=times, rss_mib=301.0), control) == [
+    assert judge(Arm(ttft_s=late, e2e_s=times, memory_mib=301.0), control) == [
         "ttft p99 is 5.59 times the control's",
         "a router grew by 301 MiB",
     ]

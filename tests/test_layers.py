@@ -65,8 +65,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "router.text": {"router.backend", "grammars", "core"},
     "router.api": {"router.text", "router.backend", "router.client_connection", "grammars", "core"},
+    "router.parse_server": {"router.api", "router.text", "core"},
     "router.web": {
         "router.client_connection",
+        "router.parse_server",
         "router.api",
         "router.backend",
         "router.dispatch",
@@ -93,6 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "router.server": {
         "router.batches",
+        "router.parse_server",
         "router.kv_events",
         "router.rpc",
         "router.web",

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
-from typing import Any, Generic, get_args
+from typing import Any, ClassVar, Generic, get_args
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -20,11 +20,22 @@ STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")  # of a field's path, such as tools[
 
 
 class UnknownFields:
-    """Drops fields that the router does not know from bodies, counts them, and logs each name once."""
+    """Drops fields that the router does not know from bodies, counts them, and logs each name once.
 
-    def __init__(self, count: Callable[[], object]) -> None:
+    Pickled, it is another one, whose drops are in `num_dropped` only.
+
+    Attributes:
+        num_dropped: fields that were dropped in this process.
+    """
+
+    num_dropped: ClassVar[int] = 0
+
+    def __init__(self, count: Callable[[], object] = int) -> None:
         self._count = count
         self._names: set[str] = set()
+
+    def __reduce__(self) -> tuple[type["UnknownFields"], tuple[()]]:
+        return UnknownFields, ()
 
     def drop(self, body: Any, error: BadRequest) -> bool:
         """Drop the field that an error of validation names; return False if it names none."""
@@ -39,6 +50,7 @@ class UnknownFields:
             return False
         del body[steps[-1]]
         self._count()
+        UnknownFields.num_dropped += 1
         name = str(steps[-1])
         if name not in self._names and len(self._names) < MAX_NAMES:
             self._names.add(name)
@@ -81,19 +93,6 @@ class JsonBody(Generic[BodyType]):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler(get_args(source)[0])
-
-
-class ParsedBody(JsonBody[BodyType]):
-    """A body that has been parsed already."""
-
-    __slots__ = ("_parsed",)
-
-    def __init__(self, parsed: BodyType, raw: bytes) -> None:
-        super().__init__(type(parsed), raw)
-        self._parsed = parsed
-
-    def parse(self) -> BodyType:
-        return self._parsed
 
 
 async def read_json(request: Request) -> bytes:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Never
@@ -23,6 +24,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
+from pdserve.control.grpc_calls import parse
 from pdserve.errors import BadRequest, TooLarge, Unavailable
 from pdserve.model_path import model_folder
 from pdserve.router.api.generation import Delta, Generation
@@ -75,7 +77,11 @@ class VllmEngine:
     async def Generate(self, call: Call) -> None:
         """Generate the answers to one prompt: a message per delta if it asks for a stream, then one per choice."""
         self._last_received = time.time()
-        parsed = await self._admission.parse_queue.run(call.key, call.raw, lambda: self._parse(call))
+        session, traceparent = call.metadata.get(SESSION_HEADER, ""), tracing.traceparent(call.metadata)
+        salt = self._admission.kv_salts[call.key]
+        context = RequestContext(f"req-{token_hex(12)}", time.monotonic(), session, traceparent, salt, call.key)
+        parse_message = partial(_parse, call.raw, context, self._tokenizer, self._model(), self._max_n)
+        parsed = await self._admission.parse_queue.run(call.key, call.raw, parse_message)
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
             await self._grammars.check(call.key, grammar, self._model())
@@ -173,19 +179,6 @@ class VllmEngine:
         )
         raise NotImplementedError(message)
 
-    def _parse(self, call: Call) -> ParsedRequest:
-        request, info = call.parse(vllm.GenerateRequest), self._model()
-        request_id = request.request_id or f"req-{token_hex(12)}"
-        if not ID_PATTERN.fullmatch(request_id):
-            message = "request_id must have 1 to 128 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
-            raise BadRequest(message, kind="invalid_request_id", param="request_id")
-        session, traceparent = call.metadata.get(SESSION_HEADER, ""), tracing.traceparent(call.metadata)
-        salt = self._admission.kv_salts[call.key]
-        context = RequestContext(request_id, time.monotonic(), session, traceparent, salt, call.key)
-        body = to_completion_body(request, self._tokenizer, info)
-        parsed = parse_completion(body, context, self._tokenizer, info, self._max_n)
-        return replace(parsed, stream=request.stream)
-
     def _model(self) -> ModelInfo:
         info = self._backend.model()
         if info is None:
@@ -245,6 +238,18 @@ class _Answer:
                     else:
                         message = complete(self._generation, whole)
                     await self._call.send(message)
+
+
+def _parse(raw: bytes, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> ParsedRequest:
+    """Parse a serialized `GenerateRequest`, whose id takes the place of the context's."""
+    request = parse(vllm.GenerateRequest, raw)
+    if request.request_id:
+        context = replace(context, request_id=request.request_id)
+    if not ID_PATTERN.fullmatch(context.request_id):
+        message = "request_id must have 1 to 128 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
+        raise BadRequest(message, kind="invalid_request_id", param="request_id")
+    parsed = parse_completion(to_completion_body(request, tokenizer, info), context, tokenizer, info, max_n)
+    return replace(parsed, stream=request.stream)
 
 
 def _aborted(index: int) -> Delta:

@@ -10,6 +10,7 @@ from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
+from pdserve.router.parse_server import ParseServer
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web.parse_queue import ParseQueue
 
@@ -26,9 +27,14 @@ class AdmissionController:
     """
 
     def __init__(
-        self, keys: Sequence[ApiKey], config: RouterConfig, metrics: Metrics, now: Callable[[], float]
+        self,
+        keys: Sequence[ApiKey],
+        config: RouterConfig,
+        metrics: Metrics,
+        now: Callable[[], float],
+        parse_server: ParseServer | None = None,
     ) -> None:
-        """`now` is the router's clock, in seconds."""
+        """`now` is the router's clock, in seconds; `parse_server` is for the parse queue."""
         self.keys = keys
         self.metrics = metrics
         self.kv_salts = {key.name: key.kv_salt for key in keys} | {ANONYMOUS: ""}
@@ -37,7 +43,7 @@ class AdmissionController:
             has_keys=bool(keys), largest=config.max_body_bytes, on_refusal=lambda key: _count_refusal(metrics, key)
         )
         max_waiting = config.max_requests + config.max_queue
-        self.parse_queue = ParseQueue(max_waiting, self.queue.weights, self.body_budget, metrics)
+        self.parse_queue = ParseQueue(max_waiting, self.queue.weights, self.body_budget, metrics, parse_server)
 
     async def enter(self, key: str, parsed: ParsedRequest, client: ClientConnection) -> AdmissionSlot | None:
         """Wait until the request may start; return its slot, or None if the client disconnected while it was queued.

@@ -95,6 +95,7 @@ def create_app(
     app = FastAPI(routes=[*routes], openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
     _add_error_handlers(app, routes)
     app.state.generation_handlers = _handlers(generation_routes)
+    app.state.openapi_document = document
     checks: list[Check] = [RequestIds({route.path: route.id_prefix for route in generation_routes}).check]
     if not admission.keys:
         checks.append(BrowserGuard(config).check)
@@ -117,6 +118,11 @@ def create_app(
         )
     app.middleware_stack = stack
     return app
+
+
+def prepare(app: FastAPI) -> None:
+    """Build what the first request to an open path would otherwise wait for on the event loop: /openapi.json."""
+    app.state.openapi_document()
 
 
 def generation_handlers(app: FastAPI) -> dict[str, Handler]:

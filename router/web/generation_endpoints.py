@@ -4,8 +4,9 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,10 +17,9 @@ from pdserve.router.api import answers, embeddings, messages, requests, schemas
 from pdserve.router.api.embeddings import Vectors
 from pdserve.router.api.generation import Generation, Json
 from pdserve.router.api.http_responses import CLIENT_GONE, json_response
-from pdserve.router.api.json_body import JsonBody, ParsedBody
+from pdserve.router.api.json_body import JsonBody
 from pdserve.router.api.parsing import BodyType
 from pdserve.router.api.requests import ParsedRequest, RequestContext
-from pdserve.router.api.responses import bodies as response_bodies
 from pdserve.router.api.responses import output as response_output
 from pdserve.router.api.streaming import (
     BuildBody,
@@ -34,7 +34,7 @@ from pdserve.router.limits.admission_queue import AdmissionSlot
 from pdserve.router.limits.key_file import ANONYMOUS
 from pdserve.router.storage.input_items import page_of_items
 from pdserve.router.storage.response_store import ResponseStore
-from pdserve.router.storage.turns import Turn, Turns
+from pdserve.router.storage.turns import Turns
 from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
@@ -48,6 +48,7 @@ SESSION_HEADER = "x-session-id"
 DOCUMENTS = ["Paris is the capital of France.", "Rome is the capital of Italy."]
 QUESTION = "What is the capital of France?"
 RerankRequest = Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)]
+Parsed = TypeVar("Parsed", bound=ParsedRequest)
 STREAMED_TOO: Any = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -89,7 +90,7 @@ class GenerationEndpoints(Endpoints):
         ],
     ) -> Response:
         """Continue a text."""
-        return await self._generate(request, body, self._parse_completion)
+        return await self._answer(request, await self._parsed(request, body, requests.parse_completion))
 
     @admitted("/v1/chat/completions", "chatcmpl-", answers.ChatCompletion, responses=STREAMED_TOO)
     async def chat(
@@ -101,7 +102,7 @@ class GenerationEndpoints(Endpoints):
         ],
     ) -> Response:
         """Continue a conversation, through the model's chat template."""
-        return await self._generate(request, body, self._parse_chat)
+        return await self._answer(request, await self._parsed(request, body, requests.parse_chat))
 
     @admitted("/v1/responses", "resp_", answers.ResponseObject, responses=STREAMED_TOO)
     async def responses(
@@ -111,13 +112,16 @@ class GenerationEndpoints(Endpoints):
     ) -> Response:
         """Continue a conversation, in the format of OpenAI's newer endpoint."""
         stream, build_body = response_output.ResponseEventStream, response_output.response_body
-        key = request.state.key
-        parsed = ParsedBody(await self._admission.parse_queue.run(key, body.raw, body.parse), body.raw)
-        turn = await self._turns.begin(key, parsed.parse())
-        parse = partial(self._parse_response, turn)
-        answer = await self._generate(request, parsed, parse, stream, build_body, turn.num_bytes)
-        if turn.keep is not None and answer.status_code == 200 and not isinstance(answer, EventStream):
-            await turn.keep(await asyncio.to_thread(json.loads, bytes(answer.body)))
+        key, previous, has_store = request.state.key, None, self._turns.has_store
+        if has_store:
+            previous = await self._admission.parse_queue.run(key, body.raw, partial(_previous_response, body))
+        turn = await self._turns.begin(key, previous)
+        parse = partial(response_output.parse_response, has_store, turn.earlier)
+        parsed = await self._parsed(request, body, parse, turn.num_bytes)
+        keep = partial(self._turns.keep, key, [*turn.earlier, *parsed.messages]) if parsed.echoed["store"] else None
+        answer = await self._answer(request, replace(parsed, keep=keep), stream, build_body)
+        if keep is not None and answer.status_code == 200 and not isinstance(answer, EventStream):
+            await keep(await asyncio.to_thread(json.loads, bytes(answer.body)))
         return answer
 
     @endpoint("GET", "/v1/responses/{response_id}", Access.CLIENT, errors=[404], response_model=answers.ResponseObject)
@@ -157,7 +161,7 @@ class GenerationEndpoints(Endpoints):
     ) -> Response:
         """Continue a conversation, in Anthropic's format."""
         stream, build_body = messages.MessageEventStream, messages.message_body
-        return await self._generate(request, body, self._parse_message, stream, build_body)
+        return await self._answer(request, await self._parsed(request, body, _parse_message), stream, build_body)
 
     @endpoint(
         "POST",
@@ -173,48 +177,31 @@ class GenerationEndpoints(Endpoints):
         body: Annotated[JsonBody[schemas.CountTokensBody], example(messages=[{"role": "user", "content": QUESTION}])],
     ) -> Response:
         """Count the tokens of a conversation, in Anthropic's format."""
-        count = await self._admission.parse_queue.run(
-            request.state.key, body.raw, lambda: self._num_tokens(body.parse())
-        )
+        parse = partial(_num_tokens, body, self._tokenizer, self._backend.model())
+        count = await self._admission.parse_queue.run(request.state.key, body.raw, parse)
         return json_response({"input_tokens": count})
 
-    def _num_tokens(self, body: schemas.CountTokensBody) -> int:
-        requests.check_model(body.model, self._model().name)
-        chat_body = messages.to_counted_body(body, knows_effort=self._tokenizer.knows_effort)
-        return len(requests.render(chat_body, self._tokenizer)[0])
-
-    def _parse_message(self, body: schemas.MessagesBody, context: RequestContext) -> ParsedRequest:
-        return self._parse_chat(messages.to_chat_body(body, knows_effort=self._tokenizer.knows_effort), context)
-
-    def _parse_completion(self, body: schemas.CompletionBody, context: RequestContext) -> ParsedRequest:
-        return requests.parse_completion(body, context, self._tokenizer, self._model(), self._max_n)
-
-    def _parse_chat(self, body: schemas.ChatBody, context: RequestContext) -> ParsedRequest:
-        return requests.parse_chat(body, context, self._tokenizer, self._model(), self._max_n)
-
-    def _parse_response(self, turn: Turn, body: schemas.ResponseBody, context: RequestContext) -> ParsedRequest:
-        chat_body = response_bodies.to_chat_body(body, turn.earlier)
-        parsed = requests.parse_chat(chat_body, context, self._tokenizer, self._model(), self._max_n)
-        return response_output.with_echoed_fields(parsed, body, turn.keep)
-
-    def _model(self) -> ModelInfo:
-        return _model(self._backend)
-
-    async def _generate(
+    async def _parsed(
         self,
         request: Request,
         body: JsonBody[BodyType],
-        parse: Callable[[BodyType, RequestContext], ParsedRequest],
+        parse: Callable[[BodyType, RequestContext, Tokenizer, ModelInfo, int], Parsed],
+        more_bytes: int = 0,
+    ) -> Parsed:
+        context = _context(request, self._admission)
+        parse_body = partial(_parse, body, parse, context, self._tokenizer, self._backend.model(), self._max_n)
+        return await self._admission.parse_queue.run(request.state.key, body.raw, parse_body, more_bytes)
+
+    async def _answer(
+        self,
+        request: Request,
+        parsed: ParsedRequest,
         stream: type[EventStream] = ChunkStream,
         build_body: BuildBody = completion_body,
-        more_bytes: int = 0,
     ) -> Response:
-        context, key = _context(request, self._admission), request.state.key
-        queue = self._admission.parse_queue
-        parsed = await queue.run(key, body.raw, lambda: parse(body.parse(), context), more_bytes)
         grammar = parsed.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
-            await self._grammars.check(key, grammar, self._model())
+            await self._grammars.check(request.state.key, grammar, _served(self._backend.model()))
         generation = Generation(parsed, self._tokenizer, self._backend)
 
         async def begin() -> bool:
@@ -285,13 +272,9 @@ class EmbeddingEndpoints(Endpoints):
         parse: Callable[[BodyType, RequestContext, Tokenizer, ModelInfo], ParsedRequest],
         build: Callable[[BodyType, ParsedRequest, Vectors], Json],
     ) -> Response:
-        info, context, key = _model(self._backend), _context(request, self._admission), request.state.key
-
-        def parse_body() -> tuple[BodyType, ParsedRequest]:
-            fields = body.parse()
-            return fields, parse(fields, context, self._tokenizer, info)
-
-        fields, parsed = await self._admission.parse_queue.run(key, body.raw, parse_body)
+        info, context = _served(self._backend.model()), _context(request, self._admission)
+        parse_body = partial(_parse_texts, body, parse, context, self._tokenizer, info)
+        fields, parsed = await self._admission.parse_queue.run(request.state.key, body.raw, parse_body)
         slot = await _enter(self._admission, request, parsed)
         if slot is None:
             return Response(status_code=CLIENT_GONE)
@@ -329,8 +312,50 @@ def _context(request: Request, admission: AdmissionController) -> RequestContext
     return RequestContext(request.state.request_id, time.monotonic(), session, traceparent, salt, client)
 
 
-def _model(backend: Backend) -> ModelInfo:
-    info = backend.model()
+# What the parse queue runs: functions that can be pickled, as what they get and return.
+
+
+def _parse(
+    body: JsonBody[BodyType],
+    parse: Callable[[BodyType, RequestContext, Tokenizer, ModelInfo, int], Parsed],
+    context: RequestContext,
+    tokenizer: Tokenizer,
+    info: ModelInfo | None,
+    max_n: int,
+) -> Parsed:
+    return parse(body.parse(), context, tokenizer, _served(info), max_n)
+
+
+def _parse_texts(
+    body: JsonBody[BodyType],
+    parse: Callable[[BodyType, RequestContext, Tokenizer, ModelInfo], ParsedRequest],
+    context: RequestContext,
+    tokenizer: Tokenizer,
+    info: ModelInfo,
+) -> tuple[BodyType, ParsedRequest]:
+    fields = body.parse()
+    return fields, parse(fields, context, tokenizer, info)
+
+
+def _parse_message(
+    body: schemas.MessagesBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo, max_n: int
+) -> ParsedRequest:
+    chat_body = messages.to_chat_body(body, knows_effort=tokenizer.knows_effort)
+    return requests.parse_chat(chat_body, context, tokenizer, info, max_n)
+
+
+def _num_tokens(body: JsonBody[schemas.CountTokensBody], tokenizer: Tokenizer, info: ModelInfo | None) -> int:
+    fields = body.parse()
+    requests.check_model(fields.model, _served(info).name)
+    chat_body = messages.to_counted_body(fields, knows_effort=tokenizer.knows_effort)
+    return len(requests.render(chat_body, tokenizer)[0])
+
+
+def _previous_response(body: JsonBody[schemas.ResponseBody]) -> str | None:
+    return body.parse().previous_response_id
+
+
+def _served(info: ModelInfo | None) -> ModelInfo:
     if info is None:
         raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
     return info

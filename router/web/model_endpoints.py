@@ -1,6 +1,7 @@
 """The endpoints about the served model: /v1/models, /tokenize and /detokenize."""
 
 import time
+from functools import partial
 from typing import Annotated
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from pdserve.model_path import resolve_model
 from pdserve.router.api import answers, requests, schemas
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.json_body import JsonBody
-from pdserve.router.backend import Backend
+from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.auth import Access
 from pdserve.router.web.endpoint import Endpoints, endpoint, example
@@ -71,26 +72,29 @@ class ModelEndpoints(Endpoints):
         body: Annotated[JsonBody[schemas.TokenizeBody], example(prompt="The capital of France is")],
     ) -> Response:
         """Convert a text, or a conversation in the model's chat template, to tokens."""
-        return await self._parse_queue.run(
-            request.state.key, body.raw, lambda: json_response(self._tokens(body.parse()))
-        )
-
-    def _tokens(self, body: schemas.TokenizeBody) -> answers.Tokens:
-        requests.check_model(body.model, self._name)
-        ids = requests.tokenize(body, self._tokenizer)
-        info = self._backend.model()
-        strings = [self._tokenizer.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None
-        length = None if info is None else info.max_model_len
-        return answers.Tokens(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings)
+        parse = partial(_tokens, body, self._name, self._tokenizer, self._backend.model())
+        return await self._parse_queue.run(request.state.key, body.raw, parse)
 
     @endpoint("POST", "/detokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Detokenized)
     async def detokenize(
         self, request: Request, body: Annotated[JsonBody[schemas.DetokenizeBody], example(tokens=[1, 2, 3])]
     ) -> Response:
         """Convert tokens to their text."""
-        return await self._parse_queue.run(request.state.key, body.raw, lambda: json_response(self._text(body.parse())))
+        parse = partial(_text, body, self._name, self._tokenizer)
+        return await self._parse_queue.run(request.state.key, body.raw, parse)
 
-    def _text(self, body: schemas.DetokenizeBody) -> answers.Detokenized:
-        requests.check_model(body.model, self._name)
-        requests.check_token_ids(body.tokens, self._tokenizer.vocab_size, "tokens")
-        return answers.Detokenized(prompt=self._tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+def _tokens(body: JsonBody[schemas.TokenizeBody], model: str, tokenizer: Tokenizer, info: ModelInfo | None) -> Response:
+    fields = body.parse()
+    requests.check_model(fields.model, model)
+    ids = requests.tokenize(fields, tokenizer)
+    strings = [tokenizer.id_to_token(token_id) for token_id in ids] if fields.return_token_strs else None
+    length = None if info is None else info.max_model_len
+    return json_response(answers.Tokens(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings))
+
+
+def _text(body: JsonBody[schemas.DetokenizeBody], model: str, tokenizer: Tokenizer) -> Response:
+    fields = body.parse()
+    requests.check_model(fields.model, model)
+    requests.check_token_ids(fields.tokens, tokenizer.vocab_size, "tokens")
+    return json_response(answers.Detokenized(prompt=tokenizer.decode(fields.tokens, skip_special_tokens=False)))

@@ -1,19 +1,22 @@
-"""Parses and tokenizes request bodies: on the event loop while that is quick, else in threads behind a bounded queue."""
+"""Parses and tokenizes request bodies: on the event loop while that is quick, else beside it, behind a bounded queue."""
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.fair_queue import FairQueue
+from pdserve.router.parse_server import ParseServer
 from pdserve.router.telemetry.metrics import Metrics
 
-LARGE_BODY = 32 * 1024  # bytes; above this, tokenizing on the event loop would delay the streams of other requests
+LARGE_BODY = 32 * 1024  # bytes; above this, parsing on the event loop would delay the streams of other requests
+MANY_VALUES = 2000  # in a body: decoding and checking takes a microsecond for each
 TURN_BUDGET_S = 0.02  # of parsing in one turn of the event loop; a burst beyond it waits for a thread
-NUM_THREADS = 2  # tokenizing releases the GIL; more threads would only delay the event loop
+NUM_THREADS = 2
 
 Result = TypeVar("Result")
 
@@ -25,12 +28,25 @@ class ParseQueue:
     thread, at most `max_waiting` of them, whose bytes the `budget` limits. So a burst of requests never keeps the event loop
     from reading its sockets, and enters the dispatcher in small groups. API keys share the threads by the bytes of their
     bodies and their `weights`, so one key's burst delays its own bodies.
+
+    For large bodies, and those of many values, the thread waits for a process of the `server`: decoding JSON never releases
+    the GIL. Without one, threads parse them themselves.
     """
 
-    def __init__(self, max_waiting: int, weights: Mapping[str, float], budget: BodyBudget, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        max_waiting: int,
+        weights: Mapping[str, float],
+        budget: BodyBudget,
+        metrics: Metrics,
+        server: ParseServer | None = None,
+    ) -> None:
         self._max_waiting = max_waiting
         self._budget = budget
         self._metrics = metrics
+        self._server = server
+        if server is not None:
+            server.on_ignored = metrics.ignored_fields.inc
         self._num_waiting = 0
         self._queue = FairQueue[asyncio.Future[None]](weights)  # done when a thread is free for the body
         self._free_threads = NUM_THREADS
@@ -38,7 +54,7 @@ class ParseQueue:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="parse")
 
     async def run(self, key: str, raw: bytes, parse: Callable[[], Result], more_bytes: int = 0) -> Result:
-        """Return `parse()`, which parses `raw`, a body sent with an API key.
+        """Return `parse()`, which parses `raw`, a body sent with an API key. Both can be pickled.
 
         Args:
             more_bytes: of what it processes besides the body.
@@ -48,9 +64,12 @@ class ParseQueue:
             Overloaded: too many bodies wait to be parsed.
         """
         try:
-            if len(raw) + more_bytes < LARGE_BODY and self._turn_used_s < TURN_BUDGET_S:
+            size, is_small = len(raw) + more_bytes, _is_small(raw, more_bytes)
+            if is_small and self._turn_used_s < TURN_BUDGET_S:
                 return self._run_now(parse)
-            return await self._run_in_thread(key, len(raw) + more_bytes, parse)
+            if not is_small and self._server is not None:
+                parse = partial(self._server.run, parse)
+            return await self._run_in_thread(key, size, parse)
         except RecursionError:
             raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
 
@@ -93,3 +112,7 @@ class ParseQueue:
             if not thread_is_free.cancelled():  # its request has been cancelled
                 self._free_threads -= 1
                 thread_is_free.set_result(None)
+
+
+def _is_small(raw: bytes, more_bytes: int) -> bool:
+    return len(raw) + more_bytes < LARGE_BODY and raw.count(b",") + raw.count(b"[") + raw.count(b"{") < MANY_VALUES

@@ -1,4 +1,4 @@
-"""An innocent client: four greedy streams a second with its own key, each compared with the idle deployment's answer.
+"""An innocent client: ten greedy streams a second with its own key, each compared with the idle deployment's answer.
 
     python -m attacking.innocent TARGET FILE
 
@@ -16,7 +16,7 @@ import httpx
 
 from attacking.target import TIMEOUT_S, Target
 
-PERIOD_S = 0.25
+PERIOD_S = 0.1
 TOKENS = 16
 PROMPTS = [f"Once upon a time, there lived a {animal} in a" for animal in ("fox", "bear", "cat", "dog", "hen", "cow")]
 

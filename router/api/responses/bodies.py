@@ -57,9 +57,9 @@ def to_chat_body(body: ResponseBody, earlier: Sequence[Json] = ()) -> ChatBody:
     )
 
 
-def conversation(body: ResponseBody, earlier: Sequence[Json] = ()) -> list[Json]:
-    """Return the messages of the conversation up to the answer, without instructions, which apply to one response."""
-    return [*earlier, *(message.model_dump(exclude_none=True) for message in _messages(body.input))]
+def conversation(body: ResponseBody) -> list[Json]:
+    """Return the messages of the input; instructions apply to one response, and are none of them."""
+    return [message.model_dump(exclude_none=True) for message in _messages(body.input)]
 
 
 def answer_message(response: Mapping[str, Any]) -> Json:

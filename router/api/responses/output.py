@@ -1,18 +1,21 @@
 """Generations as responses of /v1/responses and as the events of one: items of reasoning, messages and calls."""
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from pydantic_core import to_json
 
-from pdserve.errors import RequestError
+from pdserve.errors import BadRequest, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.parsing import or_default
-from pdserve.router.api.requests import ParsedRequest
+from pdserve.router.api.requests import ParsedRequest, RequestContext, parse_chat
+from pdserve.router.api.responses.bodies import conversation, to_chat_body
 from pdserve.router.api.schemas import ResponseBody
 from pdserve.router.api.streaming import EventStream
+from pdserve.router.backend import ModelInfo
 from pdserve.router.text.parsers.output import ToolCallDelta, in_order
+from pdserve.router.text.tokenizer import Tokenizer
 
 RESPONSE_PREFIX = "resp_"
 # Of items with content, by type: the part that holds their text.
@@ -33,17 +36,45 @@ class ParsedResponseRequest(ParsedRequest):
 
     Attributes:
         echoed: the fields that the response repeats.
+        messages: the input, if the response is to be kept.
         keep: called with the finished response before the client gets its end; None: it is not kept.
     """
 
     echoed: Json = field(default_factory=dict)
+    messages: list[Json] = field(default_factory=list)
     keep: Callable[[Json], Awaitable[None]] | None = None
 
 
-def with_echoed_fields(
-    parsed: ParsedRequest, body: ResponseBody, keep: Callable[[Json], Awaitable[None]] | None = None
+def parse_response(
+    has_store: bool,
+    earlier: Sequence[Json],
+    body: ResponseBody,
+    context: RequestContext,
+    tokenizer: Tokenizer,
+    info: ModelInfo,
+    max_n: int,
 ) -> ParsedResponseRequest:
-    """Return the parsed chat request with the fields that the response repeats; `keep` is that of the result."""
+    """Parse a body of /v1/responses. With a store, the response is to be kept unless it says `store: false`, as at OpenAI.
+
+    Args:
+        earlier: the messages of the conversation that it continues.
+
+    Raises:
+        RequestError: as `parse_chat`, or it continues a response and there is no store.
+    """
+    if body.previous_response_id is not None and not has_store:
+        param = "previous_response_id"
+        message = (
+            f"{param} is not supported: this router keeps no responses; send the whole conversation in input, or start the "
+            "router with --response-store"
+        )
+        raise BadRequest(message, kind="unsupported_parameter", param=param)
+    parsed = parse_chat(to_chat_body(body, earlier), context, tokenizer, info, max_n)
+    return with_echoed_fields(parsed, body, is_kept=has_store and body.store is not False)
+
+
+def with_echoed_fields(parsed: ParsedRequest, body: ResponseBody, *, is_kept: bool = False) -> ParsedResponseRequest:
+    """Return the parsed chat request with the fields that the response repeats."""
     text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
     echoed: Json = {
         "instructions": body.instructions,
@@ -57,15 +88,15 @@ def with_echoed_fields(
         "parallel_tool_calls": or_default(body.parallel_tool_calls, True),
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "store": keep is not None,
+        "store": is_kept,
         "tool_choice": or_default(body.tool_choice, "auto"),
         "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
         "truncation": "disabled",
     }
     fields = dict(vars(parsed))
-    if keep is not None and not parsed.id.startswith(RESPONSE_PREFIX):
+    if is_kept and not parsed.id.startswith(RESPONSE_PREFIX):
         fields["id"] = RESPONSE_PREFIX + secrets.token_hex(12)  # the client's id may be that of another kept response
-    return ParsedResponseRequest(**fields, echoed=echoed, keep=keep)
+    return ParsedResponseRequest(**fields, echoed=echoed, messages=conversation(body) if is_kept else [])
 
 
 def response_body(generation: Generation, choices: list[Delta]) -> Json:

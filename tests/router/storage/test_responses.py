@@ -16,8 +16,9 @@ from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError, Unavailable
+from pdserve.router.api.responses import output
 from pdserve.router.limits.key_file import load_api_keys
-from pdserve.router.storage import response_store, turns
+from pdserve.router.storage import response_store
 from pdserve.router.storage.response_store import MemoryStore, RedisStore, ResponseStore, StoredResponse, open_store
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
@@ -224,7 +225,12 @@ def test_a_long_conversation_is_read_written_and_rendered_in_threads(
     assert backend.info is not None
     backend.info = replace(backend.info, max_model_len=100_000, common_model_len=100_000)
     backend.generates([5])
-    watched = [(response_store, "_encode"), (response_store, "_decode"), (Tokenizer, "encode"), (turns, "conversation")]
+    watched = [
+        (response_store, "_encode"),
+        (response_store, "_decode"),
+        (Tokenizer, "encode"),
+        (output, "conversation"),
+    ]
     threads = [threads_of(*one) for one in watched]
     one, headers = make_client(stateful), {"Authorization": "Bearer one"}
     first = one.post("/v1/responses", {"input": "a" * 40_000, "max_output_tokens": 1}, headers=headers).json()

@@ -97,3 +97,33 @@ def test_bytes_that_wait_are_bounded(metrics: Metrics, monkeypatch: pytest.Monke
         assert budget.num_bytes == 0
 
     run(scenario)
+
+
+class RecordingServer:
+    """A parse server that runs functions in the calling thread, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        self.count += 1
+        return function()
+
+
+def test_what_takes_long_to_decode_is_left_to_the_parse_server(metrics: Metrics) -> None:
+    """Decoding JSON never releases the GIL, so a thread would stop the event loop."""
+
+    async def scenario() -> None:
+        server = RecordingServer()
+        queue, here = ParseQueue(1000, WEIGHTS, BUDGET, metrics, server), threading.get_ident()  # type: ignore[arg-type]
+        for raw in (b"{}", b" " * 30_000, b'{"a": [%s]}' % b"7, " * 500):
+            assert await queue.run("a", raw, threading.get_ident) == here
+            assert server.count == 0
+        many = [b'{"a": [%s]}' % (item * 5000) for item in (b"7,", b"{},", b"[],")]
+        for count, raw in enumerate([b" " * parse_queue.LARGE_BODY, *many], 1):
+            assert await queue.run("a", raw, threading.get_ident) != here
+            assert server.count == count
+        await queue.run("a", b"{}", threading.get_ident, more_bytes=parse_queue.LARGE_BODY)
+        assert server.count == 5
+
+    run(scenario)

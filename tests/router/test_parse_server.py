@@ -1,0 +1,85 @@
+"""The parse server: functions run in processes beside the router, and end as they would in it."""
+
+import json
+import os
+import subprocess
+import sys
+
+# In a process of its own: a router forks its parse server while it has one thread.
+SCRIPT = """
+import json, os, signal, threading
+from functools import partial
+from pdserve.errors import BadRequest, InvalidParameter, RequestError
+from pdserve.router.api.json_body import JsonBody, UnknownFields
+from pdserve.router.api.schemas import TokenizeBody
+from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.parse_server import LARGE, ParseServer
+
+def same(tokenizer): return tokenizer, tokenizer.parsers
+def raised(error): raise error
+def nested(depth): return nested(depth + 1)
+def end(): os.kill(os.getpid(), signal.SIGKILL)
+
+def outcome(function, *arguments):
+    try:
+        return server.run(partial(function, *arguments))
+    except (RequestError, RecursionError) as error:
+        return {"type": type(error).__name__, "message": str(error)[:60], **vars(error)}
+
+tokenizer, found, ignored = Tokenizer("demo"), {}, []
+with ParseServer(tokenizer) as server:
+    server.on_ignored = ignored.append
+    pid = server.run(os.getpid)
+    found["beside"] = pid not in (os.getpid(), server.pid) and pid == server.run(os.getpid)
+    found["niceness"] = server.run(partial(os.nice, 0)) - os.nice(0)
+    copies = server.run(partial(same, tokenizer))
+    found["shared"] = copies[0] is tokenizer and copies[1] is tokenizer.parsers
+    found["errors"] = [
+        outcome(raised, BadRequest("no", kind="k", param="p", retry_after_s=3)),
+        outcome(raised, InvalidParameter("field", "is wrong")),
+        outcome(nested, 0),
+        outcome(raised, ValueError("a defect")),
+    ]
+    body = JsonBody(TokenizeBody, b'{"prompt": "a", "x": 1, "y": 2}', UnknownFields())
+    found["body"] = server.run(body.parse).prompt
+    found["ignored"] = sum(ignored)
+    other_thread = []
+    thread = threading.Thread(target=lambda: other_thread.append(server.run(os.getpid)))
+    thread.start()
+    thread.join()
+    found["of_thread"] = other_thread != [pid]
+    server.run(partial(len, bytes(LARGE)))
+    found["memory_returned"] = server.run(os.getpid) != pid
+    pid = server.run(os.getpid)
+    found["ended"] = outcome(end)
+    found["again"] = server.run(os.getpid) != pid
+try:
+    os.kill(server.pid, 0)
+except ProcessLookupError:
+    found["is_gone"] = True
+print(json.dumps(found))
+"""
+
+
+def test_functions_run_beside_the_router() -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    found = json.loads(done.stdout)
+    refused = {"kind": "k", "param": "p", "retry_after_s": 3}
+    no_field = {"param": None, "retry_after_s": None}
+    internal = {"type": "InternalError", "kind": "internal_error", **no_field}
+    errors = found.pop("errors")
+    assert errors == [
+        {"type": "BadRequest", "message": "no", **refused},
+        {"type": "InvalidParameter", "message": "is wrong", "kind": "invalid_parameter", "param": "field"}
+        | {"retry_after_s": None},
+        {"type": "RecursionError", "message": "maximum recursion depth exceeded"},
+        internal | {"message": errors[3]["message"]},
+    ]
+    assert "a defect" in done.stderr, "the traceback is logged"
+    ended = {"type": "RequestError", "kind": "internal_error", **no_field}
+    assert found.pop("ended") == ended | {"message": "the process that parsed the body has ended"}
+    assert found.pop("niceness") == min(10, 19 - os.nice(0)), "running requests come first"
+    assert found == {"body": "a", "ignored": 2} | dict.fromkeys(
+        ("beside", "shared", "of_thread", "memory_returned", "again", "is_gone"), True
+    )
