@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pdserve.grammars import regexes
-from pdserve.grammars.schema_keywords import TYPES, Place, Schema, Unsupported, subschemas
-from pdserve.grammars.sets import listed_items
+from pdserve.grammars.schema_keywords import TYPES, Place, Schema, Unsupported, listed_items, subschemas
 
 # White space is as json.dumps writes it: unbounded white space could go on until max_tokens.
 OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
