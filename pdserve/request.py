@@ -35,6 +35,8 @@ class TokenLogprobs:
 
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# Fields of `SamplingParams` that instances know from this version of the control protocol on only; the others all know.
+SINCE: dict[str, int] = {}
 # Fields of `SamplingParams` with which a token depends on its logits and its position alone.
 _LOGITS_AND_POSITION = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
 
@@ -109,6 +111,16 @@ class SamplingParams(BodyParams, frozen=True, kw_only=True, omit_defaults=True, 
         """True if a token depends on its logits and its position alone, not on the tokens before it."""
         return self == SamplingParams(**{name: getattr(self, name) for name in _LOGITS_AND_POSITION})
 
+    def newest_field(self) -> tuple[int, str]:
+        """Return the version of the control protocol that an instance must have to know all fields that are set.
+
+        With it comes the field that needs it: 0 and an empty name if every instance knows them.
+        """
+        return max([(version, name) for name, version in SINCE.items() if self._is_set(name)], default=(0, ""))
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != getattr(_DEFAULTS, name))
+
     def validate(self) -> None:
         """Raise InvalidParameter, with the field's name and its range, if a value is out of range."""
         if self.min_tokens > self.max_tokens >= 1:
@@ -132,6 +144,7 @@ class SamplingParams(BodyParams, frozen=True, kw_only=True, omit_defaults=True, 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(SamplingParams)
+_DEFAULTS = SamplingParams()
 
 
 def constraints(name: str) -> list[Meta]:

@@ -13,7 +13,8 @@ from pdserve.control.coalescing_transport import CoalescingTransport
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 10  # of the control plane; both ends must have the same
+PROTOCOL_VERSION = 10  # of the control plane, fields of requests included (`pdserve.request.SINCE`)
+OLDEST_VERSION = 10  # that routers serve: the version before, from 11 on, so that instances are updated one by one
 NONCE_BYTES = 16  # of `Hello.nonce`
 LENGTH_BYTES = 4  # big-endian
 MAX_FRAME_BYTES = 64 << 20  # the longest prompts take a few MB

@@ -247,8 +247,11 @@ class Engine:
             self.add(seq)
         schedule = self.scheduler.schedule(pause_storing=pause_storing)
         scheduled = schedule.num_scheduled_tokens
-        swap_seconds = self.runner.kv.swap(schedule.swap_out, schedule.swap_in)
-        self.runner.kv.copy_blocks(schedule.block_copies)
+        kv, swap_seconds = self.runner.kv, 0.0
+        if schedule.swap_out or schedule.swap_in:
+            swap_seconds = kv.swap(schedule.swap_out, schedule.swap_in)
+        if schedule.block_copies:
+            kv.copy_blocks(schedule.block_copies)
         if self.runner.pipeline is not None:
             scheduled, sampled = self.runner.pipeline.step(scheduled)
         else:

@@ -72,8 +72,7 @@ class PacedMemory:
 
     def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
         """Take the time of copying blocks, and return it in seconds."""
-        blocks = len(swap_out) + len(swap_in)
-        seconds = self.swap_seconds(blocks) if blocks else 0.0
+        seconds = self.swap_seconds(len(swap_out) + len(swap_in))
         self.take(seconds)
         return seconds
 

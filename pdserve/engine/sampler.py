@@ -59,6 +59,13 @@ def next_tokens(logits_SV: torch.Tensor, seqs: list[Sequence]) -> dict[Sequence,
 
 def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     """Return the next token of each sequence; logits_SV[i] belongs to seqs[i]. Changes the logits in place."""
+    if not all([seq.needs_only_logits for seq in seqs]):
+        _apply_features(logits_SV, seqs)
+    return SampledTokens(logits_SV, seqs).read()
+
+
+def _apply_features(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
+    """Change the logits of the sequences whose tokens depend on more: on tokens before, a grammar, a plug-in, or a list."""
     _apply_penalties(logits_SV, seqs)
     _apply_bias(logits_SV, seqs)
     _apply_processors(logits_SV, seqs)
@@ -68,7 +75,6 @@ def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
     _mask_bad_words(logits_SV, seqs)
     _apply_reasoning(logits_SV, seqs)
     _fail_without_tokens(logits_SV, seqs)
-    return SampledTokens(logits_SV, seqs).read()
 
 
 class SampledTokens:

@@ -49,13 +49,11 @@ class _LeadingMemory(KVMemory):
         self._followers = followers
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
-        if pairs:
-            self._followers.send(CopyBlocks(pairs))
+        self._followers.send(CopyBlocks(pairs))
         super().copy_blocks(pairs)
 
     def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
-        if swap_out or swap_in:
-            self._followers.send(Swap(swap_out, swap_in))
+        self._followers.send(Swap(swap_out, swap_in))
         return super().swap(swap_out, swap_in)
 
     def clear_tail(self, block: int, used: int) -> None:

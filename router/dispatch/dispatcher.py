@@ -130,13 +130,24 @@ class Dispatcher:
             raise rejection
         return states
 
+    def _check_fields(self, state: RequestState) -> None:
+        """Raise BadRequest if the request sets a field that no attached instance knows."""
+        version, field = state.newest_field
+        attached = self.fleet.instances.values()
+        if field and attached and all(one.hello.protocol_version < version for one in attached):
+            message = f"no attached instance knows {field} yet: leave it out, or update the instances"
+            raise BadRequest(message, kind="unsupported_parameter", param=field)
+
     def _admit(self, states: Sequence[RequestState]) -> RequestError | None:
         """Select the instances of new choices of one prompt and submit them, or return why they would break the SLO.
 
         Raises:
+            BadRequest: they set a field that no attached instance knows.
             Unavailable: no instance is eligible.
         """
         first, *others = states
+        if first.newest_field[0]:
+            self._check_fields(first)
         placement = self._route(first)
         for other in others:
             other.follow(first)

@@ -10,7 +10,7 @@ from pdserve.errors import RequestError
 from pdserve.keys import pack_tokens
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, TokenLogprobs
+from pdserve.request import SINCE, Request, TokenLogprobs
 from pdserve.router.backend import Chunk
 from pdserve.router.dispatch.handover import OWNER, HandOverMachine
 from pdserve.router.instances.fleet import InstanceHandle
@@ -26,6 +26,7 @@ class RequestState:
         prefill: the instance that computes the prompt. If `decode` is None, it does everything.
         decode: the decode instance, or None.
         emitted: tokens passed to the client so far.
+        newest_field: `SamplingParams.newest_field` of its parameters.
         gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
         is_plain: its outputs are tokens, without log probabilities, embeddings or a beam search.
@@ -64,6 +65,7 @@ class RequestState:
         self.migrates_for = ""
         self.holders: list[InstanceHandle] = []
         sampling = request.sampling
+        self.newest_field = sampling.newest_field() if SINCE else (0, "")
         self.is_plain = (
             sampling.logprobs is None
             and sampling.prompt_logprobs is None
@@ -111,6 +113,7 @@ class RequestState:
             output_tokens=self.remaining_tokens
             + bool(self.request.sampling.beam_width),  # one alone has no decode phase
             scores_prompt=self.scores_prompt,
+            newest_field=self.newest_field,
         )
 
     @property

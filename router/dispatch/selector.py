@@ -63,7 +63,7 @@ class InstanceSelector:
         Raises:
             Unavailable: no instance of any role is eligible.
         """
-        eligible = {role: self._eligible(role, avoid, request.context) for role in ("prefill", "decode")}
+        eligible = {role: self._eligible(role, avoid, request) for role in ("prefill", "decode")}
         roles = [role for role, instances in eligible.items() if instances]
         if not roles:
             missing = self.missing_roles(avoid) or f"no instance for {request.context} tokens"
@@ -169,10 +169,16 @@ class InstanceSelector:
                 stored = max(stored, min(blocks, max_blocks) * block_size)
         return cached, stored
 
-    def _eligible(self, role: str, avoid: InstanceHandle | None = None, context: int = 0) -> list[InstanceHandle]:
-        """Return the instances for a role that accept requests of this length and whose circuit breakers allow one more."""
-        serving = self._fleet.serving(role, "both")
-        instances = [one for one in serving if one is not avoid and one.max_model_len >= context]
+    def _eligible(
+        self, role: str, avoid: InstanceHandle | None = None, request: PlacementRequest | None = None
+    ) -> list[InstanceHandle]:
+        """Return the instances for a role that accept such a request, and whose circuit breakers allow one more."""
+        context, version = (0, 0) if request is None else (request.context, request.newest_field[0])
+        instances = [
+            one
+            for one in self._fleet.serving(role, "both")
+            if one is not avoid and one.max_model_len >= context and one.hello.protocol_version >= version
+        ]
         breakers, now = self._fleet.breakers, self._fleet.now()
         if not breakers.any_faults:
             return instances

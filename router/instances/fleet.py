@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdserve.control.awake_clock import AwakeClock
-from pdserve.control.frame_connection import PROTOCOL_VERSION
+from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION
 from pdserve.costs import Costs
 from pdserve.keys import KEY_BYTES
 from pdserve.proto import pdserve_pb2 as pb
@@ -272,8 +272,10 @@ class Fleet:
     def rejection_reason(self, frame: pb.InstanceFrame) -> str:
         """Return why an instance with this first frame cannot be registered; empty if it can."""
         hello = frame.hello
-        if frame.WhichOneof("frame") != "hello" or hello.protocol_version != PROTOCOL_VERSION:
-            return f"this router speaks control protocol {PROTOCOL_VERSION}, the instance {hello.protocol_version}"
+        if frame.WhichOneof("frame") != "hello" or not OLDEST_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
+            advice = "; update routers before instances" if hello.protocol_version > PROTOCOL_VERSION else ""
+            spoken = " and ".join(map(str, range(OLDEST_VERSION, PROTOCOL_VERSION + 1)))
+            return f"this router speaks control protocol {spoken}, the instance {hello.protocol_version}{advice}"
         if reason := hello_fault(hello):
             return reason
         if hello.model != self._model:

@@ -144,6 +144,7 @@ class PlacementRequest(NamedTuple):
         scores_prompt: it asks for the log probabilities of its prompt, all of which one instance must compute.
         prefills_itself: there is no dedicated prefill instance, so a `both` instance computes the prompts that it decodes.
         stored: number of leading tokens in the KV store, which an instance may load; 0 unless publishers of KV events tell.
+        newest_field: `SamplingParams.newest_field`: instances of earlier versions do not know what it asks for.
     """
 
     tokens: int
@@ -155,6 +156,7 @@ class PlacementRequest(NamedTuple):
     prefills_itself: bool = False
     scores_prompt: bool = False
     stored: int = 0
+    newest_field: tuple[int, str] = (0, "")
 
     @property
     def context(self) -> int:

@@ -74,8 +74,6 @@ class KVMemory:
         Returns:
             The seconds that the copies took.
         """
-        if not swap_out and not swap_in:
-            return 0.0
         started = time.monotonic()
         for block, host_block in swap_out:
             self.host_NL2GBD[host_block].copy_(self.pool_NL2GBD[block], non_blocking=True)
