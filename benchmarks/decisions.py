@@ -12,9 +12,10 @@ import mock_instance
 from pdserve.config import RouterConfig
 from pdserve.keys import block_keys
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.fleet import Fleet
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import POLICIES, PlacementRequest, decide
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ def decide_among(count: int, repeat: int) -> list[dict[str, Any]]:
 
     def opened(turn: int) -> None:
         sampling = SamplingParams(max_tokens=64)
-        request = Request(
+        request = RoutedRequest(
             request_id=f"r{turn}", prompt=prompt, sampling=sampling, keys={mock_instance.BLOCK_SIZE: keys}
         )
         dispatcher.open(request)

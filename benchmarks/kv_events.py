@@ -28,9 +28,8 @@ from pdserve.cli.flags import command_from_config
 from pdserve.config import InstanceConfig, flag, parse_size
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events_config import KVEventsConfig
-from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 SUBSCRIBER = """
 import sys, zmq
@@ -114,10 +113,11 @@ def _instance(settings: Settings) -> Iterator[tuple[Instance, Callable[[bool], N
 
 def _turn(instance: Instance, settings: Settings) -> tuple[float, float]:
     """Return wall and CPU seconds for all requests. Their prompts are new."""
-    sampling = SamplingParams(temperature=0, max_tokens=settings.output_tokens, ignore_eos=True).pack()
+    sampling = SamplingParams(temperature=0, max_tokens=settings.output_tokens, ignore_eos=True)
     for i in range(settings.requests):
-        prompt = pack_tokens([random.randrange(3, 400) for _ in range(settings.prompt_tokens)])
-        instance.submit("", pb.Submit(request_id=str(i), phase=pb.BOTH, prompt=prompt, sampling=sampling))
+        prompt = [random.randrange(3, 400) for _ in range(settings.prompt_tokens)]
+        request = Request(prompt=prompt, sampling=sampling).pack()
+        instance.submit("", pb.Submit(request_id=str(i), phase=pb.BOTH, request=request))
     wall, cpu = time.perf_counter(), time.process_time()
     idle = False
     while not idle or instance.num_jobs:

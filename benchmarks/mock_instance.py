@@ -22,10 +22,10 @@ from pdserve.counters import HELP, LABELS, series
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import RouterLinks
-from pdserve.keys import TOKEN_BYTES, Layout
+from pdserve.keys import Layout
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request
 from pdserve.roles.job import BATCHED_TOKENS
 
 CONTEXT = 16384  # tokens
@@ -145,17 +145,18 @@ class MockInstance:
             self._submit((link, request_id), submit)
 
     def _submit(self, key: tuple[str, str], submit: pb.Submit) -> None:
-        tokens = SamplingParams.unpack(submit.sampling).max_tokens
+        request = Request.unpack(submit.request)
+        tokens = request.sampling.max_tokens
         if submit.phase == pb.DECODE:
-            self._reserved[key] = Answer(tokens - 1, submit.whole, begun=True)
+            self._reserved[key] = Answer(tokens - 1, request.whole, begun=True)
             self._say(key, Stage.RESERVED)
         elif submit.phase == pb.BOTH:
-            self._running[key] = Answer(tokens, submit.whole)
+            self._running[key] = Answer(tokens, request.whole)
             self._say(key, Stage.RESERVED, Stage.PREFILL_STARTED)
         else:
             output = self._say(key, Stage.PREFILL_STARTED, Stage.KV_STORED)
             output.token_ids.append(TOKEN)
-            num_tokens = output.tokens.computed = len(submit.prompt) // TOKEN_BYTES
+            num_tokens = output.tokens.computed = len(request.prompt)
             output.stored.num_blocks, output.stored.final = -(-num_tokens // BLOCK_SIZE), True
             output.finish_reason = "length" if tokens == 1 else ""
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
@@ -132,18 +132,7 @@ class SamplingParams(BodyParams, frozen=True, kw_only=True, omit_defaults=True, 
             expected = _expected(name) or str(error).partition(" - at ")[0]
             raise InvalidParameter(name, f"{name} must be {expected}, not {_shown(getattr(self, name))}") from error
 
-    def pack(self) -> bytes:
-        """Return the bytes that `Submit.sampling` carries: MessagePack, of the fields that are not at their defaults."""
-        return _ENCODER.encode(self)
 
-    @staticmethod
-    def unpack(data: bytes) -> "SamplingParams":
-        """Return the parameters in `Submit.sampling`. Raises ValueError: a field is unknown, or its type or range wrong."""
-        return _DECODER.decode(data)
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 _DEFAULTS = SamplingParams()
 
 
@@ -195,38 +184,41 @@ class Tenant(NamedTuple):
 NO_TENANT = Tenant()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One prompt to be continued once. Built by the router; instances only receive the tokens and the sampling parameters.
+class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One prompt to be continued once, as `Submit` carries it to instances. They trust no router's bytes.
 
     Attributes:
+        prompt: token ids.
         salt: requests with different salts never share KV.
-        keys: block size → keys of the prompt's full blocks.
-        packed_keys: hashes from which instances make their keys (`KeyChain.pack`); if empty, each computes them.
+        packed_keys: hashes from which instances make the keys of blocks (`KeyChain.pack`); if empty, each computes them.
         multi_turn: a chat, so another turn may follow whose prompt begins with this prompt and its output.
         priority: lower is served first, where instances schedule by priority.
         tenant: whose request it is; instances are shared by weight.
-        traceparent: the client's span, in W3C Trace Context format.
-        client: its sender: the name of its API key or, without keys, its address; empty if unknown.
-        session: the client's session id; a routing policy may keep a session on one instance.
         whole: the client reads the output at its end only, so tokens may be sent in batches.
-        received: when the router received the body, in seconds on its monotonic clock.
     """
 
-    request_id: str
-    prompt: Sequence[int] = field(repr=False)
+    prompt: Sequence[int]
     sampling: SamplingParams
     salt: str = ""
-    keys: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
-    packed_keys: bytes = field(default=b"", repr=False)
+    packed_keys: bytes = b""
     multi_turn: bool = False
     priority: int = 0
     tenant: Tenant = NO_TENANT
-    traceparent: str = ""
-    client: str = ""
-    session: str = ""
     whole: bool = False
-    received: float | None = None
+
+    def pack(self) -> bytes:
+        """Return the bytes of `Submit.request`: MessagePack, of the fields that are not at their defaults."""
+        return _ENCODER.encode(Request(**{name: getattr(self, name) for name in Request.__struct_fields__}))
+
+    @staticmethod
+    def unpack(data: bytes) -> "Request":
+        """Return the request in `Submit.request`. Raises ValueError: a field is unknown, or its type or range wrong."""
+        return _REQUEST_DECODER.decode(data)
+
+
+# Prompts may be arrays.
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=list)
+_REQUEST_DECODER = msgspec.msgpack.Decoder(Request)
 
 
 def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

@@ -328,36 +328,20 @@ class Heard(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "phase", "prompt", "keys", "sampling", "salt", "output", "multi_turn", "whole", "priority", "tenant", "weight", "members", "writer")
+    __slots__ = ("request_id", "phase", "request", "output", "members", "writer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    MULTI_TURN_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     phase: Phase
-    prompt: bytes
-    keys: bytes
-    sampling: bytes
-    salt: str
+    request: bytes
     output: _containers.RepeatedScalarFieldContainer[int]
-    multi_turn: bool
-    whole: bool
-    priority: int
-    tenant: int
-    weight: float
     members: _containers.RepeatedCompositeFieldContainer[Member]
     writer: Layout
-    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., prompt: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., sampling: _Optional[bytes] = ..., salt: _Optional[str] = ..., output: _Optional[_Iterable[int]] = ..., multi_turn: _Optional[bool] = ..., whole: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., weight: _Optional[float] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., request: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("request_id", "seed")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.beam_search import Hypothesis
-from pdserve.request import Request, TokenLogprobs
+from pdserve.request import TokenLogprobs
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.timeline import Timeline
 
 
@@ -123,14 +124,14 @@ class Backend(Protocol):
     def ready(self) -> tuple[bool, str]:
         """Return (True, ...) if a request can be served now, else (False, reason)."""
 
-    def open(self, request: Request) -> TokenStream:
+    def open(self, request: RoutedRequest) -> TokenStream:
         """Start a request.
 
         Raises:
             RequestError: no instance can serve it, it can never fit, or it would break the SLO.
         """
 
-    def open_choices(self, requests: Sequence[Request]) -> Sequence[TokenStream]:
+    def open_choices(self, requests: Sequence[RoutedRequest]) -> Sequence[TokenStream]:
         """Start requests that differ only in their ids and seeds. Their prompt is computed and transferred once.
 
         Raises:

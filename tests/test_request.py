@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import msgspec
@@ -15,8 +16,9 @@ from msgspec.structs import fields
 from pdserve.errors import InvalidParameter
 from pdserve.offline.params import SamplingParams as OfflineParams
 from pdserve.reasoning import ReasoningSpan
-from pdserve.request import BodyParams, SamplingParams, constraints
+from pdserve.request import BodyParams, Request, SamplingParams, Tenant, constraints
 from pdserve.router.api.schemas import ChatBody, CompletionBody, ResponseBody
+from pdserve.router.routed_request import RoutedRequest
 
 SPAN = ReasoningSpan((1, 2), ((3,), (4, 5)), (3,), budget=7)
 
@@ -36,7 +38,8 @@ SPAN = ReasoningSpan((1, 2), ((3,), (4, 5)), (3,), budget=7)
 )
 def test_packed_parameters_are_the_same(sampling: SamplingParams) -> None:
     sampling.validate()
-    assert SamplingParams.unpack(sampling.pack()) == sampling
+    request = Request(prompt=[1, 2], sampling=sampling, tenant=Tenant(3, 0.5), packed_keys=b"k")
+    assert Request.unpack(request.pack()) == request
 
 
 @pytest.mark.parametrize(
@@ -46,11 +49,19 @@ def test_packed_parameters_are_the_same(sampling: SamplingParams) -> None:
 )  # fmt: skip
 def test_an_instance_refuses_what_no_router_may_send(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
-        SamplingParams.unpack(msgspec.msgpack.encode(fields))
+        Request.unpack(msgspec.msgpack.encode({"prompt": [1], "sampling": fields}))
 
 
 def test_defaults_take_no_bytes() -> None:
-    assert len(SamplingParams().pack()) <= 3
+    assert len(Request(prompt=[], sampling=SamplingParams()).pack()) <= len("prompt sampling") + 12
+
+
+def test_instances_are_not_told_what_only_the_router_needs() -> None:
+    routed = RoutedRequest(
+        request_id="r", prompt=array("I", [1]), sampling=SamplingParams(), client="secret", whole=True
+    )
+    assert Request.unpack(routed.pack()) == Request(prompt=[1], sampling=SamplingParams(), whole=True)
+    assert b"secret" not in routed.pack()
 
 
 @pytest.mark.parametrize("field", fields(BodyParams), ids=lambda field: field.name)

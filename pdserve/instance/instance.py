@@ -23,7 +23,7 @@ from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
-from pdserve.keys import TOKEN_BYTES, root_key, unpack_tokens
+from pdserve.keys import root_key
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
@@ -34,7 +34,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
-from pdserve.request import SamplingParams, Tenant
+from pdserve.request import Request
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job, error_message
 from pdserve.roles.transfers import Transfers
@@ -292,20 +292,21 @@ class Instance:
 
     def _submit(self, link: str, message: pb.Submit) -> None:
         try:
-            sampling = SamplingParams.unpack(message.sampling)
+            request = Request.unpack(message.request)
+            sampling = request.sampling
             if sampling.beam_width and message.phase != pb.PREFILL:
-                length = len(message.prompt) // TOKEN_BYTES + sampling.max_tokens
+                length = len(request.prompt) + sampling.max_tokens
                 if reason := self.engine.beams_fault(length, sampling.beam_width):
                     raise RequestError(reason, kind="beams_do_not_fit")
             seq = self.engine.new_sequence(
                 message.request_id,
-                unpack_tokens(message.prompt),
+                request.prompt,
                 sampling,
-                message.salt,
+                request.salt,
                 message.output,
-                message.priority,
-                Tenant(message.tenant, message.weight or 1.0),
-                message.keys,
+                request.priority,
+                request.tenant,
+                request.packed_keys,
             )
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except (ValueError, RequestError) as error:
@@ -314,7 +315,7 @@ class Instance:
                 self._reject(link, request_id, refusal)
             return
         siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
-        new_job = partial(Job, link=link, phase=message.phase, multi_turn=message.multi_turn, whole=message.whole)
+        new_job = partial(Job, link=link, phase=message.phase, multi_turn=request.multi_turn, whole=request.whole)
         job = new_job(seq=seq)
         others = [new_job(seq=one, leader=job) for one in siblings]
         for one in (job, *others):

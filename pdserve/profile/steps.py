@@ -9,10 +9,9 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.warm_up import dummy_sequence
 from pdserve.instance.instance import Instance
-from pdserve.keys import pack_tokens
 from pdserve.profile.fit import Timing, kind_of, least_squares
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 Work = list[tuple[int, int]]
 Show = Callable[[str], None]
@@ -100,11 +99,9 @@ def time_around_steps(instance: Instance, max_seqs: int, show: Show) -> tuple[fl
         for size in _sizes((1, 4, 16, 48), max_seqs):
             show(f"the engine thread around steps of {size} sequences")
             for i in range(size):
-                sampling = SamplingParams(temperature=0, max_tokens=TIMED_STEPS + 8, ignore_eos=True).pack()
-                prompt = pack_tokens([i, size])
-                instance.submit(
-                    "", pb.Submit(request_id=f"{size}-{i}", phase=pb.BOTH, prompt=prompt, sampling=sampling)
-                )
+                sampling = SamplingParams(temperature=0, max_tokens=TIMED_STEPS + 8, ignore_eos=True)
+                request = Request(prompt=[i, size], sampling=sampling).pack()
+                instance.submit("", pb.Submit(request_id=f"{size}-{i}", phase=pb.BOTH, request=request))
             for turn in range(TIMED_STEPS + 4):
                 started, outside[0] = time.thread_time(), 0.0
                 instance.run_once(wait=False)

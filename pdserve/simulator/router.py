@@ -10,12 +10,13 @@ from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.keys import Tokens
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams, check_length
+from pdserve.request import SamplingParams, check_length
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.key_file import ANONYMOUS
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.simulator.instance import SimulatedInstance
 from pdserve.simulator.model import InstanceModel
@@ -185,7 +186,7 @@ class SimulatedClient:
             self._end(slot.refusal)
             return
         sampling = SamplingParams(max_tokens=self.load.output_tokens, temperature=0.0, ignore_eos=True)
-        request = Request(
+        request = RoutedRequest(
             request_id=self.request_id,
             prompt=self.prompt,
             sampling=sampling,

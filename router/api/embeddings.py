@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdserve.errors import BadRequest, InvalidParameter
-from pdserve.keys import block_keys, root_key
-from pdserve.request import Request, SamplingParams, check_length
+from pdserve.request import SamplingParams, check_length
 from pdserve.router.api.generation import Json
 from pdserve.router.api.parsing import or_default
 from pdserve.router.api.requests import ParsedRequest, RequestContext, check_model, check_token_ids, prompt_forms
 from pdserve.router.api.schemas import ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
 from pdserve.router.backend import Backend, ModelInfo, TokenStream, read
+from pdserve.router.routed_request import RoutedRequest, prompt_keys
 from pdserve.router.text.tokenizer import Tokenizer
 
 MAX_INPUTS = 2048  # as in OpenAI's API
@@ -90,22 +90,23 @@ def _parse(
         check_token_ids(prompt, info.vocab_size, param)
         check_length(len(prompt), 1, info.max_model_len)
     salt = context.salt()
-    root = root_key(model_digest=info.model_digest, salt=salt)
+    keyed = [prompt_keys(prompt, info.model_digest, salt, info.block_sizes) for prompt in prompts]
     sampling = SamplingParams(max_tokens=1, embed=True)
     requests = [
-        Request(
+        RoutedRequest(
             request_id=context.request_id if len(prompts) == 1 else f"{context.request_id}-{index}",
             prompt=prompt,
             sampling=sampling,
             salt=salt,
-            keys={size: block_keys(root, prompt, size) for size in info.block_sizes},
+            keys=keys,
+            packed_keys=packed_keys,
             session=context.session,
             traceparent=context.traceparent,
             client=context.client,
             whole=True,
             received=context.received,
         )
-        for index, prompt in enumerate(prompts)
+        for index, (prompt, (keys, packed_keys)) in enumerate(zip(prompts, keyed, strict=True))
     ]
     return ParsedRequest(id=context.request_id, chat=False, model=info.name, prompts=prompts, requests=requests)
 

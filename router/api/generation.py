@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.request import Request, TokenLogprobs
+from pdserve.request import TokenLogprobs
 from pdserve.router.api.beams import answer_streams
 from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.backend import Backend, Chunk, TokenStream, read
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
 from pdserve.router.text.parsers.output_parser import OutputParser
@@ -168,13 +169,13 @@ class Generation:
             self.close()
             raise
 
-    def _streams(self, requests: list[Request]) -> Sequence[TokenStream]:
+    def _streams(self, requests: list[RoutedRequest]) -> Sequence[TokenStream]:
         """Open the streams of all choices of one prompt."""
         if requests[0].sampling.beam_width:
             return answer_streams(self._backend.open(requests[0]), len(requests))
         return self._backend.open_choices(requests)
 
-    def _choice(self, index: int, request: Request, stream: TokenStream) -> Choice:
+    def _choice(self, index: int, request: RoutedRequest, stream: TokenStream) -> Choice:
         parsed = self.parsed
         parser = parsed.open_parser() if parsed.open_parser is not None else None
         text = TextStream(

@@ -1,4 +1,4 @@
-"""Validates a parsed body against the served model and builds one `Request` for each choice that it asks for."""
+"""Validates a parsed body against the served model and builds one `RoutedRequest` for each choice that it asks for."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ from msgspec import structs
 
 from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.grammars.limits import check_grammar
-from pdserve.keys import KEY_BYTES, KeyChain, root_key
-from pdserve.request import MAX_BAD_WORDS, MAX_LOGPROBS, Request, SamplingParams, check_length
+from pdserve.keys import KEY_BYTES
+from pdserve.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams, check_length
 from pdserve.router.api.beams import beam_settings, check_no_beam_settings
 from pdserve.router.api.chat import template_messages, template_options
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
@@ -30,6 +30,7 @@ from pdserve.router.api.schemas import (
 )
 from pdserve.router.api.tools import AllowedTools, parse_tools
 from pdserve.router.backend import ModelInfo
+from pdserve.router.routed_request import RoutedRequest, prompt_keys
 from pdserve.router.text.parsers.output_parser import OutputParser
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -86,7 +87,7 @@ class ParsedRequest:
     chat: bool
     model: str
     prompts: list[list[int]] = field(repr=False)
-    requests: list[Request]
+    requests: list[RoutedRequest]
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     stream: bool = False
@@ -174,7 +175,7 @@ def parse_chat(
         return parsed
     if state in (ReasoningState.OPEN, ReasoningState.UNDECIDED) and tools is None and tokenizer.strips_reasoning:
         # The next turn's prompt goes on otherwise after this prompt, so that the KV of the output is of no use to it.
-        parsed = replace(parsed, requests=[replace(request, multi_turn=False) for request in parsed.requests])
+        parsed = replace(parsed, requests=[structs.replace(request, multi_turn=False) for request in parsed.requests])
     open_parser = partial(
         tokenizer.parsers.open,
         tools.parser if tools else None,
@@ -413,16 +414,13 @@ def _build_requests(
     body: SamplingBody,
     info: ModelInfo,
     chat: bool,
-) -> list[Request]:
+) -> list[RoutedRequest]:
     """Return the requests of all choices. Choice i of each prompt has seed + i, so batching does not change its answers."""
     salt, session, priority = context.salt(_cache_salt(body)), _session(body, context), _priority(body, info)
-    root = root_key(model_digest=info.model_digest, salt=salt)
-    keyed = [(prompt, KeyChain(root)) for prompt in prompts]
-    keys_of = [{size: chain.block_keys(prompt, size) for size in info.block_sizes} for prompt, chain in keyed]
-    packed = [chain.pack(prompt) for prompt, chain in keyed]
-    choices = [choice for choice in zip(prompts, keys_of, packed, strict=True) for _ in range(n)]
+    keyed = [(prompt, *prompt_keys(prompt, info.model_digest, salt, info.block_sizes)) for prompt in prompts]
+    choices = [choice for choice in keyed for _ in range(n)]
     return [
-        Request(
+        RoutedRequest(
             request_id=context.request_id if len(choices) == 1 else f"{context.request_id}-{index}",
             prompt=prompt,
             sampling=structs.replace(sampling, seed=(sampling.seed + i) % 2**63) if (i := index % n) else sampling,

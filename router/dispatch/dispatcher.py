@@ -9,15 +9,15 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 
 import logging
 from collections.abc import Sequence, Set
-from dataclasses import replace
 from itertools import count, repeat
+
+from msgspec import structs
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, RequestError, Unavailable
 from pdserve.keys import Layout
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request
 from pdserve.router.backend import Chunk, ModelInfo
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
 from pdserve.router.dispatch.request_state import RequestState
@@ -26,6 +26,7 @@ from pdserve.router.dispatch.waiting import WaitingGroup, WaitingRequests
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import InvalidFrame
 from pdserve.router.instances.output_checks import content_fault, output_fault, times_fault, tokens_fault
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
@@ -105,10 +106,10 @@ class Dispatcher:
     def num_instances(self) -> int:
         return len(self.fleet.instances)
 
-    def open(self, request: Request) -> RequestState:
+    def open(self, request: RoutedRequest) -> RequestState:
         return self.open_choices([request])[0]
 
-    def open_choices(self, requests: Sequence[Request]) -> list[RequestState]:
+    def open_choices(self, requests: Sequence[RoutedRequest]) -> list[RequestState]:
         now = self._now()
         states = [self._new_state(request, now) for request in requests]
         try:
@@ -163,11 +164,11 @@ class Dispatcher:
             state.timeline.stamp(Stage.ROUTED, self._now())
         return None
 
-    def _new_state(self, request: Request, now: float) -> RequestState:
+    def _new_state(self, request: RoutedRequest, now: float) -> RequestState:
         """Return the state of a request that has no instances yet. While its id is in use, it gets another one."""
         if request.request_id in self._open_ids:
             ids = (f"{request.request_id}.{number}" for number in count(1))
-            request = replace(request, request_id=next(one for one in ids if one not in self._open_ids))
+            request = structs.replace(request, request_id=next(one for one in ids if one not in self._open_ids))
         machine = HandOverMachine(
             self.fleet.awake_now(), self.config.handover_timeout_seconds, request.sampling.max_tokens
         )

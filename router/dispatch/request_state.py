@@ -7,13 +7,13 @@ from typing import overload
 from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError
-from pdserve.keys import pack_tokens
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SINCE, Request, TokenLogprobs
+from pdserve.request import SINCE, TokenLogprobs
 from pdserve.router.backend import Chunk
 from pdserve.router.dispatch.handover import OWNER, HandOverMachine
 from pdserve.router.instances.fleet import InstanceHandle
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import Load, PlacementRequest
 from pdserve.router.telemetry.timeline import Timeline, TransferStats
 from pdserve.router.telemetry.traffic import prompt_ids
@@ -42,7 +42,9 @@ class RequestState:
     prefill: InstanceHandle
     decode: InstanceHandle | None
 
-    def __init__(self, request: Request, machine: HandOverMachine, on_cancel: "Callable[[RequestState], None]") -> None:
+    def __init__(
+        self, request: RoutedRequest, machine: HandOverMachine, on_cancel: "Callable[[RequestState], None]"
+    ) -> None:
         """`on_cancel` is called when the HTTP side cancels the stream."""
         self.request = request
         self.machine = machine
@@ -167,12 +169,8 @@ class RequestState:
         """
         frame = pb.RouterFrame()
         submit, request = frame.submit, self.request
-        submit.request_id, submit.salt = self.id, request.salt
-        submit.multi_turn, submit.priority, submit.whole = request.multi_turn, request.priority, request.whole
-        submit.tenant, submit.weight = request.tenant
-        submit.prompt, submit.keys = pack_tokens(request.prompt), request.packed_keys
+        submit.request_id, submit.request = self.id, request.pack()
         submit.output.extend(self.emitted)
-        submit.sampling = request.sampling.pack()
         for other in others:
             submit.members.add(request_id=other.id, seed=other.request.sampling.seed)
         return frame

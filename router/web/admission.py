@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from pdserve.config import RouterConfig
 from pdserve.router.api.requests import ParsedRequest
@@ -57,7 +58,7 @@ class AdmissionController:
         """
         if self.keys:  # else there is one tenant, which is the default
             tenant = self.queue.tenants[key]
-            parsed.requests[:] = [replace(request, tenant=tenant) for request in parsed.requests]
+            parsed.requests[:] = [structs.replace(request, tenant=tenant) for request in parsed.requests]
         prompt_tokens, requests = sum(map(len, parsed.prompts)), parsed.requests
         max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in requests)
         slot = self.queue.enter(key, prompt_tokens, max_tokens, len(requests), requests[0].priority)

@@ -8,9 +8,8 @@ import pytest
 from pdserve.config import InstanceConfig
 from pdserve.instance import instance as instance_module
 from pdserve.instance.instance import Instance
-from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from pdserve.roles import job
 
 PROMPT = [7 * i % 250 for i in range(60)]
@@ -27,8 +26,10 @@ class Driver:
     def run(self, name: str, n: int, max_tokens: int, logprobs: int | None = None) -> None:
         sampling = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=1, logprobs=logprobs
-        ).pack()
-        message = pb.Submit(request_id=f"{name}0", phase=pb.BOTH, prompt=pack_tokens(PROMPT), sampling=sampling)
+        )
+        message = pb.Submit(
+            request_id=f"{name}0", phase=pb.BOTH, request=Request(prompt=PROMPT, sampling=sampling).pack()
+        )
         for i in range(1, n):
             message.members.add(request_id=f"{name}{i}", seed=i)
         self.frames.clear()
@@ -73,8 +74,8 @@ def test_a_request_that_is_cancelled_between_pieces_leaves_nothing(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "LOGPROBS_PER_OUTPUT", 2)
-    sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, prompt_logprobs=1).pack()
-    message = pb.Submit(request_id="r", phase=pb.BOTH, prompt=pack_tokens(PROMPT), sampling=sampling)
+    sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, prompt_logprobs=1)
+    message = pb.Submit(request_id="r", phase=pb.BOTH, request=Request(prompt=PROMPT, sampling=sampling).pack())
     driver.instance.submit("router", message)
     while not driver.frames:
         driver.instance.run_once(wait=False)
@@ -104,8 +105,8 @@ def test_an_output_that_no_frame_can_hold_is_an_error_of_its_request(
 
 def test_an_instance_with_unsent_pieces_is_not_idle(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "LOGPROBS_PER_OUTPUT", 20)
-    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1).pack()
-    message = pb.Submit(request_id="r", phase=pb.BOTH, prompt=pack_tokens(PROMPT), sampling=sampling)
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
+    message = pb.Submit(request_id="r", phase=pb.BOTH, request=Request(prompt=PROMPT, sampling=sampling).pack())
     driver.instance.submit("router", message)
     while not driver.frames:
         driver.instance.run_once(wait=False)

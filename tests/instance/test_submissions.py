@@ -9,12 +9,16 @@ import pytest
 
 from pdserve.config import InstanceConfig
 from pdserve.instance.instance import Instance
-from pdserve.keys import KeyChain, pack_tokens, root_key
+from pdserve.keys import KeyChain, root_key
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
 
 PROMPT = [7 * i % 250 for i in range(70)]
-SAMPLING = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+
+
+def packed(**fields: Any) -> bytes:
+    """The bytes of a request, with fields as a wrong router could send them."""
+    request = {"prompt": PROMPT, "sampling": {"max_tokens": 3, "temperature": 0, "ignore_eos": True}}
+    return msgspec.msgpack.encode(request | fields)
 
 
 class Driver:
@@ -26,12 +30,7 @@ class Driver:
         self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
 
     def run(self, **fields: Any) -> list[pb.Output]:
-        submit: dict[str, Any] = {
-            "request_id": "r",
-            "phase": pb.BOTH,
-            "prompt": pack_tokens(PROMPT),
-            "sampling": SAMPLING.pack(),
-        }
+        submit: dict[str, Any] = {"request_id": "r", "phase": pb.BOTH, "request": packed()}
         self.frames.clear()
         self.instance.submit("router", pb.Submit(**submit | fields))
         idle = False
@@ -49,29 +48,35 @@ def driver(checkpoint: Callable[..., Path]) -> Driver:
 def test_keys_of_a_submission_are_those_that_the_instance_would_compute(driver: Driver) -> None:
     root = root_key(model_digest=driver.instance.engine.layout.model_digest)
     alone = driver.run()
-    again = driver.run(keys=KeyChain(root).pack(PROMPT))
+    again = driver.run(request=packed(packed_keys=KeyChain(root).pack(PROMPT)))
     assert sum(len(one.token_ids) for one in again) == 3
     assert [one.tokens.local_hit for one in alone if one.HasField("tokens")] == [0]
     assert [one.tokens.local_hit for one in again if one.HasField("tokens")] == [64]
-    foreign = driver.run(keys=bytes(64))  # they name the blocks: with others nothing is found
+    foreign = driver.run(request=packed(packed_keys=bytes(64)))  # they name the blocks: with others nothing is found
     assert [one.tokens.local_hit for one in foreign if one.HasField("tokens")] == [0]
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("request_bytes", "message"),
     [
-        ({"keys": bytes(15)}, "15 bytes are not keys"),
-        ({"keys": bytes(16 * 5)}, "80 bytes of keys are more than those of 70 tokens"),
-        ({"sampling": b""}, "truncated"),
-        ({"sampling": b"\x81"}, "truncated"),
-        ({"sampling": msgspec.msgpack.encode({"later": 1})}, "later"),
-        ({"sampling": msgspec.msgpack.encode({"temperature": -1.0})}, "temperature"),
-        ({"prompt": b"abc"}, "3 bytes are not token ids"),
+        (b"", "truncated"),
+        (packed()[:-1], "truncated"),
+        (msgspec.msgpack.encode({"prompt": PROMPT}), "sampling"),
+        (packed(later=1), "later"),
+        (packed(packed_keys=bytes(15)), "15 bytes are not keys"),
+        (packed(packed_keys=bytes(16 * 5)), "80 bytes of keys are more than those of 70 tokens"),
+        (packed(sampling={"later": 1}), "later"),
+        (packed(sampling={"temperature": -1.0}), "temperature"),
+        (packed(tenant=["a"]), "tenant"),
+        (packed(prompt=[]), "the prompt is empty"),
+        (packed(prompt=["a"]), "prompt"),
+        (packed(prompt=[1, -1]), "token ids go from 0"),
+        (packed(prompt=[2**40]), "token ids go from 0"),
     ],
 )
 def test_what_no_router_may_send_ends_the_request_with_an_error(
-    driver: Driver, fields: dict[str, Any], message: str
+    driver: Driver, request_bytes: bytes, message: str
 ) -> None:
-    (output,) = driver.run(**fields, members=[pb.Member(request_id="s", seed=1)])[:1]
+    (output,) = driver.run(request=request_bytes, members=[pb.Member(request_id="s", seed=1)])[:1]
     assert output.error.kind == "rejected" and message in output.error.message
     assert driver.run()[-1].finish_reason == "length"

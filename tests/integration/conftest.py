@@ -19,13 +19,12 @@ import torch
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import InstanceConfig, UpConfig
 from pdserve.instance.instance import Instance
-from pdserve.keys import pack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.connectors.shm import unlink
 from pdserve.kv_transfer.header import Buffer
 from pdserve.kv_transfer.threaded import ThreadedConnector
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
@@ -124,9 +123,9 @@ class InstanceDriver:
         self.instance = Instance(config, lambda _, frame: self.outputs.extend(frame.step.outputs), connector)
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int, phase: "pb.Phase", **fields: Any) -> None:
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True).pack()
-        packed = pack_tokens(prompt)
-        message = pb.Submit(request_id=request_id, phase=phase, prompt=packed, sampling=sampling, **fields)
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        request = Request(prompt=prompt, sampling=sampling).pack()
+        message = pb.Submit(request_id=request_id, phase=phase, request=request, **fields)
         self.instance.submit("router", message)
 
     def run_until(self, done: Callable[[list[pb.Output]], bool]) -> None:

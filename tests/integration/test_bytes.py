@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from pdserve.roles import transfers
 
 
@@ -27,19 +26,16 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
     path = checkpoint("llama")
     settings = {"num_blocks": 64, "max_num_batched_tokens": 128, "max_model_len": 1000}
     prompt = [(i * i + 3 * i) % 256 for i in range(700)]
-    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True).pack()
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    request = Request(prompt=prompt, sampling=sampling).pack()
     prefill, decode = (make_instance(model=str(path), connector=connector_url, **settings) for _ in range(2))
 
-    decode.instance.submit(
-        "r", pb.Submit(request_id="x", phase=pb.DECODE, prompt=pack_tokens(prompt), sampling=sampling)
-    )
+    decode.instance.submit("r", pb.Submit(request_id="x", phase=pb.DECODE, request=request))
     decode.run_until(lambda outputs: any(s.stage == "reserved" for o in outputs for s in o.stamps))
     (decode_job,) = decode.instance._jobs.values()
     reserved = list(decode_job.seq.block_ids)
 
-    prefill.instance.submit(
-        "r", pb.Submit(request_id="x", phase=pb.PREFILL, prompt=pack_tokens(prompt), sampling=sampling)
-    )
+    prefill.instance.submit("r", pb.Submit(request_id="x", phase=pb.PREFILL, request=request))
     # P frees the blocks after the last store, so record their ids after each step.
     tables: list[list[int]] = [[]]
     while not any(o.stored.final for o in prefill.outputs):

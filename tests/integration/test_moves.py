@@ -20,11 +20,12 @@ from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.keys import block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.dispatch.handover import Event
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import POLICIES
 from pdserve.router.telemetry.metrics import Metrics
 
@@ -96,14 +97,14 @@ def instances(checkpoint: Callable[..., Path]) -> Iterator[list[LocalInstance]]:
         instance.instance.connector.close()
 
 
-def requests(instances: list[LocalInstance], whole: bool = False) -> list[Request]:
+def requests(instances: list[LocalInstance], whole: bool = False) -> list[RoutedRequest]:
     """Return greedy and sampled requests with prompt lengths around block borders; two share a prefix."""
     random = Random(3)
     prompts = [[random.randrange(256) for _ in range(length)] for length in (1, 16, 33, 90)]
     prompts.append([*prompts[-1][:64], 5, 6, 7])
     root = root_key(model_digest=instances[0].instance.engine.layout.model_digest)
     return [
-        Request(
+        RoutedRequest(
             request_id=f"r{i}",
             prompt=prompt,
             sampling=SamplingParams(max_tokens=TOKENS, temperature=i % 2 * 0.8, seed=i, ignore_eos=True),

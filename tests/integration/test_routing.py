@@ -18,9 +18,8 @@ import pytest
 from pdserve.config import InstanceConfig
 from pdserve.costs import Costs
 from pdserve.instance.instance import Instance
-from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from pdserve.router.scheduling.policy import POLICIES
 
 
@@ -40,10 +39,11 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
         instance.reporter._costs_updated_at = 0.0
         instance._update_heartbeat()
 
-    sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True).pack()
+    sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
     def submit(link: str, phase: "pb.Phase", length: int) -> None:
-        message = pb.Submit(request_id=str(phase), phase=phase, prompt=pack_tokens([1] * length), sampling=sampling)
+        request = Request(prompt=[1] * length, sampling=sampling).pack()
+        message = pb.Submit(request_id=str(phase), phase=phase, request=request)
         instance.submit(link, message)
 
     submit("a", pb.PREFILL, 100)

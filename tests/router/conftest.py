@@ -23,11 +23,12 @@ from pdserve.beam_search import Hypothesis
 from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.lifetime import Stage
-from pdserve.request import Request, TokenLogprobs
+from pdserve.request import TokenLogprobs
 from pdserve.router.api import answers
 from pdserve.router.backend import Chunk, ModelInfo
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.key_file import load_api_keys
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline, TimelineLog
 from pdserve.router.text.tokenizer import Tokenizer
@@ -176,7 +177,7 @@ class Script:
 class ScriptedStream:
     """A fake TokenStream. It plays the next part of its script when the last one has been taken."""
 
-    def __init__(self, request: Request, chunks: list[Chunk], script: Script) -> None:
+    def __init__(self, request: RoutedRequest, chunks: list[Chunk], script: Script) -> None:
         self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
         self.timeline.stamp(Stage.RECEIVED, time.monotonic())
         self.cancelled = False
@@ -235,7 +236,7 @@ class ScriptedBackend:
         )
         self.info = replace(self.info, embedding_size=2)
         self.not_ready = ""
-        self.requests: list[Request] = []
+        self.requests: list[RoutedRequest] = []
         self.streams: list[ScriptedStream] = []
         self.log = TimelineLog(100)
         self.drained: list[tuple[str, str]] = []
@@ -246,10 +247,10 @@ class ScriptedBackend:
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
 
-    def open_choices(self, requests: Sequence[Request]) -> list[ScriptedStream]:
+    def open_choices(self, requests: Sequence[RoutedRequest]) -> list[ScriptedStream]:
         return [self.open(request) for request in requests]
 
-    def open(self, request: Request) -> ScriptedStream:
+    def open(self, request: RoutedRequest) -> ScriptedStream:
         self.requests.append(request)
         if self.script.error is not None and self.script.error_at_open:
             raise self.script.error

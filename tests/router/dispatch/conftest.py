@@ -7,10 +7,11 @@ import pytest
 from pdserve.config import RouterConfig
 from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.metrics import Metrics
 
 
@@ -51,7 +52,7 @@ class Cluster:
     def open(self, request_id: str = "r", max_tokens: int = 4, **request: Any) -> RequestState:
         """Open a request with a prompt of three tokens."""
         request = {"prompt": [1, 2, 3], "sampling": SamplingParams(max_tokens=max_tokens), **request}
-        state = self.dispatcher.open(Request(request_id=request_id, **request))
+        state = self.dispatcher.open(RoutedRequest(request_id=request_id, **request))
         self._first_submission = state.id
         return state
 

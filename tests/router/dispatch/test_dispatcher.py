@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdserve.errors import Conflict, NotFound, Overloaded, RequestError, Unavailable
-from pdserve.keys import unpack_tokens
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import POLICIES
 from pdserve.router.telemetry.timeline import TransferStats
 
@@ -30,8 +30,9 @@ def test_split_request_streams_tokens_from_prefill_then_decode(make_cluster: typ
     state = cluster.open(priority=-3)
     ((_, first_submit),) = cluster.sent(prefill)
     ((_, submit),) = cluster.sent(decode)
-    assert first_submit.phase == pb.PREFILL and first_submit.priority == submit.priority == -3
-    assert submit.phase == pb.DECODE and unpack_tokens(submit.prompt).tolist() == [1, 2, 3]
+    assert first_submit.phase == pb.PREFILL and first_submit.request == submit.request
+    request = Request.unpack(submit.request)
+    assert submit.phase == pb.DECODE and request.prompt == [1, 2, 3] and request.priority == -3
     cluster.deliver(prefill, stored=pb.Stored(num_blocks=1))
     cluster.deliver(prefill, token_ids=[7])
     cluster.deliver(prefill, stored=pb.Stored(num_blocks=2, final=True, tickets=[b"t"]))
@@ -106,7 +107,7 @@ def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     cluster.sent(prefill)
     cluster.fleet.deregister(lost, "test")
     ((_, again),) = cluster.sent(other)
-    assert unpack_tokens(again.prompt).tolist() == [1, 2, 3] and list(again.output) == [7, 8]
+    assert Request.unpack(again.request).prompt == [1, 2, 3] and list(again.output) == [7, 8]
     assert again.request_id == "r#1"
     cluster.deliver(prefill, "r", token_ids=[99])  # a late output of the first submission
     cluster.deliver(prefill, "r#1", token_ids=[9], stored=pb.Stored(num_blocks=1, final=True))
@@ -516,7 +517,8 @@ def test_choices_of_a_prompt_are_submitted_together_and_migrate_alone(make_clust
     cluster = make_cluster("prefill", "decode", "decode")
     prefill, *decoders = cluster.instances
     requests = [
-        Request(request_id=f"r-{i}", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4, seed=i)) for i in range(3)
+        RoutedRequest(request_id=f"r-{i}", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4, seed=i))
+        for i in range(3)
     ]
     states = cluster.dispatcher.open_choices(requests)
     decode = states[0].decode
@@ -537,5 +539,5 @@ def test_choices_of_a_prompt_are_submitted_together_and_migrate_alone(make_clust
     (other,) = (one for one in decoders if one is not decode)
     frames = [message for kind, message in cluster.sent(other) if kind == "submit"]
     assert [list(one.output) for one in frames] == [[10], [11], [12]] and not any(one.members for one in frames)
-    again = cluster.dispatcher.open_choices([replace(requests[0], request_id="x"), requests[1]])
+    again = cluster.dispatcher.open_choices([structs.replace(requests[0], request_id="x"), requests[1]])
     assert [state.request.request_id for state in again] == ["x", f"{requests[1].request_id}.1"]

@@ -8,8 +8,9 @@ import pytest
 
 from pdserve.errors import RequestError
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import SamplingParams
 from pdserve.router.dispatch.request_state import RequestState
+from pdserve.router.routed_request import RoutedRequest
 
 if TYPE_CHECKING:
     from tests.router.dispatch.conftest import Cluster
@@ -23,7 +24,7 @@ def scores(*values: float) -> list[pb.Logprobs]:
 
 
 def open_choices(cluster: Cluster, *names: str) -> list[RequestState]:
-    requests = [Request(request_id=name, prompt=PROMPT, sampling=SAMPLING) for name in names]
+    requests = [RoutedRequest(request_id=name, prompt=PROMPT, sampling=SAMPLING) for name in names]
     return cluster.dispatcher.open_choices(requests)
 
 

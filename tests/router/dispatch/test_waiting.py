@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded, Unavailable
-from pdserve.keys import unpack_tokens
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import InstanceHandle
+from pdserve.router.routed_request import RoutedRequest
 
 if TYPE_CHECKING:
     from tests.router.dispatch.conftest import Cluster
@@ -57,7 +57,7 @@ def test_a_stream_that_has_lost_all_instances_goes_on_where_one_attaches(
         cluster.advance(1.0)
     back = attach(cluster, "back", role)
     ((kind, submit),) = cluster.sent(back)
-    assert kind == "submit" and unpack_tokens(submit.prompt).tolist() == [1, 2, 3] and [*submit.output] == [7, 8]
+    assert kind == "submit" and Request.unpack(submit.request).prompt == [1, 2, 3] and [*submit.output] == [7, 8]
     cluster.deliver(back, "r#1", token_ids=[9, 10], finish_reason="length")
     assert cluster.tokens(state) == [7, 8, 9, 10]
     assert [wait.seconds for wait in state.timeline.waits] == [29.0]
@@ -72,7 +72,7 @@ def test_choices_that_have_waited_are_submitted_together_without_those_that_have
     cluster = make_cluster(no_instance_timeout=WAIT_S)
     sampling = SamplingParams(max_tokens=1)
     names = ["c0", "c1", "c2"]
-    requests = [Request(request_id=name, prompt=[1, 2], sampling=sampling) for name in names]
+    requests = [RoutedRequest(request_id=name, prompt=[1, 2], sampling=sampling) for name in names]
     states = cluster.dispatcher.open_choices(requests)
     states[0].cancel()
     assert sample(cluster, "instance_waits_total", outcome="cancelled") == 1

@@ -17,9 +17,10 @@ from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
 from pdserve.lifetime import TRACE_SPANS, Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.tracing import SERVICES, Tracer
 
@@ -89,7 +90,7 @@ def serve() -> Callable[..., None]:
 
         prefill, decode = join("prefill"), join("decode")
         sampling = SamplingParams(max_tokens=2)
-        request = Request(
+        request = RoutedRequest(
             request_id="r", prompt=[1, 2], sampling=sampling, traceparent=traceparent, multi_turn=bool(traceparent)
         )
         dispatcher.open(request)

@@ -9,10 +9,11 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.limits.key_file import load_api_keys
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.events import EventLog
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ class Scene:
     def serve(self, request_id: str, prefill: InstanceHandle, decode: InstanceHandle) -> None:
         """Run one request of three tokens from start to end."""
         sampling = SamplingParams(max_tokens=3)
-        self.dispatcher.open(Request(request_id=request_id, prompt=[1, 2, 3], sampling=sampling))
+        self.dispatcher.open(RoutedRequest(request_id=request_id, prompt=[1, 2, 3], sampling=sampling))
         self.output(prefill, request_id, stamps=[pb.Stamp(stage="prefill_started")], tokens=pb.Tokens(computed=3))
         self.output(prefill, request_id, token_ids=[7])
         self.output(prefill, request_id, stored=pb.Stored(num_blocks=1, final=True))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pdserve.counters import series
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import SamplingParams
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.web.overview import HISTORY_LENGTH, MAX_INSTANCES_IN_HISTORY
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def test_requests_and_faults(make_scene: Callable[..., Scene], make_client: type
     loaded = {series("kv_transfer_bytes", connector="shm", direction="load"): 4096.0, "generation_tokens": 2.0}
     decode.update_heartbeat(pb.Heartbeat(running=1, counters=loaded))
     scene.serve("r", prefill, decode)
-    scene.dispatcher.open(Request(request_id="s", prompt=[1], sampling=SamplingParams(max_tokens=3)))
+    scene.dispatcher.open(RoutedRequest(request_id="s", prompt=[1], sampling=SamplingParams(max_tokens=3)))
     scene.join("decode", "e")
     scene.fleet.deregister(decode, "test")
     answer = client.get("/debug/overview")

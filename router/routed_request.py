@@ -1,0 +1,34 @@
+"""A request with what only the router needs of it: who sent it, its keys by block size, and where its timeline begins."""
+
+from msgspec import field
+
+from pdserve.keys import KeyChain, root_key
+from pdserve.request import Request
+
+
+class RoutedRequest(Request, frozen=True, kw_only=True):
+    """A request on its way through the router, one for each choice; instances get the fields of `Request` alone.
+
+    Attributes:
+        request_id: the response's id, with a number where there are several choices.
+        keys: block size → keys of the prompt's full blocks.
+        traceparent: the client's span, in W3C Trace Context format.
+        client: its sender: the name of its API key or, without keys, its address; empty if unknown.
+        session: the client's session id; a routing policy may keep a session on one instance.
+        received: when the router received the body, in seconds on its monotonic clock.
+    """
+
+    request_id: str
+    keys: dict[int, list[bytes]] = field(default_factory=dict)
+    traceparent: str = ""
+    client: str = ""
+    session: str = ""
+    received: float | None = None
+
+
+def prompt_keys(
+    prompt: list[int], model_digest: bytes, salt: str, block_sizes: frozenset[int]
+) -> tuple[dict[int, list[bytes]], bytes]:
+    """Return the keys of a prompt's full blocks by block size, and the hashes from which instances make them."""
+    chain = KeyChain(root_key(model_digest=model_digest, salt=salt))
+    return {size: chain.block_keys(prompt, size) for size in block_sizes}, chain.pack(prompt)
