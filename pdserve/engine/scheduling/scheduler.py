@@ -303,6 +303,8 @@ class Scheduler:
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
+        if not seq.blocks_needed(self.pool):
+            return
         while not self._has_room(seq):
             if paused := [one for one in self.loaded if one.gave_way_at is not None]:
                 self._preempt(paused[-1], self.loaded, output)
