@@ -20,6 +20,7 @@ import report
 import torch
 import transformers
 from checkpoints import Shape
+from msgspec import structs
 from peer_process import Peer
 from rich.console import Console
 from rich.table import Table
@@ -199,7 +200,7 @@ class OurEngine:
         gc.freeze()  # as instances do once they are loaded
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
-        sampling = replace(self._sampling, max_tokens=output_tokens)
+        sampling = structs.replace(self._sampling, max_tokens=output_tokens)
         waiting = {self._engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)}
         for seq in waiting:
             self._engine.add(seq)

@@ -148,7 +148,7 @@ def is_ready(port: int) -> bool:
         head, _, body = request(port, "GET /ready").partition("\r\n\r\n")
     except OSError:
         return False
-    return " 200 " in head.splitlines()[0] and json.loads(body)["instances"] == len(ROLES) - 1
+    return " 200 " in head.partition("\n")[0] and json.loads(body)["instances"] == len(ROLES) - 1
 
 
 def chat(port: int, subject: str) -> float:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-MOST = {"files": 106, "functions": 796, "returns": 421}
+MOST = {"files": 105, "functions": 789, "returns": 434}
 ORDER = {
     "files": 0,
     "functions": 0,

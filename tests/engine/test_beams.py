@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdserve.beam_search import BeamSearch, Branch
 from pdserve.config import EngineConfig
@@ -154,7 +154,7 @@ def test_a_search_finds_the_same_beside_a_wider_one() -> None:
     narrow = SamplingParams(max_tokens=20, beam_width=2, ignore_eos=True)
     for prompt in PROMPTS:
         (alone,) = search(engine, [(prompt, narrow)])
-        beside, _ = search(engine, [(prompt, narrow), ([7, 8], replace(narrow, beam_width=16, logprobs=20))])
+        beside, _ = search(engine, [(prompt, narrow), ([7, 8], structs.replace(narrow, beam_width=16, logprobs=20))])
         assert alone.group is not None and beside.group is not None
         assert alone.group.search.hypotheses(2) == beside.group.search.hypotheses(2)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
@@ -24,7 +25,7 @@ def alone(instance: Instance) -> Callable[[list[int]], list[list[int]]]:
         one.store.rows = {}
         seqs = []
         for i in range(N):
-            sampling = SamplingParams(**{**vars(SAMPLING), "seed": SAMPLING.seed + i})
+            sampling = structs.replace(SAMPLING, seed=SAMPLING.seed + i)
             seqs.append(one.submit_choices(pb.BOTH, prompt, sampling, 1)[0].seq)
         one.run()
         return [output(seq) for seq in seqs]

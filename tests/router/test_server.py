@@ -1,18 +1,23 @@
 """The router process."""
 
-import pytest
+import subprocess
+import sys
 
+# In a process of its own: a router forks its parse server while it has one thread.
+SERVE = """
 from pdserve.config import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.server import serve
 
+def fail(_):
+    raise RuntimeError("a bug")
 
-def test_router_exits_if_a_background_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+Dispatcher.check_progress = fail
+serve(RouterConfig(model="demo", port=0, control_port=0))
+"""
+
+
+def test_router_exits_if_a_background_task_fails() -> None:
     """Without its tasks it would serve on, without timeouts."""
-
-    def fail(_: Dispatcher) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(Dispatcher, "check_progress", fail)
-    with pytest.raises(RuntimeError, match="a bug"):
-        serve(RouterConfig(model="demo", port=0, control_port=0))
+    ended = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 1 and ended.stderr.rstrip().endswith("RuntimeError: a bug"), ended.stderr
