@@ -123,8 +123,10 @@ class InstanceDriver:
         self.instance = Instance(config, lambda _, frame: self.outputs.extend(frame.step.outputs), connector)
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int, phase: "pb.Phase", **fields: Any) -> None:
+        """`fields` are those of a `Request` or of its `Submit`."""
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        request = Request(prompt=prompt, sampling=sampling).pack()
+        of_request = {name: fields.pop(name) for name in Request.__struct_fields__ if name in fields}
+        request = Request(prompt=prompt, sampling=sampling, **of_request).pack()
         message = pb.Submit(request_id=request_id, phase=phase, request=request, **fields)
         self.instance.submit("router", message)
 
