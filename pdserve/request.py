@@ -1,15 +1,17 @@
 """Generation requests as plain data: prompt tokens and sampling parameters."""
 
 import math
+from array import array
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import asdict, fields
 
 from pdserve.errors import BadRequest, InvalidParameter
+from pdserve.keys import Tokens, pack_tokens, token_array, unpack_tokens
 from pdserve.reasoning import ReasoningSpan
 
 MAX_LOGPROBS = 20
@@ -33,6 +35,10 @@ class TokenLogprobs:
     rank: int = 0
 
 
+if TYPE_CHECKING:
+    Prompt = Sequence[int]
+else:
+    Prompt = array  # what it is once it is decoded
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Fields of `SamplingParams` that instances know from this version of the control protocol on only; the others all know.
@@ -188,7 +194,7 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     """One prompt to be continued once, as `Submit` carries it to instances. They trust no router's bytes.
 
     Attributes:
-        prompt: token ids.
+        prompt: token ids, which travel as bytes: 8,000 numbers one by one would take an instance 0.3 ms.
         salt: requests with different salts never share KV.
         packed_keys: hashes from which instances make the keys of blocks (`KeyChain.pack`); if empty, each computes them.
         multi_turn: a chat, so another turn may follow whose prompt begins with this prompt and its output.
@@ -197,7 +203,7 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
         whole: the client reads the output at its end only, so tokens may be sent in batches.
     """
 
-    prompt: Sequence[int]
+    prompt: Prompt
     sampling: SamplingParams
     salt: str = ""
     packed_keys: bytes = b""
@@ -208,7 +214,8 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
 
     def pack(self) -> bytes:
         """Return the bytes of `Submit.request`: MessagePack, of the fields that are not at their defaults."""
-        return _ENCODER.encode(Request(**{name: getattr(self, name) for name in Request.__struct_fields__}))
+        fields = {name: getattr(self, name) for name in Request.__struct_fields__}
+        return _ENCODER.encode(Request(**fields | {"prompt": token_array(self.prompt)}))
 
     @staticmethod
     def unpack(data: bytes) -> "Request":
@@ -216,9 +223,14 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
         return _REQUEST_DECODER.decode(data)
 
 
-# Prompts may be arrays.
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=list)
-_REQUEST_DECODER = msgspec.msgpack.Decoder(Request)
+def _decode_prompt(_: type, value: object) -> Tokens:
+    if not isinstance(value, bytes):
+        raise ValueError("token ids are sent as bytes")
+    return unpack_tokens(value)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=pack_tokens)
+_REQUEST_DECODER = msgspec.msgpack.Decoder(Request, dec_hook=_decode_prompt)
 
 
 def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from msgspec import structs
 from msgspec.structs import fields
 
 from pdserve.errors import InvalidParameter
+from pdserve.keys import token_array
 from pdserve.offline.params import SamplingParams as OfflineParams
 from pdserve.reasoning import ReasoningSpan
 from pdserve.request import BodyParams, Request, SamplingParams, Tenant, constraints
@@ -38,7 +38,7 @@ SPAN = ReasoningSpan((1, 2), ((3,), (4, 5)), (3,), budget=7)
 )
 def test_packed_parameters_are_the_same(sampling: SamplingParams) -> None:
     sampling.validate()
-    request = Request(prompt=[1, 2], sampling=sampling, tenant=Tenant(3, 0.5), packed_keys=b"k")
+    request = Request(prompt=token_array([1, 2]), sampling=sampling, tenant=Tenant(3, 0.5), packed_keys=b"k")
     assert Request.unpack(request.pack()) == request
 
 
@@ -49,7 +49,7 @@ def test_packed_parameters_are_the_same(sampling: SamplingParams) -> None:
 )  # fmt: skip
 def test_an_instance_refuses_what_no_router_may_send(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
-        Request.unpack(msgspec.msgpack.encode({"prompt": [1], "sampling": fields}))
+        Request.unpack(msgspec.msgpack.encode({"prompt": bytes(4), "sampling": fields}))
 
 
 def test_defaults_take_no_bytes() -> None:
@@ -57,10 +57,8 @@ def test_defaults_take_no_bytes() -> None:
 
 
 def test_instances_are_not_told_what_only_the_router_needs() -> None:
-    routed = RoutedRequest(
-        request_id="r", prompt=array("I", [1]), sampling=SamplingParams(), client="secret", whole=True
-    )
-    assert Request.unpack(routed.pack()) == Request(prompt=[1], sampling=SamplingParams(), whole=True)
+    routed = RoutedRequest(request_id="r", prompt=[1], sampling=SamplingParams(), client="secret", whole=True)
+    assert Request.unpack(routed.pack()) == Request(prompt=token_array([1]), sampling=SamplingParams(), whole=True)
     assert b"secret" not in routed.pack()
 
 

@@ -15,6 +15,10 @@ from pdserve.router.telemetry.metrics import Metrics
 
 LARGE_BODY = 32 * 1024  # bytes; above this, parsing on the event loop would delay the streams of other requests
 MANY_VALUES = 2000  # in a body: decoding and checking takes a microsecond for each
+# From here on the GIL would be held for several milliseconds, which is more than another process costs. It takes 3 or 4 ms
+# more for a text of 8,000 tokens, whose tokenizing releases the GIL.
+HUGE_BODY = 512 * 1024
+HUGE_VALUES = 10_000
 TURN_BUDGET_S = 0.02  # of parsing in one turn of the event loop; a burst beyond it waits for a thread
 NUM_THREADS = 2
 
@@ -29,8 +33,8 @@ class ParseQueue:
     from reading its sockets, and enters the dispatcher in small groups. API keys share the threads by the bytes of their
     bodies and their `weights`, so one key's burst delays its own bodies.
 
-    For large bodies, and those of many values, the thread waits for a process of the `server`: decoding JSON never releases
-    the GIL. Without one, threads parse them themselves.
+    For huge bodies, and those of very many values, the thread waits for a process of the `server`: decoding JSON never
+    releases the GIL. Without one, threads parse them themselves.
     """
 
     def __init__(
@@ -64,10 +68,10 @@ class ParseQueue:
             Overloaded: too many bodies wait to be parsed.
         """
         try:
-            size, is_small = len(raw) + more_bytes, _is_small(raw, more_bytes)
-            if is_small and self._turn_used_s < TURN_BUDGET_S:
+            size, values = len(raw) + more_bytes, raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+            if size < LARGE_BODY and values < MANY_VALUES and self._turn_used_s < TURN_BUDGET_S:
                 return self._run_now(parse)
-            if not is_small and self._server is not None:
+            if (size >= HUGE_BODY or values >= HUGE_VALUES) and self._server is not None:
                 parse = partial(self._server.run, parse)
             return await self._run_in_thread(key, size, parse)
         except RecursionError:
@@ -112,7 +116,3 @@ class ParseQueue:
             if not thread_is_free.cancelled():  # its request has been cancelled
                 self._free_threads -= 1
                 thread_is_free.set_result(None)
-
-
-def _is_small(raw: bytes, more_bytes: int) -> bool:
-    return len(raw) + more_bytes < LARGE_BODY and raw.count(b",") + raw.count(b"[") + raw.count(b"{") < MANY_VALUES

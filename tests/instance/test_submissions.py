@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.config import InstanceConfig
 from pdserve.instance.instance import Instance
-from pdserve.keys import KeyChain, root_key
+from pdserve.keys import KeyChain, pack_tokens, root_key
 from pdserve.proto import pdserve_pb2 as pb
 
 PROMPT = [7 * i % 250 for i in range(70)]
@@ -17,7 +17,7 @@ PROMPT = [7 * i % 250 for i in range(70)]
 
 def packed(**fields: Any) -> bytes:
     """The bytes of a request, with fields as a wrong router could send them."""
-    request = {"prompt": PROMPT, "sampling": {"max_tokens": 3, "temperature": 0, "ignore_eos": True}}
+    request = {"prompt": pack_tokens(PROMPT), "sampling": {"max_tokens": 3, "temperature": 0, "ignore_eos": True}}
     return msgspec.msgpack.encode(request | fields)
 
 
@@ -61,17 +61,17 @@ def test_keys_of_a_submission_are_those_that_the_instance_would_compute(driver: 
     [
         (b"", "truncated"),
         (packed()[:-1], "truncated"),
-        (msgspec.msgpack.encode({"prompt": PROMPT}), "sampling"),
+        (msgspec.msgpack.encode({"prompt": b""}), "sampling"),
         (packed(later=1), "later"),
         (packed(packed_keys=bytes(15)), "15 bytes are not keys"),
         (packed(packed_keys=bytes(16 * 5)), "80 bytes of keys are more than those of 70 tokens"),
         (packed(sampling={"later": 1}), "later"),
         (packed(sampling={"temperature": -1.0}), "temperature"),
         (packed(tenant=["a"]), "tenant"),
-        (packed(prompt=[]), "the prompt is empty"),
-        (packed(prompt=["a"]), "prompt"),
-        (packed(prompt=[1, -1]), "token ids go from 0"),
-        (packed(prompt=[2**40]), "token ids go from 0"),
+        (packed(prompt=b""), "the prompt is empty"),
+        (packed(prompt=b"abc"), "3 bytes are not token ids"),
+        (packed(prompt=[1, 2]), "token ids are sent as bytes"),
+        (packed(prompt=pack_tokens([2**32 - 1])), "token ids go from 0"),
     ],
 )
 def test_what_no_router_may_send_ends_the_request_with_an_error(

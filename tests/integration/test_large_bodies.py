@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from pdserve.cli.deployment import Deployment
+from pdserve.router.web.parse_queue import HUGE_BODY
 
 TOOL = {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
@@ -31,6 +32,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": [7, 8, 9]}),
     ("/v1/batches", {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}),
 ]
+PADDING = b" " * HUGE_BODY
 # What differs between two answers to the same body.
 OWN = {"id", "created", "created_at", "completed_at", "item_id", "usage", "call_id", "obfuscation", "request_id"}
 
@@ -75,7 +77,7 @@ def test_a_large_body_has_the_answer_of_a_small_one(deployment: Deployment) -> N
     small = [ask(deployment, path, body) for path, body in BODIES]
     before = num_parsers(deployment)
     for (path, body), expected in zip(BODIES, small, strict=True):
-        assert ask(deployment, path, body, b" " * 40_000) == expected, (path, body)
+        assert ask(deployment, path, body, PADDING) == expected, (path, body)
     assert num_parsers(deployment) > before, "a process of the router's child has parsed them"
     assert {status for status, _ in small} == {200, 400, 404}
     counts = httpx.get(f"{deployment.url}/metrics").text
@@ -87,7 +89,7 @@ def test_a_kept_response_is_continued_by_a_large_body(deployment: Deployment) ->
     body = {"input": "and you?", "previous_response_id": first.json()["id"], "max_output_tokens": 4, "temperature": 0}
     status, small = ask(deployment, "/v1/responses", body)
     assert status == 200 and small[0]["store"]
-    content, headers = json.dumps(body).encode() + b" " * 40_000, {"Content-Type": "application/json"}
+    content, headers = json.dumps(body).encode() + PADDING, {"Content-Type": "application/json"}
     large = httpx.post(f"{deployment.url}/v1/responses", content=content, headers=headers, timeout=600).json()
     assert without_own(large) == small[0]
     items = httpx.get(f"{deployment.url}/v1/responses/{large['id']}/input_items?order=asc").json()["data"]

@@ -32,7 +32,7 @@ def test_split_request_streams_tokens_from_prefill_then_decode(make_cluster: typ
     ((_, submit),) = cluster.sent(decode)
     assert first_submit.phase == pb.PREFILL and first_submit.request == submit.request
     request = Request.unpack(submit.request)
-    assert submit.phase == pb.DECODE and request.prompt == [1, 2, 3] and request.priority == -3
+    assert submit.phase == pb.DECODE and [*request.prompt] == [1, 2, 3] and request.priority == -3
     cluster.deliver(prefill, stored=pb.Stored(num_blocks=1))
     cluster.deliver(prefill, token_ids=[7])
     cluster.deliver(prefill, stored=pb.Stored(num_blocks=2, final=True, tickets=[b"t"]))
@@ -107,7 +107,7 @@ def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     cluster.sent(prefill)
     cluster.fleet.deregister(lost, "test")
     ((_, again),) = cluster.sent(other)
-    assert Request.unpack(again.request).prompt == [1, 2, 3] and list(again.output) == [7, 8]
+    assert [*Request.unpack(again.request).prompt] == [1, 2, 3] and list(again.output) == [7, 8]
     assert again.request_id == "r#1"
     cluster.deliver(prefill, "r", token_ids=[99])  # a late output of the first submission
     cluster.deliver(prefill, "r#1", token_ids=[9], stored=pb.Stored(num_blocks=1, final=True))

@@ -57,7 +57,7 @@ def test_a_stream_that_has_lost_all_instances_goes_on_where_one_attaches(
         cluster.advance(1.0)
     back = attach(cluster, "back", role)
     ((kind, submit),) = cluster.sent(back)
-    assert kind == "submit" and Request.unpack(submit.request).prompt == [1, 2, 3] and [*submit.output] == [7, 8]
+    assert kind == "submit" and [*Request.unpack(submit.request).prompt] == [1, 2, 3] and [*submit.output] == [7, 8]
     cluster.deliver(back, "r#1", token_ids=[9, 10], finish_reason="length")
     assert cluster.tokens(state) == [7, 8, 9, 10]
     assert [wait.seconds for wait in state.timeline.waits] == [29.0]

@@ -119,11 +119,14 @@ def test_what_takes_long_to_decode_is_left_to_the_parse_server(metrics: Metrics)
         for raw in (b"{}", b" " * 30_000, b'{"a": [%s]}' % b"7, " * 500):
             assert await queue.run("a", raw, threading.get_ident) == here
             assert server.count == 0
-        many = [b'{"a": [%s]}' % (item * 5000) for item in (b"7,", b"{},", b"[],")]
-        for count, raw in enumerate([b" " * parse_queue.LARGE_BODY, *many], 1):
+        for raw in (b" " * parse_queue.LARGE_BODY, b'{"a": [%s]}' % (b"7," * 5000)):
+            assert await queue.run("a", raw, threading.get_ident) != here
+            assert server.count == 0, "a thread is quicker, and holds the GIL for a moment"
+        many = [b'{"a": [%s]}' % (item * 10_000) for item in (b"7,", b"{},", b"[],")]
+        for count, raw in enumerate([b" " * parse_queue.HUGE_BODY, *many], 1):
             assert await queue.run("a", raw, threading.get_ident) != here
             assert server.count == count
-        await queue.run("a", b"{}", threading.get_ident, more_bytes=parse_queue.LARGE_BODY)
+        await queue.run("a", b"{}", threading.get_ident, more_bytes=parse_queue.HUGE_BODY)
         assert server.count == 5
 
     run(scenario)
