@@ -1,6 +1,7 @@
 """Generation requests as plain data: prompt tokens and sampling parameters."""
 
 import math
+import re
 from array import array
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
@@ -134,7 +135,9 @@ class SamplingParams(BodyParams, frozen=True, kw_only=True, omit_defaults=True, 
         try:
             msgspec.convert(asdict(self), SamplingParams)
         except msgspec.ValidationError as error:
-            name = str(error).rpartition("`$.")[2].partition("[")[0].rstrip("`")
+            place = re.search(r"`\$\.(\w+)", str(error))
+            assert place is not None, error
+            name = place[1]
             expected = _expected(name) or str(error).partition(" - at ")[0]
             raise InvalidParameter(name, f"{name} must be {expected}, not {_shown(getattr(self, name))}") from error
 
@@ -170,7 +173,7 @@ def _expected(name: str) -> str:
 
 def _shown(value: object) -> object:
     """Return what a message shows of a value that is out of range: of a container the largest number, or its length."""
-    if isinstance(value, dict) and len(value) <= 1024:
+    if isinstance(value, dict) and all(isinstance(one, float | int) for one in value.values()):
         return max(value.values(), key=lambda number: math.inf if math.isnan(number) else abs(number))
     return len(value) if isinstance(value, Sized) else value
 
@@ -191,7 +194,9 @@ NO_TENANT = Tenant()
 
 
 class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One prompt to be continued once, as `Submit` carries it to instances. They trust no router's bytes.
+    """One prompt to be continued once, as `Submit` carries it to instances.
+
+    Decoding checks names, types and ranges. That `packed_keys` are those of the prompt is taken from the router.
 
     Attributes:
         prompt: token ids, which travel as bytes: 8,000 numbers one by one would take an instance 0.3 ms.

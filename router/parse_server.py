@@ -88,11 +88,12 @@ class ParseServer:
             log.warning("a process that parses has ended: %s", lost)
             self._of_thread.connection = None
             raise RequestError("the process that parsed the body has ended", kind="internal_error") from None
+        result: Result
         result, error, num_ignored = _loads(answer, self._shared)
         self.on_ignored(num_ignored)
         if error is not None:
             raise error
-        return result  # type: ignore[no-any-return]
+        return result
 
     def _connect(self) -> socket.socket:
         ours, theirs = socket.socketpair()

@@ -37,7 +37,7 @@ Recording = dict[str, list[Call]]  # first calls in order, by process
 
 ROLES = ("router", "prefill", "decode")
 TOKENS = 12
-SILENCES = 4  # so many in a row have no timer of 5 s in each
+SILENCES = 4  # idle windows that are recorded: a timer of 5 s cannot fire in all of them
 SILENCE_S = 3.05  # an idle instance wakes up once a second, and fits its cost models when the last fit is 2 s old
 AFTER_S = 0.3  # recorded after a chat: the instances release its blocks
 CHATS = 5

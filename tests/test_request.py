@@ -73,3 +73,9 @@ def test_every_client_knows_a_field_that_the_struct_declares(field: Any) -> None
     for meta in constraints(field.name):
         with pytest.raises(InvalidParameter, match=f"{field.name} must be"):
             structs.replace(SamplingParams(), **{field.name: 10**9 if meta.le is not None else -1}).validate()
+
+
+def test_a_wrong_value_inside_of_a_field_is_an_error_of_the_field() -> None:
+    span: Any = {"start": [1], "ends": [], "closing": [], "budget": "x"}
+    with pytest.raises(InvalidParameter, match="reasoning must be"):
+        SamplingParams(reasoning=span).validate()

@@ -162,7 +162,7 @@ BODY_PARAMS = tuple(field.name for field in fields(BodyParams))
 SampledBody: Any = create_model("SampledBody", __base__=Body, **sampling_fields())
 
 
-class GenerationBody(SampledBody):  # type: ignore[misc]
+class GenerationBody(SampledBody):  # type: ignore[misc]  # a class that is made at run time is Any to mypy
     """Fields of all endpoints that generate; None is the default and means that the field is absent.
 
     `top_k` of -1 means the same as 0 (keep all tokens), as in vLLM.

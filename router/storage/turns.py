@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Turn:
-    """What a request of a conversation continues.
+    """The earlier part of a conversation, which a request to /v1/responses continues.
 
     Attributes:
         earlier: the messages before its input.

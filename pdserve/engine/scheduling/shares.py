@@ -50,7 +50,10 @@ def step_shares(
 
 
 class Credit:
-    """What tenants have not used of their shares of the latest steps: seconds by forecast, at most `CREDIT_S`."""
+    """The credit of each tenant: the time of recent steps, in forecast seconds, that was its share and that it did not use.
+
+    A tenant begins with `CREDIT_S`, which is also the most that it can have.
+    """
 
     def __init__(self) -> None:
         self._used: dict[Tenant, float] = {}  # all credit that is not whole
@@ -66,7 +69,7 @@ class Credit:
     def spend(self, base: float, seconds: Mapping[Tenant, float]) -> None:
         """Record a step. Each tenant in it uses what the step would take without the others.
 
-        A share is at most a half: whoever is alone uses more than if another came.
+        At most half of a step counts as a tenant's share: one that runs alone spends its credit before another one comes.
 
         Args:
             base: seconds of a step, whatever it computes.
