@@ -69,7 +69,7 @@ LENGTHS: tuple[tuple[int, dict[int, float]], ...] = (
     (700, {256: 0.35, 512: 0.25, 1024: 0.4}),
     (1300, {256: 0.3, 512: 0.2, 1024: 0.3, 2048: 0.2}),
     (2000, {256: 0.3, 512: 0.15, 1024: 0.25, 2048: 0.25, 4096: 0.05}),
-    (LANGUAGE.steps, {256: 0.35, 512: 0.3, 1024: 0.2, 2048: 0.1, 4096: 0.05}),
+    (LANGUAGE.steps, {256: 0.3, 512: 0.25, 1024: 0.2, 2048: 0.18, 4096: 0.07}),
 )
 
 CHAT_TEMPLATE = """\
@@ -192,7 +192,7 @@ def make_row(
     weights: list[float] = []
     while len(ids) < length:
         room = (length - len(ids)) * 0.62  # words that fit, by the average number of words per token
-        if skills and rng.random() < skills:
+        if skills and (ids or length <= 1024) and rng.random() < skills:
             document = demo_text.draw_skill(rng, int(min(room, math.exp(rng.uniform(3.5, 6.0)))))
         elif not ids and length > 256 and rng.random() < 0.7:
             document = demo_text.draw_long_document(rng, int(room * rng.uniform(0.5, 1.0)))

@@ -3,6 +3,8 @@
 Batches are numbered. Missing ones are asked for at the publisher's replay endpoint. If they cannot be had, what the publisher
 said before is forgotten, since a removal may be lost. After a disconnection, and after a number that is not higher than the
 last one, the publisher may have started again: the router forgets too, and asks for its batches from the first one on.
+A batch that was lost with none after it (published before the subscription took hold, or dropped at the end of a burst) is
+asked for when the publisher has been quiet for a while.
 """
 
 import asyncio
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 
 STORE = "store"  # the holder of the blocks in the index: there is one, whichever publisher tells of them
 REPLAY_TIMEOUT_S = 5.0  # for the next batch
+QUIET_S = 5.0  # without a message, after which missing batches are asked for
 MODEL_POLL_S = 0.2
 LOG_INTERVAL_S = 10.0
 MAX_MESSAGE_BYTES = 64 << 20
@@ -55,6 +58,7 @@ class Subscriber:
         self._blocks = StoredBlocks()
         self._next_number: int | None = None  # of the next batch; None: whichever comes
         self._last_live = -1  # number of the last batch that was published, not repeated
+        self._is_answering = True  # its replay endpoint
         self._warned_at = -math.inf
         for endpoint in filter(None, (source.endpoint, source.replay_endpoint)):
             _connect(zmq.SUB, endpoint).close(linger=0)  # an invalid one is an error at the start
@@ -72,13 +76,16 @@ class Subscriber:
             socket.subscribe(self._source.topic.encode())
             await self._replay()
             while True:
-                frames = await socket.recv_multipart()
+                has_message = await socket.poll(QUIET_S * 1000)
                 if disconnections.poll(0):
                     while disconnections.poll(0):
                         disconnections.recv_multipart()
                     await self._restart("the connection was lost, and it may have started again")
-                await self._on_message(frames)
-                await asyncio.sleep(0)  # receiving does not wait while there are messages
+                elif not has_message:
+                    await self._replay()
+                if has_message:
+                    await self._on_message(await socket.recv_multipart())
+                    await asyncio.sleep(0)  # receiving does not wait while there are messages
         finally:
             socket.disable_monitor()
             disconnections.close(linger=0)
@@ -112,6 +119,7 @@ class Subscriber:
             while True:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     frames = await socket.recv_multipart()
+                self._is_answering = True
                 if frames[-2:-1] == [END_OF_REPLAY]:
                     return
                 number = _number(frames[1:] if len(frames) == 4 else frames)  # older versions of vLLM send no topic
@@ -121,7 +129,9 @@ class Subscriber:
                 self._accept(number, frames[-1])
                 await asyncio.sleep(0)
         except TimeoutError:
-            self._warn(f"no answer from {self._source.replay_endpoint} within {REPLAY_TIMEOUT_S:g} s")
+            if self._is_answering:
+                self._warn(f"no answer from {self._source.replay_endpoint} within {REPLAY_TIMEOUT_S:g} s")
+            self._is_answering = False
         finally:
             socket.close(linger=0)
 

@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from pdserve.errors import SetupError
 from pdserve.keys import block_keys
+from pdserve.router.kv_events import subscriber as subscriber_module
 from pdserve.router.kv_events.sources import KVEventsSource, load_sources
 from pdserve.router.kv_events.subscriber import STORE, Subscriber
 from pdserve.router.scheduling.prefix_index import PrefixIndex
@@ -133,6 +134,47 @@ def test_earlier_and_missed_batches_are_repeated(topic: Sequence[bytes]) -> None
         await publisher.close()
 
     asyncio.run(scenario())
+
+
+def test_a_lost_batch_with_none_after_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriber_module, "QUIET_S", 0.1)
+
+    async def scenario() -> None:
+        publisher = Publisher()
+        async with following(publisher.source) as follower, asyncio.timeout(60):
+            for block in range(3):
+                await publisher.store(block, is_sent=False)
+                while follower.num_leading <= block:
+                    await asyncio.sleep(0.02)
+            assert set(follower.counts) == {"applied"}
+        await publisher.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_endpoint_that_does_not_answer_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, seconds in {"QUIET_S": 0.05, "REPLAY_TIMEOUT_S": 0.05, "LOG_INTERVAL_S": 0.0}.items():
+        monkeypatch.setattr(subscriber_module, name, seconds)
+
+    async def scenario() -> None:
+        requests = 0
+        publisher = Publisher()
+        silent = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        source = KVEventsSource(endpoint=publisher.source.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")
+        async with following(source), asyncio.timeout(60):
+            while requests < 4:
+                await silent.recv_multipart()
+                requests += 1
+        silent.close(linger=0)
+        await publisher.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    [record] = caplog.records
+    assert "no answer from tcp://127.0.0.1" in record.getMessage()
 
 
 def test_a_gap_that_stays_makes_it_forget() -> None:
