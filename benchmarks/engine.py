@@ -212,8 +212,8 @@ class OurEngine:
             timing.steps.append(_now() - started)
             timing.cpu.append(time.process_time() - cpu)
             timing.forward.append(self._forward)
-            if waiting & result.sampled.keys():
-                waiting -= result.sampled.keys()
+            if waiting & {*result.sampled}:
+                waiting -= {*result.sampled}
                 timing.first = len(timing.steps) - 1
             for seq in result.sampled:
                 if seq.finish_reason() is not None:

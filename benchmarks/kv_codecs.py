@@ -24,6 +24,7 @@ from pdserve.cli.flags import command_from_config
 from pdserve.config import DTYPES, EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
+from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.header import Row
@@ -111,7 +112,7 @@ class Bench:
     def _prefill(self, document: list[int]) -> Row:
         """Return the blocks of a prompt; the tail of the last block is zero, as when it leaves an instance."""
         count, runner = self._settings.prompt_tokens, self._engine.runner
-        runner.step({self._sequence(document, 0): count})
+        runner.step(StepPlan({self._sequence(document, 0): count}))
         if count % self.layout.block_size:
             runner.kv.clear_tail(self._given - 1, count % self.layout.block_size)
         return self._rows[: self._given].copy()
@@ -124,7 +125,7 @@ class Bench:
         self._rows[: self._given] = rows
         seq, logits = self._sequence(document, self._settings.prompt_tokens), []
         for _ in range(self._settings.next_tokens):
-            self._engine.runner.step({seq: 1})
+            self._engine.runner.step(StepPlan({seq: 1}))
             seq.mark_computed(1)
             logits.append(self._logits)
         return torch.stack(logits)

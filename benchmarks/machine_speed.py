@@ -11,6 +11,7 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.step import StepPlan
 from pdserve.engine.warm_up import dummy_sequence
 from pdserve.profile.profile import Profile
 
@@ -35,7 +36,7 @@ class MachineSpeed:
         sequence = dummy_sequence(self._engine, 1, CONTEXT, 0)
         started = time.thread_time()
         for _ in range(count):
-            self._engine.runner.step({sequence: 1})
+            self._engine.runner.step(StepPlan({sequence: 1}))
         return (time.thread_time() - started) / count
 
 

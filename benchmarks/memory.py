@@ -107,7 +107,7 @@ def _paged(requests: list[Request], slots: int, longest: int, settings: Settings
     for seq in wanted:
         scheduler.add(seq)
     while scheduler.waiting or scheduler.running:
-        for seq, count in scheduler.schedule().num_scheduled_tokens.items():
+        for seq, count in scheduler.schedule().plan.counts.items():
             seq.mark_computed(count)
         holding = [seq for seq in scheduler.sequences() if seq.block_ids]
         yield Moment(len(holding), pool.num_held * size, sum(seq.num_computed for seq in holding))

@@ -13,7 +13,7 @@ from pdserve.beam_search import Candidate
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.paced_runner import PacedRunner
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.keys import Layout
 from pdserve.request import SamplingParams
 
@@ -49,14 +49,12 @@ class RandomRunner(PacedRunner):
         )
         self._random = random.Random(seed)
 
-    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
-        complete = [seq for seq, count in num_scheduled_tokens.items() if count == seq.num_uncomputed]
-        for seq in complete:
+    def step(self, plan: StepPlan) -> StepOutcome:
+        sampled = plan.rows().sampled
+        for seq in sampled:
             if seq.group is not None:
                 seq.record_candidates(self._candidates(seq.group.search.num_candidates))
-        return {
-            one: self._random.randrange(TOKENS) for seq in complete if seq.group is None for one in (seq, *seq.siblings)
-        }
+        return plan.outcome([(seq, self._random.randrange(TOKENS), None) for seq in sampled if seq.group is None])
 
     def _candidates(self, count: int) -> list[Candidate]:
         logits = [self._random.gauss(0, SPREAD) for _ in range(TOKENS)]

@@ -26,6 +26,7 @@ from pdserve.cli.deployment import Deployment
 from pdserve.config import InstanceConfig, UpConfig, flag, parse_size
 from pdserve.engine.engine import Engine
 from pdserve.engine.parallel.rank_group import RankGroup
+from pdserve.engine.step import StepPlan
 from pdserve.engine.warm_up import dummy_sequence
 from pdserve.ranks.leader import start_ranks
 
@@ -150,7 +151,7 @@ def _run(engine: Engine, work: list[tuple[int, int]]) -> float:
         scheduled[seq] = count
         first += len(seq.block_ids)
     started = time.perf_counter()
-    engine.runner.step(scheduled)
+    engine.runner.step(StepPlan(scheduled))
     return time.perf_counter() - started
 
 

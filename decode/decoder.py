@@ -8,7 +8,7 @@ The life of one request (phase DECODE) on the decode instance:
                  it, follow: start to load blocks while prefill is still storing them
               ─► the router reports the first token, and finally that no more blocks will come
            ─► all blocks loaded, or no more to come: join the engine's running batch with the first token
-    on_step ─► report one token per step, until the request finishes and its blocks are released
+    on_step ─► report the tokens of each step, until the request finishes and its blocks are released
 
 Of several choices of one prompt, the first one loads it. The others share its KV when it joins the engine, and join once they
 have their own first tokens. If it ends before, the next one takes its place.
@@ -30,6 +30,7 @@ from pdserve.beam_search import BeamSearch
 from pdserve.decode.layout_converter import ConvertedPrompt
 from pdserve.decode.load_machine import Action, Load, LoadMachine, Start
 from pdserve.engine.engine import Engine
+from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
@@ -191,8 +192,8 @@ class Decoder:
             self._carry_out(state, state.loading.reserved(seq.num_registered))
         scheduler.unreserved = None
 
-    def on_step(self, job: Job, sampled: bool, step_started: float) -> None:
-        """Report the sampled token, if any, after an engine step that computed part of the sequence."""
+    def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
+        """Report the new tokens, if any, after an engine step that computed part of the sequence."""
         seq, now, state = job.seq, self._context.now(), self._states[job]
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
@@ -207,15 +208,15 @@ class Decoder:
             self._context.count_prompt_sources(job)
             job.report_embedding(now)
             self._end(state)
-        if not sampled:
+        if not accepted.tokens:
             return
-        if len(seq) - seq.num_initial == 1:
+        if len(seq) - seq.num_initial == len(accepted.tokens):
             job.report_prompt_sources()
             if job.phase == pb.BOTH:
                 self._context.count_prompt_sources(job)
         job.stamp(Stage.DECODE_STARTED, now)
-        job.report_token()
-        self._context.count("generation_tokens", 1)
+        job.report_tokens(accepted)
+        self._context.count("generation_tokens", len(accepted.tokens))
         reason = seq.finish_reason()
         if reason is not None:
             job.finish(reason, now)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
+from pdserve.engine.step import Accepted
 from pdserve.kv_transfer.connector import Result
 from pdserve.lifetime import Stage
 from pdserve.roles.fetcher import Fetcher
@@ -134,14 +135,14 @@ class Prefiller:
             state.submitted_blocks = len(job.keys)
         self._fetcher.fetch(job, on_cancelled=lambda: self._end_if_done(state))
 
-    def on_step(self, job: Job, sampled: bool, step_started: float) -> None:
+    def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
         """Store the new blocks after an engine step that computed part of the prompt."""
         state = self._states[job]
         for one in state.running:
             one.stamp(Stage.PREFILL_STARTED, step_started)
         self._store_computed(state)
-        if sampled:
-            self._report_first_token(state, job)
+        if accepted.tokens:
+            self._report_first_token(state, job, accepted)
         elif job.seq.embedded:
             job.report_embedding(self._context.now())
             self._context.count_prompt_sources(job)
@@ -223,9 +224,9 @@ class Prefiller:
             job.stamp(Stage.KV_STORED, self._context.now())
         self._end_if_done(state)
 
-    def _report_first_token(self, state: _PrefillState, job: Job) -> None:
+    def _report_first_token(self, state: _PrefillState, job: Job, accepted: Accepted) -> None:
         """Report the first token at once."""
-        job.report_token()
+        job.report_tokens(accepted)
         self._context.count("generation_tokens", 1)
         job.report_prompt_sources()
         self._context.count_prompt_sources(job)

@@ -165,7 +165,7 @@ DECISION_FILES = (
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",
     "pdserve/engine/sequence",
-    "pdserve/engine/step_rows",
+    "pdserve/engine/step",
     "pdserve/grammars/cache",
     "pdserve/grammars/limits",
     "pdserve/keys",

@@ -17,6 +17,7 @@ from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Drafter, StepOutcome
 from pdserve.errors import SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, root_key, token_array
 from pdserve.logits_processors import make_processors
@@ -32,7 +33,7 @@ class StepResult:
 
     Attributes:
         advanced: sequences whose KV grew, and those that share such KV from now on; for beams, the sequence of the prompt.
-        sampled: new token of each sequence that got one (already appended to its tokens).
+        outcome: what the model has done for each sequence; its tokens are appended already.
         preempted: number of sequences that lost their blocks.
         resumed: preempted sequences that have blocks again, and whose KV may be in the store. Their role loads it
             (`on_resumed`), and adds them again.
@@ -43,7 +44,7 @@ class StepResult:
     """
 
     advanced: list[Sequence] = field(default_factory=list)
-    sampled: dict[Sequence, int] = field(default_factory=dict)
+    outcome: StepOutcome = field(default_factory=dict)
     preempted: int = 0
     resumed: list[Sequence] = field(default_factory=list)
     swapped_out: int = 0
@@ -51,6 +52,11 @@ class StepResult:
     swap_seconds: float = 0.0
     work: list[tuple[int, int]] = field(default_factory=list)
     storing_paused: bool = False
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Sequences that got tokens."""
+        return [seq for seq, accepted in self.outcome.items() if accepted.tokens]
 
     @property
     def idle(self) -> bool:
@@ -63,7 +69,10 @@ class Engine:
 
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
+        drafter: proposes drafts for the sequences that take them; None: steps have no drafts.
     """
+
+    drafter: Drafter | None = None
 
     def __init__(
         self,
@@ -246,26 +255,29 @@ class Engine:
         for seq in compiling:
             self.add(seq)
         schedule = self.scheduler.schedule(pause_storing=pause_storing)
-        scheduled = schedule.num_scheduled_tokens
+        plan = schedule.plan
+        if self.drafter is not None:
+            self.scheduler.add_drafts(plan, self.drafter.propose([seq for seq in plan.counts if seq.takes_drafts]))
         kv, swap_seconds = self.runner.kv, 0.0
         if schedule.swap_out or schedule.swap_in:
             swap_seconds = kv.swap(schedule.swap_out, schedule.swap_in)
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
-        if self.runner.pipeline is not None:
-            scheduled, sampled = self.runner.pipeline.step(scheduled)
-        else:
-            sampled = self.runner.step(scheduled)
-        work = [(count, seq.num_computed) for seq, count in scheduled.items()]
-        for seq, count in scheduled.items():
-            seq.mark_computed(count)
+        outcome = (self.runner.pipeline or self.runner).step(plan)
+        work = [(plan.num_tokens(seq), seq.num_computed) for seq, accepted in outcome.items() if accepted.computed]
+        for seq, accepted in outcome.items():
+            if len(accepted.tokens) > 1:
+                accepted.cut_at_end(seq)
+                seq.extend(accepted.tokens[:-1])
+            seq.mark_computed(accepted.computed)
             seq.register_full_blocks(self.pool)
-        siblings = self._share_prompts(sampled)
-        for seq, token in sampled.items():
-            seq.append(token)
+        siblings = self._share_prompts(outcome)
+        for seq, accepted in outcome.items():
+            if accepted.tokens:
+                seq.append(accepted.tokens[-1])
         return StepResult(
-            advanced=[*dict.fromkeys((*searched, *map(_root, scheduled), *siblings))],
-            sampled=sampled,
+            advanced=[*dict.fromkeys((*searched, *map(_root, outcome), *siblings))],
+            outcome=outcome,
             preempted=len(schedule.preempted),
             resumed=schedule.resumed,
             swapped_out=len(schedule.swap_out),
@@ -300,10 +312,10 @@ class Engine:
             group.beams = beams
         return [group.root for group in ready]
 
-    def _share_prompts(self, sampled: Iterable[Sequence]) -> list[Sequence]:
+    def _share_prompts(self, outcome: StepOutcome) -> list[Sequence]:
         """Queue the sequences whose leaders have computed the prompt, and return them."""
         shared = []
-        for leader in [seq for seq in sampled if seq.siblings]:
+        for leader in [seq for seq, accepted in outcome.items() if seq.siblings and accepted.tokens]:
             for seq in leader.take_siblings():
                 seq.share(leader, self.pool)
                 self.scheduler.add(seq)

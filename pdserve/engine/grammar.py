@@ -5,7 +5,7 @@ sequence joins the batch afterwards. Masks are computed in another process, too 
 takes too long can only be stopped there. The allowed tokens are a function of
 the output alone, so a sequence may be preempted or migrate to another instance.
 
-Shape legend: S sequences, V vocabulary, W 32-bit words of a bit mask over the vocabulary.
+Shape legend: R rows with a grammar, V vocabulary, W 32-bit words of a bit mask over the vocabulary.
 """
 
 import logging
@@ -107,23 +107,20 @@ def _start(compiler: GrammarCompiler) -> None:
         log.warning("structured output will fail: %s", error)
 
 
-def apply_grammars(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    """Mask in place the tokens that each row's grammar does not allow next; logits_SV[i] belongs to seqs[i]."""
-    rows = [i for i, seq in enumerate(seqs) if seq.constraint is not None and seq.answer_start is not None]
-    if not rows:
-        return
-    mask_SW = torch.full((len(seqs), -(-logits_SV.shape[1] // 32)), -1, dtype=torch.int32)
+def apply_grammars(rows: list[tuple[torch.Tensor, Sequence]]) -> None:
+    """Mask in place the tokens that each row's grammar does not allow next, of rows [V] of the logits and their sequences."""
+    vocab, device = len(rows[0][0]), rows[0][0].device
+    mask_RW = torch.full((len(rows), -(-vocab // 32)), -1, dtype=torch.int32)
     wanted = []
-    for row in rows:
-        seq = seqs[row]
-        assert seq.constraint is not None
-        output = seq.tokens[seq.num_prompt + (seq.answer_start or 0) :]
-        mask_row = seq.constraint.mask_row(output.tolist(), mask_SW[row])
+    for row, (_, seq) in enumerate(rows):
+        assert seq.constraint is not None and seq.answer_start is not None
+        output = seq.tokens[seq.num_prompt + seq.answer_start :]
+        mask_row = seq.constraint.mask_row(output.tolist(), mask_RW[row])
         if mask_row is not None:
             wanted.append(mask_row)
     fill_masks(wanted)
-    for row, banned_V in zip(rows, _banned(mask_SW[rows].to(logits_SV.device), logits_SV.shape[1]), strict=True):
-        logits_SV[row].masked_fill_(banned_V, float("-inf"))
+    for (logits_V, _), banned_V in zip(rows, _banned(mask_RW.to(device), vocab), strict=True):
+        logits_V.masked_fill_(banned_V, float("-inf"))
 
 
 def _banned(mask_RW: torch.Tensor, vocab: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ Shape legend: see kernels/batch.py; V vocabulary, A rows of sequences whose toke
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens, record_embedding, score
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepOutcome, StepPlan, StepRows
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.engine.step_pipeline import StepPipeline
-from pdserve.engine.step_rows import StepRows
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
@@ -136,23 +136,24 @@ class ModelRunner:
         return KVMemory(blocks_NL2GBD, blocks_NL2GBD[:0], self.kernel)
 
     @torch.inference_mode()
-    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
-        """Compute the scheduled number of further tokens of each sequence.
+    def step(self, plan: StepPlan) -> StepOutcome:
+        """Compute what a step plans.
 
         Returns:
-            The next token of each sequence whose KV is complete afterwards, and of those that share its prompt. Beams get
+            With tokens for each sequence whose KV is complete afterwards, and for those that share its prompt. Beams get
             candidates instead.
         """
-        if not num_scheduled_tokens:
+        if not plan.counts:
             return {}
-        rows = StepRows.of(num_scheduled_tokens)
-        logits_SV = self._logits(num_scheduled_tokens, rows)
+        rows = plan.rows()
+        logits_SV = self._logits(plan, rows)
         for seq in rows.embedded:
             record_embedding(seq, self._head)
         if rows.scored:
             score(logits_SV[len(rows.last) :], rows.scored)
         is_shared = len(rows.sampled) > len(rows.last)
-        return next_tokens(logits_SV[rows.sampled_from if is_shared else slice(len(rows.last))], rows.sampled)
+        sampled_from = rows.sampled_from if is_shared else slice(len(rows.last))
+        return plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead))
 
     @property
     def _head(self) -> torch.nn.Module:
@@ -160,12 +161,12 @@ class ModelRunner:
         head: torch.nn.Module = model.get_output_embeddings()
         return head
 
-    def _logits(self, num_scheduled_tokens: Mapping[Sequence, int], rows: StepRows) -> torch.Tensor:
+    def _logits(self, plan: StepPlan, rows: StepRows) -> torch.Tensor:
         """Return the logits of the last tokens, then those of scored prompts; pool the hidden states of embeddings."""
         logit_rows = rows.last + rows.before_scored
         if not rows.pooled:
-            return self.forward(self.inputs(num_scheduled_tokens, logit_rows))
-        return self._forward_and_pool(self.inputs(num_scheduled_tokens, logit_rows), logit_rows, rows.pooled)
+            return self.forward(self.inputs(plan, logit_rows))
+        return self._forward_and_pool(self.inputs(plan, logit_rows), logit_rows, rows.pooled)
 
     @torch.inference_mode()
     def launch(
@@ -185,7 +186,7 @@ class ModelRunner:
             last.keep_logits()
             rows_A = inputs.ids_1T[0, :ahead]
             rows_A.copy_(last.tokens_S.clamp(min=0).index_select(0, rows_A))
-        return SampledTokens(self.forward(inputs), seqs, ahead)
+        return SampledTokens(self.forward(inputs), seqs, [int(i < ahead) for i in range(len(seqs))])
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits [S, V] of the tokens at `logit_rows`; one row if that is empty, which models do not accept."""
@@ -229,15 +230,16 @@ class ModelRunner:
         logits_SV: torch.Tensor = output.logits[0, :num_logits]
         return logits_SV
 
-    def inputs(self, num_scheduled_tokens: Mapping[Sequence, int], logit_rows: list[int]) -> StepInputs:
-        """Return the inputs of a step that computes the scheduled tokens, see `step_inputs`."""
-        seqs, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
-        first = [seq.num_computed for seq in seqs]
-        new = [
-            np.frombuffer(seq.tokens, np.uint32)[begin : begin + count]
-            for seq, begin, count in zip(seqs, first, counts, strict=True)
-        ]
-        return self.step_inputs(np.concatenate(new), counts, first, [seq.block_ids for seq in seqs], logit_rows)
+    def inputs(self, plan: StepPlan, logit_rows: list[int]) -> StepInputs:
+        """Return the inputs of a planned step, see `step_inputs`."""
+        first, counts, new = [], [], []
+        for seq, count in plan.counts.items():
+            new.append(np.frombuffer(seq.tokens, np.uint32)[seq.num_computed : seq.num_computed + count])
+            if seq in plan.drafts:
+                new.append(np.array(plan.drafts[seq], np.uint32))
+            first.append(seq.num_computed)
+            counts.append(plan.num_tokens(seq))
+        return self.step_inputs(np.concatenate(new), counts, first, [seq.block_ids for seq in plan.counts], logit_rows)
 
     def step_inputs(
         self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[list[int]], logit_rows: list[int]

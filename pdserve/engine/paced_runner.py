@@ -16,7 +16,7 @@ from pdserve.config import EngineConfig
 from pdserve.costs import Work
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.memory.block_pool import BlockPairs
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.profile.profile import Profile
@@ -160,17 +160,18 @@ class PacedRunner:
         """Return the seconds that its steps have taken."""
         return self._slept
 
-    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
-        """Take the time of a step. Returns a token for each sequence whose KV is complete afterwards."""
-        if not num_scheduled_tokens:
+    def step(self, plan: StepPlan) -> StepOutcome:
+        """Take the time of a step. The outcome has a token for each sequence whose KV is complete afterwards."""
+        if not plan.counts:
             return {}
-        self._take(self._step_seconds([(count, seq.num_computed) for seq, count in num_scheduled_tokens.items()]))
-        complete = [seq for seq, count in num_scheduled_tokens.items() if count == seq.num_uncomputed]
-        for seq in complete:
+        self._take(self._step_seconds([(plan.num_tokens(seq), seq.num_computed) for seq in plan.counts]))
+        rows = plan.rows()
+        for seq in rows.sampled:
             if seq.group is not None:
                 count = seq.group.search.num_candidates
                 seq.record_candidates([(next_token(len(seq)) + i, -1.0 - i) for i in range(count)])
-        return {one: next_token(len(one)) for seq in complete if seq.group is None for one in (seq, *seq.siblings)}
+        sampled = [(seq, next_token(len(seq) + ahead)) for seq, ahead in zip(rows.sampled, rows.ahead, strict=True)]
+        return plan.outcome([(seq, token, None) for seq, token in sampled if seq.group is None])
 
     def _take(self, seconds: float) -> None:
         self._slept += seconds

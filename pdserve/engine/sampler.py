@@ -4,21 +4,18 @@ Shape legend: S sequences, V vocabulary, R rows to sample with the CPU kernel, A
 """
 
 import hashlib
-from array import array
-from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
 
 import torch
 
-from pdserve.engine.grammar import apply_grammars
+from pdserve.engine.logits_features import apply_features
 from pdserve.engine.sequence import Sequence
-from pdserve.errors import BadRequest
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
 from pdserve.kernels.gpu.draw import draw as gpu_draw
 from pdserve.kernels.largest import largest
 from pdserve.kernels.noise import gumbel, random_bits
-from pdserve.logits_processors import apply_processors
 from pdserve.request import SamplingParams, TokenLogprobs
 
 GPU_ROWS = 16  # per pass on GPUs: 20 MiB in float64 for a vocabulary of 150,000
@@ -37,44 +34,38 @@ def gumbel_noise(counters_S: torch.Tensor, vocab: int) -> torch.Tensor:
     return gumbel(random_bits(counters_S, torch.arange(vocab, device=counters_S.device)))
 
 
-def next_tokens(logits_SV: torch.Tensor, seqs: list[Sequence]) -> dict[Sequence, int]:
-    """Return the next token of each sequence, and record log probabilities where they are asked for. Beams get candidates.
+def next_tokens(
+    logits_SV: torch.Tensor, seqs: list[Sequence], ahead: list[int]
+) -> list[tuple[Sequence, int, TokenLogprobs | None]]:
+    """Return the sequence and the token of each row, with log probabilities where they are asked for. Beams get candidates.
 
-    logits_SV[i] belongs to seqs[i]. They are changed in place.
+    Args:
+        logits_SV: changed in place.
+        seqs, ahead: the sequence of each row, and how many tokens lie between those that it has and the next one.
     """
     beams = [row for row, seq in enumerate(seqs) if seq.group is not None]
     if beams:
         record_candidates(logits_SV[beams], [seqs[row] for row in beams])
         others = [row for row, seq in enumerate(seqs) if seq.group is None]
-        logits_SV, seqs = logits_SV[others], [seqs[row] for row in others]
+        logits_SV, seqs, ahead = logits_SV[others], [seqs[row] for row in others], [ahead[row] for row in others]
     if not seqs:
-        return {}
+        return []
     rows = [row for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
     logprobs_AV = model_logprobs(logits_SV, rows) if rows else None  # before the sampler changes the logits
-    tokens = sample(logits_SV, seqs)
+    tokens = sample(logits_SV, seqs, ahead)
+    logprobs: list[TokenLogprobs | None] = [None] * len(seqs)
     if logprobs_AV is not None:
-        record_logprobs(logprobs_AV, [seqs[row] for row in rows], [tokens[row] for row in rows])
-    return dict(zip(seqs, tokens, strict=True))
+        reported = token_logprobs(logprobs_AV, [seqs[row] for row in rows], [tokens[row] for row in rows])
+        for row, of_token in zip(rows, reported, strict=True):
+            logprobs[row] = of_token
+    return [*zip(seqs, tokens, logprobs, strict=True)]
 
 
-def sample(logits_SV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
+def sample(logits_SV: torch.Tensor, seqs: list[Sequence], ahead: SequenceABC[int] = ()) -> list[int]:
     """Return the next token of each sequence; logits_SV[i] belongs to seqs[i]. Changes the logits in place."""
     if not all([seq.needs_only_logits for seq in seqs]):
-        _apply_features(logits_SV, seqs)
-    return SampledTokens(logits_SV, seqs).read()
-
-
-def _apply_features(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    """Change the logits of the sequences whose tokens depend on more: on tokens before, a grammar, a plug-in, or a list."""
-    _apply_penalties(logits_SV, seqs)
-    _apply_bias(logits_SV, seqs)
-    _apply_processors(logits_SV, seqs)
-    apply_grammars(logits_SV, seqs)
-    _apply_allowed_tokens(logits_SV, seqs)
-    _mask_early_stops(logits_SV, seqs)
-    _mask_bad_words(logits_SV, seqs)
-    _apply_reasoning(logits_SV, seqs)
-    _fail_without_tokens(logits_SV, seqs)
+        apply_features(logits_SV, seqs)
+    return SampledTokens(logits_SV, seqs, ahead).read()
 
 
 class SampledTokens:
@@ -82,19 +73,19 @@ class SampledTokens:
 
     Args:
         logits_SV: row i belongs to seqs[i]; penalties, masks and the like have been applied.
-        ahead: of the first so many sequences, the last token is not known yet.
+        ahead: of each sequence, how many tokens lie between those that it has and the next one; empty: none.
 
     Attributes:
         tokens_S: int64, on the device. -1 where the reference must decide, which `read` asks.
         undecided: the rows of these, once they are read.
     """
 
-    def __init__(self, logits_SV: torch.Tensor, seqs: list[Sequence], ahead: int = 0) -> None:
+    def __init__(self, logits_SV: torch.Tensor, seqs: list[Sequence], ahead: SequenceABC[int] = ()) -> None:
         self._logits_SV = logits_SV
         self._params = [seq.sampling for seq in seqs]
         self._counters = [
-            rng_counter(seq.sampling.seed, seq.num_output + (row < ahead)) if seq.sampling.temperature > 0 else 0
-            for row, seq in enumerate(seqs)
+            rng_counter(seq.sampling.seed, seq.num_output + more) if seq.sampling.temperature > 0 else 0
+            for seq, more in zip(seqs, ahead or [0] * len(seqs), strict=True)
         ]
         self.tokens_S = _argmax(logits_SV)
         self._drawn_rows = [row for row, params in enumerate(self._params) if params.temperature > 0]
@@ -166,28 +157,23 @@ def model_logprobs(logits_SV: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return logits_SV[rows].float().log_softmax(dim=-1)
 
 
-def record_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: list[int]) -> None:
-    """Set `last_logprobs` of each sequence to those of its new token; row i belongs to seqs[i] and tokens[i]."""
-    if not seqs:
-        return
+def token_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: list[int]) -> list[TokenLogprobs]:
+    """Return the log probabilities of new tokens; row i belongs to seqs[i] and tokens[i]."""
     num_top = [seq.sampling.logprobs or 0 for seq in seqs]
     chosen_A = logprobs_AV.gather(1, torch.tensor(tokens, device=logprobs_AV.device)[:, None])[:, 0]
     values_AK, ids_AK = largest(logprobs_AV, max(num_top))
     rows = zip(chosen_A.tolist(), ids_AK.tolist(), values_AK.tolist(), strict=True)
-    for seq, count, (logprob, ids, values) in zip(seqs, num_top, rows, strict=True):
-        seq.record_logprobs(TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True))))
+    return [
+        TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+        for count, (logprob, ids, values) in zip(num_top, rows, strict=True)
+    ]
 
 
 def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     """Set the candidates of beams. Penalties and masks change log probabilities here, not logits, as in transformers."""
     logprobs_SV = logits_SV.float().log_softmax(dim=-1)
     reported_SV = logprobs_SV.clone() if any(seq.sampling.logprobs is not None for seq in seqs) else logprobs_SV
-    _apply_penalties(logprobs_SV, seqs)
-    _apply_bias(logprobs_SV, seqs)
-    _apply_processors(logprobs_SV, seqs)
-    _apply_allowed_tokens(logprobs_SV, seqs)
-    _mask_early_stops(logprobs_SV, seqs)
-    _mask_bad_words(logprobs_SV, seqs)
+    apply_features(logprobs_SV, seqs)
     counts = [seq.group.search.num_candidates for seq in seqs if seq.group is not None]
     values_SK, ids_SK = largest(logprobs_SV, max(counts))
     rows = zip(seqs, counts, ids_SK.tolist(), values_SK.tolist(), strict=True)
@@ -232,90 +218,6 @@ def _score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
     for (seq, position), count, (logprob, rank, ids, values) in zip(tokens, num_top, rows, strict=True):
         top = tuple(zip(ids[:count], values[:count], strict=True))
         seq.record_prompt_score(position, TokenLogprobs(logprob, top, rank))
-
-
-def _apply_penalties(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    for i, seq in enumerate(seqs):
-        sampling, device = seq.sampling, logits_SV.device
-        if sampling.repetition_penalty != 1:
-            # Repeated tokens get the same value each time. Building the index from a list takes ten times as long.
-            seen_ids = torch.frombuffer(array("q", seq.tokens), dtype=torch.long).to(device)
-            logits = logits_SV[i, seen_ids]
-            factor = sampling.repetition_penalty
-            logits_SV[i, seen_ids] = torch.where(logits > 0, logits / factor, logits * factor)
-        if (sampling.frequency_penalty or sampling.presence_penalty) and seq.num_output:
-            counts = Counter(seq.tokens[seq.num_prompt :])
-            penalties = [sampling.frequency_penalty * count + sampling.presence_penalty for count in counts.values()]
-            logits_SV[i, list(counts)] -= torch.tensor(penalties, dtype=logits_SV.dtype, device=device)
-
-
-def _apply_bias(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    for i, seq in enumerate(seqs):
-        if bias := seq.sampling.logit_bias:
-            logits_SV[i, list(bias)] += torch.tensor(
-                list(bias.values()), dtype=logits_SV.dtype, device=logits_SV.device
-            )
-
-
-def _apply_processors(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    for i, seq in enumerate(seqs):
-        if seq.processors:
-            prompt, output = seq.tokens[: seq.num_prompt], seq.tokens[seq.num_prompt :]
-            if error := apply_processors(seq.processors, prompt, output, logits_SV[i]):
-                seq.fail(error)
-
-
-def _apply_allowed_tokens(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    for i, seq in enumerate(seqs):
-        if ids := list(seq.sampling.allowed_token_ids):
-            allowed = logits_SV[i, ids]
-            logits_SV[i] = float("-inf")
-            logits_SV[i, ids] = allowed
-
-
-def _mask_early_stops(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    for i, seq in enumerate(seqs):
-        if seq.num_output < seq.sampling.min_tokens and seq.stop_token_ids:
-            _mask(logits_SV[i], list(seq.stop_token_ids))
-
-
-def _mask_bad_words(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    for i, seq in enumerate(seqs):
-        if not seq.sampling.bad_words:
-            continue
-        output = seq.tokens[seq.num_prompt :].tolist()
-        ends = {word[-1] for word in seq.sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
-        if ends:
-            _mask(logits_SV[i], sorted(ends))
-
-
-def _apply_reasoning(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    """Force tokens that begin or close reasoning, and keep an output from ending before the part with a grammar."""
-    for i, seq in enumerate(seqs):
-        if seq.sampling.reasoning is None:
-            continue
-        token = seq.forced_token
-        if token is not None:
-            logits_SV[i] = float("-inf")
-            logits_SV[i, token] = 0
-        elif seq.constraint is not None and seq.answer_start is None and seq.stop_token_ids:
-            _mask(logits_SV[i], list(seq.stop_token_ids))
-
-
-def _fail_without_tokens(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    """End the requests whose logits processors have excluded all tokens, or all that their grammar allows."""
-    for i, seq in enumerate(seqs):
-        if seq.sampling.logits_processors and logits_SV[i].max() == float("-inf"):
-            message = "the logits processors leave no token" + (" that the grammar allows" if seq.constraint else "")
-            seq.fail(BadRequest(message, kind="invalid_logits_processor", param="logits_processors"))
-
-
-def _mask(logits_V: torch.Tensor, ids: list[int]) -> None:
-    """Exclude tokens, unless no other one would be left."""
-    before = logits_V[ids]
-    logits_V[ids] = float("-inf")
-    if logits_V.max() == float("-inf"):
-        logits_V[ids] = before
 
 
 def _sample_gumbel(logits_SV: torch.Tensor, params: list[SamplingParams], counters: list[int]) -> torch.Tensor:

@@ -91,7 +91,6 @@ class Sequence:
         stores_kv: its role stores its KV as it is computed; the scheduler pauses it while the store is behind.
         cacheable: its KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
         constraint: grammar of its output, if any.
-        last_logprobs: of the last token, if the request asked for logprobs.
         prompt_scores: log probabilities of tokens of the prompt, by position, if the request asked for them.
         num_local_hit: tokens whose KV came from this pool at first admission.
         num_loaded: tokens whose KV came from the KV store at first admission.
@@ -133,7 +132,6 @@ class Sequence:
     tenant: Tenant = NO_TENANT
     gave_way_at: int | None = None
     last_turn: int = 0
-    last_logprobs: TokenLogprobs | None = None
     prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
     constraint: Constraint | None = None
     cacheable: bool = True
@@ -177,6 +175,16 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens without KV: 1 while decoding, more while prefilling or after a preemption."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if at most its last token lacks KV. A beam that waits for others lacks none."""
+        return len(self.tokens) - self.num_computed <= 1
+
+    @property
+    def takes_drafts(self) -> bool:
+        """True if a step may compute drafts behind its last token: it has sampled here, and needs nothing but logits."""
+        return self.is_decoding and len(self.tokens) > self.num_initial and self.needs_only_logits
 
     @property
     def may_give_way(self) -> bool:
@@ -226,9 +234,13 @@ class Sequence:
         """Return `stop` after a stop token, `length` after max_tokens, else None."""
         if self.num_output == 0:
             return None
-        if self.tokens[-1] in self.stop_token_ids and self.num_output >= self.sampling.min_tokens:
+        if self.ends_with(self.tokens[-1], self.num_output):
             return "stop"
         return "length" if self.num_output >= self.sampling.max_tokens else None
+
+    def ends_with(self, token: int, num_output: int) -> bool:
+        """Return whether a token stops it that is the last of so many of its output."""
+        return token in self.stop_token_ids and num_output >= self.sampling.min_tokens
 
     @cached_property
     def needs_only_logits(self) -> bool:
@@ -264,10 +276,6 @@ class Sequence:
     def extend(self, tokens: list[int]) -> None:
         """Append several tokens."""
         self.tokens.extend(tokens)
-
-    def record_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Set the log probabilities of the token that is about to be appended."""
-        self.last_logprobs = logprobs
 
     def search(self, search: BeamSearch) -> None:
         """Become the first beam of a search."""

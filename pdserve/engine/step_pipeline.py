@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Accepted, StepOutcome, StepPlan
 
 
 class Sampled(Protocol):
@@ -34,7 +35,7 @@ class Sampled(Protocol):
 class Runner(Protocol):
     """A runner of steps, as `ModelRunner`, which describes both methods."""
 
-    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]: ...
+    def step(self, plan: StepPlan) -> StepOutcome: ...
 
     def launch(self, seqs: list[Sequence], last: Any, rows: SequenceABC[int]) -> Sampled: ...
 
@@ -80,29 +81,30 @@ class StepPipeline:
         self.num_launched = 0
         self.num_dropped_rows = 0
 
-    def step(self, scheduled: dict[Sequence, int]) -> tuple[dict[Sequence, int], dict[Sequence, int]]:
-        """Compute a scheduled number of further tokens of each sequence.
+    def step(self, plan: StepPlan) -> StepOutcome:
+        """Compute what a step plans, or some of its sequences, at least one.
 
         Returns:
-            What was computed of the schedule, at least one sequence of it; and the new tokens, as `ModelRunner.step` does.
+            As `ModelRunner.step` does, of what was computed.
         """
-        current, rows = self._take(scheduled)
-        if not (scheduled and all(_decodes(seq, count) for seq, count in scheduled.items())):
+        current, rows = self._take(plan.counts)
+        if not (plan.counts and all(_decodes(seq, count) for seq, count in plan.counts.items())) or plan.drafts:
             tokens = current.sampled.read() if current is not None else []
-            sampled = {seq: tokens[row] for seq, row in rows.items()}
-            rest = {seq: count for seq, count in scheduled.items() if seq not in rows}
-            return scheduled, sampled | self._runner.step(rest)
+            sampled = {seq: Accepted(1, [tokens[row]]) for seq, row in rows.items()}
+            rest = StepPlan({seq: count for seq, count in plan.counts.items() if seq not in rows}, plan.drafts)
+            computed = sampled | self._runner.step(rest)
+            return {seq: computed[seq] for seq in (*plan.counts, *computed)}
         if current is None:
-            current = self._launch([*scheduled])
-            rows = {seq: row for row, seq in enumerate(scheduled)}
-        joining = [seq for seq in scheduled if seq not in rows]
+            current = self._launch([*plan.counts])
+            rows = {seq: row for row, seq in enumerate(plan.counts)}
+        joining = [seq for seq in plan.counts if seq not in rows]
         self._launched = self._launch_after(current, rows, joining)
         tokens = current.sampled.read()
         if self._launched is not None:
             known = [-1 if row in current.sampled.undecided else token for row, token in enumerate(tokens)]
             fed = [known[rows[seq]] if seq in rows else seq.tokens[-1] for seq in self._launched.seqs]
             self._launched.fed = fed
-        return dict.fromkeys(rows, 1), {seq: tokens[row] for seq, row in rows.items()}
+        return {seq: Accepted(1, [tokens[row]]) for seq, row in rows.items()}
 
     def _take(self, scheduled: dict[Sequence, int]) -> tuple[_LaunchedStep | None, dict[Sequence, int]]:
         """Take the step in flight, and return it with the rows that the schedule asks for; None if it asks for none."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
@@ -86,7 +87,7 @@ def _limits(engine: Engine) -> tuple[int, int, int]:
 
 
 def _run(engine: Engine, work: Work) -> None:
-    engine.runner.step({dummy_sequence(engine, count, before): count for count, before in work})
+    engine.runner.step(StepPlan({dummy_sequence(engine, count, before): count for count, before in work}))
 
 
 def _probes(longest: int, max_tokens: int, max_seqs: int) -> Iterator[Work]:

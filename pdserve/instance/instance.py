@@ -19,6 +19,7 @@ from pdserve.decode.decoder import Decoder
 from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine
 from pdserve.engine.paced_runner import PacedRunner
+from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
@@ -256,7 +257,7 @@ class Instance:
                 self._reject(job.link, seq.request_id, failure)
                 self._cancel(job)
                 continue
-            self._role_of(job).on_step(job, seq in result.sampled, started)
+            self._role_of(job).on_step(job, result.outcome.get(seq) or Accepted(), started)
         self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         if self._event_publisher is not None:
             self._event_publisher.flush()

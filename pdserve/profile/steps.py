@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.warm_up import dummy_sequence
 from pdserve.instance.instance import Instance
 from pdserve.profile.fit import Timing, kind_of, least_squares
@@ -73,10 +73,10 @@ def time_steps(engine: Engine, works: list[Work], repeat: int, show: Show) -> It
     for turn in range(repeat):
         for done, i in enumerate(random.Random(turn).sample(range(len(works)), len(works))):
             show(f"steps: round {turn + 1} of {repeat}, {done} of {len(works)}")
-            sequences, seconds = _dummies(engine, works[i]), list[float]()
+            plan, seconds = _dummies(engine, works[i]), list[float]()
             for _ in range(DECODE_RUNS if kind_of(works[i]) == "decode" else 2):
                 started = clock()
-                engine.runner.step(sequences)
+                engine.runner.step(plan)
                 seconds.append(clock() - started)
             measured[i].append(statistics.median(seconds[1:]))
     for work, medians in zip(works, measured, strict=True):
@@ -88,11 +88,11 @@ def time_around_steps(instance: Instance, max_seqs: int, show: Show) -> tuple[fl
     runner, outside = instance.engine.runner, [0.0]
     forward, rows, seconds = runner.step, list[list[float]](), list[float]()
 
-    def timed(num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
+    def timed(plan: StepPlan) -> StepOutcome:
         started = time.thread_time()
-        sampled = forward(num_scheduled_tokens)
+        outcome = forward(plan)
         outside[0] -= time.thread_time() - started
-        return sampled
+        return outcome
 
     runner.step = timed  # type: ignore[method-assign]
     try:
@@ -122,11 +122,11 @@ def _sizes(sizes: tuple[int, ...], most: int) -> list[int]:
     return kept if most >= max(sizes) else sorted({*kept, max(1, most)})
 
 
-def _dummies(engine: Engine, work: Work) -> dict[Sequence, int]:
-    """Return sequences in blocks of their own, as far as the pool has room: shared blocks would stay in the cache."""
-    sequences, block = {}, 0
+def _dummies(engine: Engine, work: Work) -> StepPlan:
+    """Return a step over sequences in blocks of their own, if the pool has room: shared blocks would stay in the cache."""
+    plan, block = StepPlan(), 0
     for count, before in work:
         sequence = dummy_sequence(engine, count, before, block)
         block += len(sequence.block_ids)
-        sequences[sequence] = count
-    return sequences
+        plan.counts[sequence] = count
+    return plan

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
@@ -156,15 +157,15 @@ class Job:
             load.context_tokens = len(seq)
         return load
 
-    def report_token(self) -> None:
-        """Report the token that was just sampled, with its log probabilities if requested."""
-        output, logprobs = self.pending_output(urgent=not self.whole), self.seq.last_logprobs
-        output.token_ids.append(self.seq.tokens[-1])
-        if len(self.seq) == self.seq.num_initial + 1 or len(output.token_ids) == BATCHED_TOKENS:
+    def report_tokens(self, accepted: Accepted) -> None:
+        """Report the tokens that a step has appended, with their log probabilities if requested."""
+        output = self.pending_output(urgent=not self.whole)
+        output.token_ids.extend(accepted.tokens)
+        is_first = len(self.seq) == self.seq.num_initial + len(accepted.tokens)
+        if is_first or len(output.token_ids) >= BATCHED_TOKENS:
             self.urgent = True
-        if logprobs is not None:
-            output.logprobs.append(_logprobs(logprobs))
-        if len(self.seq) == self.seq.num_initial + 1 and self.leader is None:
+        output.logprobs.extend(map(_logprobs, accepted.logprobs))
+        if is_first and self.leader is None:
             self.scores = [of_prompt for _, of_prompt in sorted(self.seq.prompt_scores.items())]
 
     def report_answers(self, answers: SequenceABC[Hypothesis]) -> None:

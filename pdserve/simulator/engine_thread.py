@@ -22,7 +22,7 @@ class EngineThread(Instance):
         count: float = most
         for seq in scheduler.running:
             job = self._by_sequence[seq]
-            if seq.num_uncomputed != 1 or job.phase == pb.PREFILL or Stage.DECODE_STARTED not in job.stamped:
+            if not seq.is_decoding or job.phase == pb.PREFILL or Stage.DECODE_STARTED not in job.stamped:
                 return 0
             if seq.blocks_needed(pool) and pool.blocks_for(len(seq)) == len(seq.block_ids):
                 return 0  # a shared block is about to be copied

@@ -100,7 +100,7 @@ def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored
         fork = engine.fork(decoding, "f", greedy(40))
         result = engine.step()
         assert result.work == [(1, len(decoding) - 2), (1, scored.num_computed - 1), (1, len(decoding) - 2)]
-        assert result.sampled[fork] == result.sampled[decoding]
+        assert result.outcome[fork] == result.outcome[decoding]
         engine.remove(fork)
     engine.remove(decoding)
     finish(engine)

@@ -19,6 +19,7 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.kernels import native
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
@@ -66,7 +67,7 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
     logits: list[list[torch.Tensor]] = [[] for _ in seqs]
     for step in steps:
         total = sum(count for _, count in step)
-        inputs = runner.inputs({seqs[i]: count for i, count in step}, list(range(total)))
+        inputs = runner.inputs(StepPlan({seqs[i]: count for i, count in step}), list(range(total)))
         rows_TV = runner.forward(inputs).clone()  # of decode steps recorded or replayed
         for (i, count), part_TV in zip(step, rows_TV.split([count for _, count in step]), strict=True):
             logits[i].append(part_TV)

@@ -12,10 +12,10 @@ from pdserve.engine.sampler import (
     gumbel_noise,
     model_logprobs,
     record_candidates,
-    record_logprobs,
     rng_counter,
     sample,
     score,
+    token_logprobs,
 )
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
@@ -114,10 +114,9 @@ def test_logprobs_are_those_of_the_model() -> None:
     seqs = [seq(logprobs=2, logit_bias={6: 100.0}, temperature=0.0), seq(), seq(logprobs=0, temperature=0.3)]
     raw = model_logprobs(rows, [0, 2])
     tokens = sample(rows, seqs)
-    record_logprobs(raw, [seqs[0], seqs[2]], [tokens[0], tokens[2]])
+    first, last = token_logprobs(raw, [seqs[0], seqs[2]], [tokens[0], tokens[2]])
     expected = torch.log_softmax(LOGITS.bfloat16().double(), dim=0)
-    first, none, last = (one.last_logprobs for one in seqs)
-    assert tokens[0] == 6 and first is not None and last is not None and none is None
+    assert tokens[0] == 6
     assert first.logprob == pytest.approx(float(expected[6]), abs=1e-5)
     assert [token for token, _ in first.top] == [5, 0]
     assert [logprob for _, logprob in first.top] == pytest.approx(expected[[5, 0]].tolist())
@@ -136,10 +135,11 @@ def test_reported_tokens_do_not_depend_on_other_rows(vocab: int) -> None:
             rows_SV = row.repeat(1 + len(others), 1)
             for each in (one, *others):
                 each.search(BeamSearch(each.sampling.beam_width, frozenset(), 9, 1.0, True))
-            record_logprobs(model_logprobs(rows_SV, [*range(len(rows_SV))]), [one, *others], [3] * len(rows_SV))
+            of_rows = model_logprobs(rows_SV, [*range(len(rows_SV))])
+            logprobs, *_ = token_logprobs(of_rows, [one, *others], [3] * len(rows_SV))
             score(rows_SV, [(each, 1) for each in (one, *others)])
             record_candidates(rows_SV, [one, *others])
-            reported.append((one.last_logprobs, one.prompt_scores, one.candidates))
+            reported.append((logprobs, one.prompt_scores, one.candidates))
         assert reported[0] == reported[1]
 
 

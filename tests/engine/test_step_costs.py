@@ -20,6 +20,7 @@ from pdserve.engine import paged_model
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Accepted, StepPlan
 from pdserve.keys import Layout, token_array
 from pdserve.request import SamplingParams
 
@@ -130,7 +131,7 @@ def new_sequences(count: int, **sampling: Any) -> list[Sequence]:
 
 def decode_step(runner: ModelRunner, count: int, **sampling: Any) -> None:
     seqs = new_sequences(count, **sampling)
-    assert runner.step(dict.fromkeys(seqs, 1)) == dict.fromkeys(seqs, 0)
+    assert runner.step(StepPlan(dict.fromkeys(seqs, 1))) == dict.fromkeys(seqs, Accepted(1, [0]))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])

@@ -12,6 +12,7 @@ from pdserve.engine import sampler
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
 from pdserve.keys import token_array
@@ -40,10 +41,10 @@ class RecordingRunner:
         self.log: list[str] = []
         self.launched: list[Launched] = []
 
-    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
-        work = ", ".join(f"{seq.request_id} {count}" for seq, count in num_scheduled_tokens.items())
+    def step(self, plan: StepPlan) -> StepOutcome:
+        work = ", ".join(f"{seq.request_id} {count}" for seq, count in plan.counts.items())
         self.log.append(f"step: {work}")
-        return {seq: 99 for seq, count in num_scheduled_tokens.items() if count == seq.num_uncomputed}
+        return plan.outcome([(seq, 99, None) for seq in plan.rows().sampled])
 
     def launch(self, seqs: list[Sequence], last: Any, rows: SequenceABC[int]) -> Launched:
         names = [seq.request_id + (f" after {last.number}" if i < len(rows) else "") for i, seq in enumerate(seqs)]
@@ -60,12 +61,11 @@ def decoding(name: str, max_tokens: int = 9, **settings: Any) -> Sequence:
 
 def run_step(pipeline: StepPipeline, *seqs: Sequence) -> dict[str, int]:
     """Run a step as the engine does, and return the new tokens."""
-    computed, sampled = pipeline.step({seq: seq.num_uncomputed for seq in seqs})
-    for seq, count in computed.items():
-        seq.mark_computed(count)
-    for seq, token in sampled.items():
-        seq.append(token)
-    return {seq.request_id: token for seq, token in sampled.items()}
+    outcome = pipeline.step(StepPlan({seq: seq.num_uncomputed for seq in seqs}))
+    for seq, accepted in outcome.items():
+        seq.mark_computed(accepted.computed)
+        seq.extend(accepted.tokens)
+    return {seq.request_id: token for seq, accepted in outcome.items() for token in accepted.tokens}
 
 
 def test_each_step_is_launched_before_the_last_one_is_read() -> None:
@@ -123,10 +123,10 @@ def test_a_row_that_is_not_what_was_assumed_is_dropped(change: Callable[[Sequenc
     pipeline, a, b = StepPipeline(runner), decoding("a"), decoding("b")
     run_step(pipeline, a, b)
     change(b)
-    pipeline.step({a: 1, b: 1})
+    pipeline.step(StepPlan({a: 1, b: 1}))
     assert pipeline.num_dropped_rows == 1
     assert runner.log[3:] in (["launch 3: a after 2, b", "read 2"], ["read 2", "step: b 1"])
-    pipeline.step({})
+    pipeline.step(StepPlan())
     assert pipeline.num_dropped_rows == (3 if len(runner.launched) > 2 else 1), "those of a step that nothing asks for"
 
 

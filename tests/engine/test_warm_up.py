@@ -12,7 +12,7 @@ from pdserve.config import EngineConfig
 from pdserve.costs import CostMeter
 from pdserve.engine import warm_up as module
 from pdserve.engine.engine import Engine
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.engine.warm_up import MIN_PROBES, warm_up
 
 
@@ -45,10 +45,10 @@ def test_probes_calibrate_the_cost_model(checkpoint: Callable[..., Path], monkey
     engine, meter = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64)), CostMeter()
     step = engine.runner.step
 
-    def timed(num_scheduled_tokens: dict[Sequence, int]) -> object:
+    def timed(plan: StepPlan) -> object:
         nonlocal now
-        now += 0.01 + 0.001 * sum(num_scheduled_tokens.values())
-        return step(num_scheduled_tokens)
+        now += 0.01 + 0.001 * sum(plan.counts.values())
+        return step(plan)
 
     monkeypatch.setattr(engine.runner, "step", timed)
     monkeypatch.setattr(engine.runner, "clock", lambda: now)
@@ -68,9 +68,9 @@ def test_on_gpus_all_kernels_are_compiled_before_a_step_is_measured(
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64))
     step, calls = engine.runner.step, list[str]()
 
-    def recorded(num_scheduled_tokens: dict[Sequence, int]) -> object:
+    def recorded(plan: StepPlan) -> object:
         calls.append("step")
-        return step(num_scheduled_tokens)
+        return step(plan)
 
     monkeypatch.setattr(engine.runner, "step", recorded)
     monkeypatch.setattr(engine, "checkpoint", SimpleNamespace(device=torch.device(device)))

@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -59,13 +61,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def forked_deployment(fork_server: Any) -> type[Deployment]:
-    """A Deployment class whose processes come from the fork server; `flags` as in `deploy`."""
+    """A Deployment class whose processes come from the fork server; `flags` and `programs` as in `deploy`."""
 
     class ForkedDeployment(Deployment):
         flags: ClassVar[dict[str, list[str]]] = {}
+        programs: ClassVar[dict[str, list[str]]] = {}
 
         def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
-            return fork_server.spawn([*arguments, *self.flags.get(arguments[0], [])], environment)
+            arguments, program = [*arguments, *self.flags.get(arguments[0], [])], self.programs.get(arguments[0])
+            if program is None:
+                return fork_server.spawn(arguments, environment)
+            streams: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+            }
+            command = [sys.executable, *program, *arguments]
+            return subprocess.Popen(command, **streams, text=True, env=environment, start_new_session=True)
 
     return ForkedDeployment
 
@@ -75,6 +87,7 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
     """`with deploy(model=path, prefill=2) as deployment:` runs a router and instances; prints their output on a failure.
 
     `flags={"decode": ["--block-size", "64"]}` adds command-line flags to the instances of a role, or to the router;
+    `programs={"decode": ["oracle.py"]}` runs a program of the test in place of pdserve, with the same arguments;
     output lines are appended to the list `log_lines`; `wait=False` yields before the deployment is ready.
     """
 
@@ -82,6 +95,7 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
     def run(
         *,
         flags: dict[str, list[str]] | None = None,
+        programs: dict[str, list[str]] | None = None,
         log_lines: list[str] | None = None,
         wait: bool = True,
         **settings: Any,
@@ -99,7 +113,9 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
             "kv_cache_memory": "128MiB",  # clearing a larger pool takes longer than all else
         }
         all_flags = {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}
-        deployment_class = type("FlaggedDeployment", (forked_deployment,), {"flags": all_flags})
+        deployment_class = type(
+            "FlaggedDeployment", (forked_deployment,), {"flags": all_flags, "programs": programs or {}}
+        )
         with ExitStack() as stack:
             stack.callback(unlink, segment)
             config = UpConfig(**{**defaults, **settings})

@@ -12,6 +12,7 @@ import pytest
 from pdserve.config import EngineConfig
 from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
+from pdserve.engine.step import Accepted
 from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.staging import attach_pool
 from pdserve.prefill.prefiller import Prefiller
@@ -185,7 +186,7 @@ class RoleInstance:
         for seq in result.advanced:
             job = self.jobs[seq]
             role = self.prefiller if job.phase == pb.PREFILL else self.decoder
-            role.on_step(job, seq in result.sampled, self.context.now())
+            role.on_step(job, result.outcome.get(seq) or Accepted(), self.context.now())
         self.run_callbacks()
         return not result.idle
 

@@ -1,6 +1,7 @@
 """Reports of a job: stamps, transfer totals, tokens, and remaining load."""
 
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Accepted
 from pdserve.keys import token_array
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
@@ -43,7 +44,7 @@ def test_tokens_of_a_whole_answer_are_sent_in_batches() -> None:
     job, urgent_after = new_job(whole=True), []
     for number in range(1, BATCHED_TOKENS + 2):
         job.seq.tokens.append(7)
-        job.report_token()
+        job.report_tokens(Accepted(1, [7]))
         if job.urgent:
             urgent_after.append(number)
             job.output, job.urgent = None, False

@@ -8,6 +8,7 @@ import torch
 
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.errors import SetupError
 from pdserve.kernels.batch import Kernel
 from pdserve.keys import token_array
@@ -40,7 +41,7 @@ def attention_window(runner: "ModelRunner") -> int | None:
     spy = cast(Kernel, SimpleNamespace(write_kv=runner.kernel.write_kv, attend=attend))
     with runner.scratch_pool(len(blocks)) as pool_NL2GBD:
         pool_NL2GBD.fill_(float("nan"))
-        inputs = runner.inputs({probe: 2}, [1])
+        inputs = runner.inputs(StepPlan({probe: 2}), [1])
         try:
             runner.forward(replace(inputs, batch=replace(inputs.batch, kernel=spy)))
         except (UnsupportedAttention, TypeError) as error:

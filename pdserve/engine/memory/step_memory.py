@@ -8,6 +8,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.kernels.gpu import memory as gpu_memory
 from pdserve.keys import token_array
 from pdserve.request import MAX_LOGPROBS, SamplingParams
@@ -40,7 +41,7 @@ def run_largest_steps(runner: "ModelRunner", config: EngineConfig) -> None:
         counts = [min(count, max(1, limit - i * count)) for i in range(num_seqs)]
         blocks = list(range(-(-count // runner.block_size)))  # shared: what is written there does not matter
         with runner.scratch_pool(len(blocks)):
-            runner.step({_prompt(each, runner.block_size, blocks): each for each in counts})
+            runner.step(StepPlan({_prompt(each, runner.block_size, blocks): each for each in counts}))
 
 
 def _prompt(count: int, block_size: int, blocks: list[int]) -> Sequence:

@@ -74,7 +74,7 @@ class StepBudget:
         if seq.scores_prompt:
             count = min(count, self.scored_tokens)
             self.scored_tokens -= count
-        if seq.num_uncomputed > 1:
+        if not seq.is_decoding:
             affordable = _tokens_within(self.costs, self.prompt_seconds, seq.num_computed)
             count = min(
                 count, max(self.min_chunk, affordable), max(1, _tokens_within(self.costs, share, seq.num_computed))
@@ -88,7 +88,7 @@ class StepBudget:
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""
-        if seq.num_uncomputed > 1:
+        if not seq.is_decoding:
             return _added_seconds(self.costs, count, seq.num_computed)
         _, per_sequence, per_token = self.costs.decode
         return per_sequence + per_token * len(seq)

@@ -29,7 +29,8 @@ requests can overtake one of a lower priority: no sequence starves.
 import math
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -39,6 +40,7 @@ from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.scheduling.shares import Credit
 from pdserve.engine.sequence import TURN, Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.request import SamplingParams, Tenant
 
 Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
@@ -49,7 +51,7 @@ class SchedulerOutput:
     """Work of the next step.
 
     Attributes:
-        num_scheduled_tokens: tokens to compute per sequence, in batch order.
+        plan: what the model computes.
         block_copies: (source, target) blocks to copy first, in order: a sequence is about to write to a shared block.
         preempted: sequences that lost their blocks.
         paused: sequences that lost their slots to another tenant, and keep their blocks.
@@ -59,7 +61,7 @@ class SchedulerOutput:
         storing_paused: whether sequences whose KV is stored as it is computed were left out.
     """
 
-    num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
+    plan: StepPlan = field(default_factory=StepPlan)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     paused: list[Sequence] = field(default_factory=list)
@@ -180,26 +182,39 @@ class Scheduler:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
         has_acted = output.preempted or output.resumed or output.swap_in
-        if not (output.num_scheduled_tokens or output.storing_paused or has_acted):
+        if not (output.plan.counts or output.storing_paused or has_acted):
             self._make_room_for_beams(output)
         if self.grows_ahead:
             self._grow_ahead(output)
-        if output.num_scheduled_tokens and not self._credit.is_settled(self._by_tenant.keys()):
+        if output.plan.counts and not self._credit.is_settled(self._by_tenant.keys()):
             self._charge(output, budget)
         return output
 
     def _charge(self, output: SchedulerOutput, budget: StepBudget) -> None:
         """Take the step off the credit of its tenants."""
         seconds = defaultdict[Tenant, float](float)
-        for seq, count in output.num_scheduled_tokens.items():
+        for seq, count in output.plan.counts.items():
             seconds[seq.tenant] += budget.seconds(seq, count)
         self._credit.spend(budget.base, seconds)
 
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
-        for seq in output.num_scheduled_tokens:
-            if seq.num_uncomputed == 1 and not seq.awaits_last_token and self.pool.num_free > len(self.running):
+        for seq in output.plan.counts:
+            if seq.is_decoding and not seq.awaits_last_token and self.pool.num_free > len(self.running):
                 seq.grow(self.pool, 1)
+
+    def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
+        """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
+        room = self.max_num_batched_tokens - sum(plan.counts.values())
+        for seq, drafts in proposed.items():
+            spare = max(0, self.pool.num_free - len(self.running)) + len(
+                seq.block_ids
+            )  # one stays for each running one
+            most = min(room, seq.sampling.max_tokens - seq.num_output - 1, spare * seq.block_size - len(seq))
+            if most > 0 and drafts:
+                plan.drafts[seq] = list(drafts[:most])
+                seq.grow(self.pool, len(plan.drafts[seq]))
+                room -= len(plan.drafts[seq])
 
     def _make_room_for_beams(self, output: SchedulerOutput) -> None:
         """Preempt the last request if beams wait for others of their search, which wait for the room that it holds."""
@@ -267,17 +282,17 @@ class Scheduler:
                 self._ensure_blocks(seq, output)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
         candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
-        decoding = [seq for seq in candidates if seq.num_uncomputed == 1]
+        decoding = [seq for seq in candidates if seq.is_decoding]
         budget = StepBudget.for_step(
             self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
         )
         if len(self._by_tenant) < 2:
-            for seq in sorted(candidates, key=lambda seq: seq.num_uncomputed > 1):
+            for seq in sorted(candidates, key=lambda seq: not seq.is_decoding):
                 self._schedule(seq, output, budget)
             return budget
         budget.share([*candidates, *self._queued()], self._credit.creditors(self._by_tenant.keys()))
         order = self.order()
-        prompts = sorted((seq for seq in candidates if seq.num_uncomputed > 1), key=order)
+        prompts = sorted((seq for seq in candidates if not seq.is_decoding), key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
         for seq in [*overdue, *sorted(decoding, key=lambda seq: seq.turn)] if budget.shares else decoding:
@@ -285,13 +300,13 @@ class Scheduler:
         for seq in prompts:
             if not output.preempted:
                 self._admit(output, budget, below=order(seq)[0])
-            if seq not in output.paused and seq not in output.num_scheduled_tokens:
+            if seq not in output.paused and seq not in output.plan.counts:
                 self._schedule(seq, output, budget)
         return budget
 
     def _schedule(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         if count := budget.allocate(seq):
-            output.num_scheduled_tokens[seq] = count
+            output.plan.counts[seq] = count
             if budget.shares:
                 seq.take_turn(self._num_steps)
 
@@ -356,7 +371,7 @@ class Scheduler:
         if is_whole and self.swap_space.pays(seq, num_blocks, self.costs):
             swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
-        output.num_scheduled_tokens.pop(seq, None)
+        output.plan.counts.pop(seq, None)
         seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
         _enqueue(self.waiting, seq)
         self.num_preemptions += 1
@@ -380,14 +395,14 @@ class Scheduler:
             _enqueue(self.running, seq)
             if seq.num_uncomputed:  # else a beam that has waited for others, and was swapped
                 self._schedule(seq, output, budget)
-                assert seq in output.num_scheduled_tokens, "its role stores its blocks before any is released"
+                assert seq in output.plan.counts, "its role stores its blocks before any is released"
 
     def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Take the slot of a running sequence, which keeps its blocks."""
         self.running.remove(seq)
         _enqueue(self.loaded, seq)
         seq.give_way()
-        budget.take_back(output.num_scheduled_tokens.pop(seq, 0))
+        budget.take_back(output.plan.counts.pop(seq, 0))
         output.paused.append(seq)
         self.num_pauses += 1
 
@@ -494,4 +509,4 @@ def _waiting_is_next(
     if loaded and order(waiting) >= min(map(order, loaded)):
         return False
     has_rivals = any(order(seq)[0] <= order(waiting)[0] for seq in loaded)
-    return not has_rivals or (first_loaded is not None and first_loaded.num_uncomputed > 1)
+    return not has_rivals or (first_loaded is not None and not first_loaded.is_decoding)

@@ -12,6 +12,7 @@ from pdserve.costs import Costs
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.keys import token_array
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
@@ -34,7 +35,7 @@ def run_step(sched: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
     """Run one step as the engine does, without a model: every new token is 7."""
     output = sched.schedule()
     finished = []
-    for seq, count in output.num_scheduled_tokens.items():
+    for seq, count in output.plan.counts.items():
         seq.mark_computed(count)
         seq.register_full_blocks(sched.pool)
         if seq.num_uncomputed == 0:
@@ -53,9 +54,9 @@ def test_long_prompt_is_chunked_beside_decoding_sequences() -> None:
     run_step(sched)
     sched.add(long)
     output, _ = run_step(sched)
-    assert output.num_scheduled_tokens == {short: 1, long: 7}
+    assert output.plan.counts == {short: 1, long: 7}
     output, _ = run_step(sched)
-    assert output.num_scheduled_tokens == {short: 1, long: 7}
+    assert output.plan.counts == {short: 1, long: 7}
 
 
 def test_itl_target_limits_the_prompt_tokens_of_a_step() -> None:
@@ -68,14 +69,14 @@ def test_itl_target_limits_the_prompt_tokens_of_a_step() -> None:
     sched.add(long)
     sched.add(late)
     for _ in range(6):
-        assert run_step(sched)[0].num_scheduled_tokens == {short: 1, long: 6}
-    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, long: 4, late: 2}
-    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, long: 1, late: 6}
+        assert run_step(sched)[0].plan.counts == {short: 1, long: 6}
+    assert run_step(sched)[0].plan.counts == {short: 1, long: 4, late: 2}
+    assert run_step(sched)[0].plan.counts == {short: 1, long: 1, late: 6}
     sched.itl_target = 0.005
-    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, long: 1, late: 1}
+    assert run_step(sched)[0].plan.counts == {short: 1, long: 1, late: 1}
     sched.add(sequence("another", [5] * 30))
     for _ in range(3):
-        assert list(run_step(sched)[0].num_scheduled_tokens.values())[-1] == BLOCK, "a minimal chunk, for progress"
+        assert list(run_step(sched)[0].plan.counts.values())[-1] == BLOCK, "a minimal chunk, for progress"
 
 
 def test_prompt_without_time_for_a_token_is_not_admitted() -> None:
@@ -93,9 +94,9 @@ def test_prompt_without_time_for_a_token_is_not_admitted() -> None:
         seq.rank = rank
         sched.add(seq)
     first, cached, new = queued
-    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, first: 5}
+    assert run_step(sched)[0].plan.counts == {short: 1, first: 5}
     assert sched.waiting == [cached, new] and not cached.block_ids
-    assert run_step(sched)[0].num_scheduled_tokens == {short: 1, first: 1, cached: 2}
+    assert run_step(sched)[0].plan.counts == {short: 1, first: 1, cached: 2}
 
 
 def test_running_prefill_does_not_delay_decoding() -> None:
@@ -107,7 +108,7 @@ def test_running_prefill_does_not_delay_decoding() -> None:
     assert sched.reserve(short, 0, 4)
     short.mark_loaded(2)
     output, _ = run_step(sched)
-    assert output.num_scheduled_tokens == {short: 1, long: 7}
+    assert output.plan.counts == {short: 1, long: 7}
 
 
 @pytest.mark.parametrize(
@@ -158,14 +159,14 @@ def test_low_priority_does_not_starve() -> None:
 def test_waiting_sequence_of_lower_rank_precedes_a_loaded_one() -> None:
     sched = scheduler(16, max_num_seqs=1)
     _, waiting = loaded_and_waiting(sched, 8, 8)
-    assert list(sched.schedule().num_scheduled_tokens) == [waiting]
+    assert list(sched.schedule().plan.counts) == [waiting]
 
 
 def test_decoding_sequence_precedes_prompts_of_lower_rank() -> None:
     sched = scheduler(16, max_num_seqs=1)
     loaded, _ = loaded_and_waiting(sched, 8, 8)
     loaded.mark_loaded(7)
-    assert sched.schedule().num_scheduled_tokens == {loaded: 1}
+    assert sched.schedule().plan.counts == {loaded: 1}
 
 
 def test_sequence_without_enough_blocks_does_not_hold_up_others() -> None:
@@ -173,9 +174,9 @@ def test_sequence_without_enough_blocks_does_not_hold_up_others() -> None:
     loaded, waiting = loaded_and_waiting(sched, 40, 30)
     for _ in range(3):
         output, _ = run_step(sched)
-        assert list(output.num_scheduled_tokens) == [loaded], "waiting needs 8 blocks, and 6 are left"
+        assert list(output.plan.counts) == [loaded], "waiting needs 8 blocks, and 6 are left"
     sched.remove(loaded)
-    assert list(sched.schedule().num_scheduled_tokens) == [waiting]
+    assert list(sched.schedule().plan.counts) == [waiting]
 
 
 def test_reserve_leaves_the_blocks_that_waiting_sequences_need() -> None:
@@ -223,11 +224,11 @@ def test_sequences_that_are_stored_can_be_left_out_and_nothing_else() -> None:
         seq.mark_for_storing()
     decoding.mark_loaded(19)  # its KV was loaded; it ranks behind a paused one
     output = sched.schedule(pause_storing=True)
-    assert output.num_scheduled_tokens == {decoding: 1} and output.storing_paused
+    assert output.plan.counts == {decoding: 1} and output.storing_paused
     output = sched.schedule()
-    assert output.num_scheduled_tokens == {decoding: 1, running: 15} and not output.storing_paused
+    assert output.plan.counts == {decoding: 1, running: 15} and not output.storing_paused
     output = sched.schedule(pause_storing=True)
-    assert output.num_scheduled_tokens == {decoding: 1}, "running sequences are paused as well"
+    assert output.plan.counts == {decoding: 1}, "running sequences are paused as well"
     for seq in (running, loaded, waiting):
         sched.remove(seq)
     assert not sched.schedule(pause_storing=True).storing_paused
@@ -239,7 +240,7 @@ def test_warm_prefix_is_reused_except_for_the_last_token() -> None:
         seq = sequence("a", list(range(8)), 1)
         sched.add(seq)
         output, _ = run_step(sched)
-    assert output.num_scheduled_tokens[seq] == 4, "the last full block is computed, for the logits of its last token"
+    assert output.plan.counts[seq] == 4, "the last full block is computed, for the logits of its last token"
     assert sched.prefix_hits == 4 and sched.prefix_queries == 16
 
 
@@ -270,10 +271,10 @@ class MemoryRunner:
     def __init__(self, pool: BlockPool, memory: dict[int, list[int | None]], window: int | None) -> None:
         self._pool, self._memory, self._window = pool, memory, window
 
-    def step(self, num_scheduled_tokens: dict[Sequence, int]) -> dict[Sequence, int]:
-        work = {seq: seq.tokens[: seq.num_computed + count].tolist() for seq, count in num_scheduled_tokens.items()}
+    def step(self, plan: StepPlan) -> StepOutcome:
+        work = {seq: seq.tokens[: seq.num_computed + count].tolist() for seq, count in plan.counts.items()}
         self._compute(work)
-        return {seq: next_token(seq, tokens) for seq, tokens in work.items() if len(tokens) == len(seq)}
+        return plan.outcome([(seq, next_token(seq, work[seq]), None) for seq in plan.rows().sampled])
 
     def launch(self, seqs: list[Sequence], last: Any, rows: SequenceABC[int]) -> "LaunchedTokens":
         work = {seq: seq.tokens.tolist() for seq in seqs}
@@ -387,10 +388,10 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
                 sched.remove(live.pop(which % len(live)))
         before = set(sched.running)
         output = sched.schedule()
-        counts = output.num_scheduled_tokens.values()
+        counts = output.plan.counts.values()
         assert sum(counts) <= budget and all(count > 0 for count in counts)
         assert len(sched.running) <= max_num_seqs
-        assert before | set(output.num_scheduled_tokens) >= set(sched.running), "admitted without a token"
+        assert before | set(output.plan.counts) >= set(sched.running), "admitted without a token"
         assert not (output.swap_out and output.swap_in)
         for seq in output.paused:
             assert {other.tenant for other in set(sched.running) - before} - {seq.tenant}, "nobody else waited"
@@ -402,17 +403,13 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
             memory[block] = swapped.pop(host_block)
         for source, target in output.block_copies:
             memory[target] = list(memory[source])
-        computed = output.num_scheduled_tokens
-        if pipelined:
-            computed, sampled = pipeline.step(computed)
-            assert bool(computed) == bool(output.num_scheduled_tokens)
-        else:
-            sampled = runner.step(computed)
-        for seq, count in computed.items():
-            seq.mark_computed(count)
+        outcome = (pipeline if pipelined else runner).step(output.plan)
+        assert bool(outcome) == bool(output.plan.counts)
+        for seq, accepted in outcome.items():
+            seq.mark_computed(accepted.computed)
             seq.register_full_blocks(sched.pool)
-            assert (seq.num_uncomputed == 0) == (seq in sampled)
-        for seq, token in sampled.items():
+            assert len(accepted.tokens) == (seq.num_uncomputed == 0)
+        for seq, token in [(seq, token) for seq, accepted in outcome.items() for token in accepted.tokens]:
             assert token == next_token(seq, seq.tokens.tolist())
             seq.tokens.append(token)
             if seq.finish_reason():
@@ -439,7 +436,7 @@ def test_fork_copies_only_the_block_that_it_writes_to() -> None:
     fork = sched.fork(seq, "fork", seq.sampling)
     assert fork.block_ids == seq.block_ids and sched.pool.num_held == 3
     output, _ = run_step(sched)
-    assert len(output.block_copies) == 1 and output.num_scheduled_tokens == {seq: 1, fork: 1}
+    assert len(output.block_copies) == 1 and output.plan.counts == {seq: 1, fork: 1}
     assert fork.block_ids[:2] == seq.block_ids[:2] and fork.block_ids[2] != seq.block_ids[2]
     assert sched.pool.num_held == 4
     assert not run_step(sched)[0].block_copies
@@ -476,9 +473,9 @@ def test_resumed_sequence_is_returned_to_its_owner_and_continues_once_added() ->
     resumed: list[Sequence] = []
     while not resumed:
         output, _ = run_step(sched)
-        assert output.num_scheduled_tokens or output.resumed, "a step did nothing"
+        assert output.plan.counts or output.resumed, "a step did nothing"
         resumed += output.resumed
     assert resumed == [second] and len(second.held_blocks) == 3 and not list(sched.sequences())
     sched.add(second)
     output, _ = run_step(sched)
-    assert output.num_scheduled_tokens == {second: 5} and not output.resumed, "its first block is in the prefix cache"
+    assert output.plan.counts == {second: 5} and not output.resumed, "its first block is in the prefix cache"

@@ -77,15 +77,15 @@ class Instance:
     def step(self) -> None:
         output = self.sched.schedule()
         self.paused += output.paused
-        decoding = [seq for seq in output.num_scheduled_tokens if seq.num_uncomputed == 1]
+        decoding = [seq for seq in output.plan.counts if seq.is_decoding]
         seconds = self.sched.costs.step_seconds(len(decoding), sum(map(len, decoding)))
-        for seq, count in output.num_scheduled_tokens.items():
+        for seq, count in output.plan.counts.items():
             seconds += (seq not in decoding) * (
                 self.sched.costs.prefill[1] * count + self.sched.costs.prefill[0] * (not decoding)
             )
         self.time += seconds
         self.longest_step = max(self.longest_step, seconds)
-        for seq, count in output.num_scheduled_tokens.items():
+        for seq, count in output.plan.counts.items():
             self.computed[seq.tenant] += count
             seq.mark_computed(count)
             seq.register_full_blocks(self.sched.pool)

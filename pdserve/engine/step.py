@@ -1,0 +1,149 @@
+"""Step: what the model computes in one run, and what comes of it. Plain Python.
+
+    Scheduler ─► StepPlan ─► runner ─► StepOutcome ─► sequences, roles
+
+A plan may have drafts, tokens that a drafter expects to follow. The step computes them too, and samples behind each: those
+that the model samples itself are accepted, with the token behind the last of them. The output is what it is without drafts.
+"""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from pdserve.engine.sequence import Sequence
+from pdserve.request import TokenLogprobs
+
+
+class Accepted(msgspec.Struct, gc=False):
+    """What a step has done for one sequence.
+
+    Attributes:
+        computed: number of further tokens that have KV now, accepted drafts included.
+        tokens: that follow it. None while its prompt is not complete; several if drafts were accepted, of which all but
+            the last have KV.
+        logprobs: of these tokens, if the request asks for them.
+    """
+
+    computed: int = 0
+    tokens: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
+
+    def cut_at_end(self, seq: Sequence) -> None:
+        """Drop the tokens behind one that ends the sequence, which has none of them yet."""
+        for count, token in enumerate(self.tokens[:-1], 1):
+            if seq.ends_with(token, seq.num_output + count):
+                self.computed -= len(self.tokens) - count
+                del self.tokens[count:], self.logprobs[count:]
+
+
+StepOutcome = dict[Sequence, Accepted]  # what was computed of a plan, and the sequences that share its prompts
+
+
+class Drafter(Protocol):
+    """Proposes tokens that the model may be about to sample."""
+
+    def propose(self, seqs: list[Sequence]) -> Mapping[Sequence, SequenceABC[int]]:
+        """Return the tokens that may follow some of these sequences, each of which only decodes."""
+
+
+@dataclass
+class StepPlan:
+    """What a step is to compute, in batch order.
+
+    Attributes:
+        counts: of each sequence, the number of further tokens, the first one without KV first.
+        drafts: tokens that are computed behind those of some sequences. Such a sequence only decodes.
+    """
+
+    counts: dict[Sequence, int] = field(default_factory=dict)
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+
+    def num_tokens(self, seq: Sequence) -> int:
+        """Return how many tokens of a sequence the step computes."""
+        return self.counts[seq] + len(self.drafts.get(seq, ()))
+
+    def rows(self) -> "StepRows":
+        """Return which rows of the step's output are needed."""
+        rows, start = StepRows(), 0
+        for seq, count in self.counts.items():
+            drafts = len(self.drafts.get(seq, ()))
+            rows.add(seq, range(start, start + count), drafts)
+            start += count + drafts
+        return rows
+
+    def outcome(self, sampled: Iterable[tuple[Sequence, int, TokenLogprobs | None]]) -> StepOutcome:
+        """Return what comes of the step.
+
+        Args:
+            sampled: sequence and token of each row that was sampled, in the order of `StepRows.sampled`, with its log
+                probabilities if they are asked for.
+        """
+        outcome = {seq: Accepted(count) for seq, count in self.counts.items()}
+        for seq, token, of_token in sampled:
+            accepted = outcome.get(seq)
+            if accepted is None:
+                accepted = outcome[seq] = Accepted()  # it shares the prompt of another
+            elif accepted.tokens:
+                if self.drafts[seq][len(accepted.tokens) - 1] != accepted.tokens[-1]:
+                    continue
+                accepted.computed += 1
+            accepted.tokens.append(token)
+            if of_token is not None:
+                accepted.logprobs.append(of_token)
+        return outcome
+
+
+@dataclass
+class StepRows:
+    """Tokens of a step whose logits or hidden states are needed. Rows are positions in the flattened batch.
+
+    Attributes:
+        last: rows of the last tokens of all sequences that get a token by the step, and of their drafts.
+        sampled: the sequence of each of these rows, and those that share its prompt.
+        sampled_from: index in `last` for each of `sampled`.
+        ahead: number of drafts before each of `sampled`.
+        scored: (sequence, position) of tokens of prompts whose log probabilities are due.
+        before_scored: rows of the tokens before these, whose logits tell them.
+        pooled: (sequence, row) of hidden states that count for embeddings.
+        embedded: sequences whose embedding is complete after the step.
+    """
+
+    last: list[int] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+    sampled_from: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    scored: list[tuple[Sequence, int]] = field(default_factory=list)
+    before_scored: list[int] = field(default_factory=list)
+    pooled: list[tuple[Sequence, int]] = field(default_factory=list)
+    embedded: list[Sequence] = field(default_factory=list)
+
+    def add(self, seq: Sequence, rows: range, num_drafts: int) -> None:
+        """Add what is needed of a sequence's next tokens, in `rows`, and of the drafts behind them."""
+        is_complete = len(rows) == seq.num_uncomputed
+        if seq.scores_prompt:
+            due = range(seq.num_computed + 1, min(seq.num_computed + len(rows) + 1, seq.num_prompt))
+            self.scored += [(seq, position) for position in due]
+            self.before_scored += rows[: len(due)]
+        if seq.pooling is not None:
+            self.pooled += [(seq, row) for row in _pooled_part(seq, rows)]
+            self.embedded += [seq] if is_complete else []
+        elif is_complete:
+            for ahead in range(num_drafts + 1):
+                self.sampled_from += [len(self.last)] * (1 + len(seq.siblings))
+                self.sampled += [seq, *seq.siblings]
+                self.ahead += [ahead] * (1 + len(seq.siblings))
+                self.last.append(rows[-1] + ahead)
+
+
+def _pooled_part(seq: Sequence, rows: range) -> range:
+    """Return those rows of a sequence's next tokens whose hidden states count for its embedding."""
+    assert seq.pooling is not None
+    match seq.pooling.mode:
+        case "last":
+            return rows[-1:] if len(rows) == seq.num_uncomputed else rows[:0]
+        case "cls":
+            return rows[:1] if seq.num_computed == 0 else rows[:0]
+    return rows
