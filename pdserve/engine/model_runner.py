@@ -27,7 +27,7 @@ from pdserve.engine.memory.allocation import allocate, zeroed_blocks
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens, record_embedding, score
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import BlockTable, Sequence
 from pdserve.engine.step import StepOutcome, StepPlan, StepRows
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.engine.step_pipeline import StepPipeline
@@ -242,7 +242,7 @@ class ModelRunner:
         return self.step_inputs(np.concatenate(new), counts, first, [seq.block_ids for seq in plan.counts], logit_rows)
 
     def step_inputs(
-        self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[list[int]], logit_rows: list[int]
+        self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]
     ) -> StepInputs:
         """Return what the model needs to compute new tokens, moved to the device in one copy.
 

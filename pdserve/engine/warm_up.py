@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Sequence, block_table
 from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
@@ -118,6 +118,6 @@ def dummy_sequence(engine: Engine, count: int, before: int, first_block: int = 0
         _GREEDY,
         b"",
         engine.pool.block_size,
-        block_ids=blocks,
+        block_ids=block_table(blocks),
         num_computed=before,
     )

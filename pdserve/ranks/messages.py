@@ -4,14 +4,13 @@ Commands are carried out in the order in which rank 0 sends them. Transfers begi
 answered with the number of its operation.
 """
 
-from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from pdserve.engine.memory.block_pool import BlockPairs
 from pdserve.kv_transfer.connector import Outcome, Result
+from pdserve.ranks.table_changes import TableChange
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
@@ -25,14 +24,14 @@ class Step(Message):
         ids: uint32, the new tokens of all sequences.
         counts: new tokens of each sequence.
         computed: tokens of each sequence that have KV.
-        tables: uint32, block ids of each sequence.
+        tables: what is new in the block table of each sequence.
         logit_rows: positions in `ids` of the tokens whose logits rank 0 needs.
     """
 
     ids: bytes
     counts: list[int]
     computed: list[int]
-    tables: list[bytes]
+    tables: list[TableChange]
     logit_rows: list[int]
 
 
@@ -173,11 +172,3 @@ encode = msgspec.msgpack.Encoder().encode
 decode_command = _COMMANDS.decode
 decode_reply = _REPLIES.decode
 ALIVE_S = 1.0
-
-
-def pack_ids(ids: Sequence[int]) -> bytes:
-    return array("I", ids).tobytes()
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    return array("I", data).tolist()

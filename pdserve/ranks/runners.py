@@ -11,8 +11,10 @@ from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.memory.block_pool import BlockPairs
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.model_runner import ModelRunner, StepInputs, TokenIds
+from pdserve.engine.sequence import BlockTable
 from pdserve.kernels.batch import Kernel
-from pdserve.ranks.messages import ClearTail, CopyBlocks, Step, Swap, pack_ids, unpack_ids
+from pdserve.ranks.messages import ClearTail, CopyBlocks, Step, Swap
+from pdserve.ranks.table_changes import ReceivedTables, SentTables, pack_ids, unpack_ids
 
 if TYPE_CHECKING:
     from pdserve.ranks.followers import Followers
@@ -27,6 +29,7 @@ class LeadingRunner(ModelRunner):
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, followers: "Followers") -> None:
         self._is_leading = False  # all ranks go through the constructor by themselves
+        self._tables = SentTables()
         super().__init__(checkpoint, config)
         self.clock = time.monotonic  # the CPU time of a step would leave out that other ranks are slower
         self.followers = followers
@@ -34,10 +37,11 @@ class LeadingRunner(ModelRunner):
         self._is_leading = True
 
     def step_inputs(
-        self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[list[int]], logit_rows: list[int]
+        self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]
     ) -> StepInputs:
         if self._is_leading:
-            self.followers.send(Step(pack_ids(ids_T.tolist()), counts, first, [*map(pack_ids, tables)], logit_rows))
+            changes = self._tables.changes(tables)
+            self.followers.send(Step(pack_ids(ids_T.tolist()), counts, first, changes, logit_rows))
         return super().step_inputs(ids_T, counts, first, tables, logit_rows)
 
 
@@ -64,9 +68,13 @@ class _LeadingMemory(KVMemory):
 class FollowingRunner(ModelRunner):
     """The runner of another rank."""
 
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
+        super().__init__(checkpoint, config)
+        self._tables = ReceivedTables()
+
     @torch.inference_mode()
     def follow(self, step: Step) -> None:
         """Compute the same step as rank 0, which alone gets the logits."""
-        tables = [unpack_ids(table) for table in step.tables]
+        tables = self._tables.apply(step.tables)
         ids_T = np.array(unpack_ids(step.ids), dtype=np.uint32)
         self.forward(self.step_inputs(ids_T, step.counts, step.computed, tables, step.logit_rows))

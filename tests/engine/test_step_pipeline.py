@@ -11,7 +11,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine import sampler
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Sequence, block_table
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
@@ -56,7 +56,9 @@ class RecordingRunner:
 def decoding(name: str, max_tokens: int = 9, **settings: Any) -> Sequence:
     """Return a sequence that is about to compute its third token, and has blocks for six more."""
     sampling = SamplingParams(max_tokens=max_tokens, **settings)
-    return Sequence(name, token_array([7, 7, 0]), 2, 2, sampling, b"", BLOCK, block_ids=[5, 6], num_computed=2)
+    return Sequence(
+        name, token_array([7, 7, 0]), 2, 2, sampling, b"", BLOCK, block_ids=block_table([5, 6]), num_computed=2
+    )
 
 
 def run_step(pipeline: StepPipeline, *seqs: Sequence) -> dict[str, int]:
@@ -102,7 +104,7 @@ def test_beside_prompts_and_other_sampling_nothing_is_launched(other: dict[str, 
     pipeline, a, b = StepPipeline(runner), decoding("a"), decoding("b", **other)
     run_step(pipeline, a)
     assert run_step(pipeline, a, b) == {"a": 2, "b": 99}
-    prompt = Sequence("prompt", token_array([1] * 5), 5, 5, SamplingParams(), b"", BLOCK, block_ids=[1, 2])
+    prompt = Sequence("prompt", token_array([1] * 5), 5, 5, SamplingParams(), b"", BLOCK, block_ids=block_table([1, 2]))
     assert run_step(pipeline, a, prompt) == {"a": 99, "prompt": 99}
     assert runner.log[2:] == ["read 1", "read 2", "step: b 1", "step: a 1, prompt 5"]
     assert (pipeline.num_launched, pipeline.num_dropped_rows) == (1, 0)

@@ -20,7 +20,8 @@ from pdserve.config import InstanceConfig
 from pdserve.keys import Layout
 from pdserve.ranks.follower import when_done
 from pdserve.ranks.followers import FAULT_EXIT_CODE, SETUP_ERROR_EXIT_CODE, Followers
-from pdserve.ranks.messages import Failed, Step, decode_command, encode, pack_ids, unpack_ids
+from pdserve.ranks.messages import Failed, Step, decode_command, encode
+from pdserve.ranks.table_changes import pack_ids, unpack_ids
 from pdserve.roles.rank_tickets import join_tickets, ticket_of_rank, tickets_of_rank
 
 CONFIG = InstanceConfig(tensor_parallel_size=2)
@@ -120,7 +121,7 @@ follower.main(int(sys.argv[1]), 1, 0)
 
 
 def test_messages_survive_the_connection() -> None:
-    step = Step(pack_ids([1, 2**31, 7]), [2, 1], [0, 40], [pack_ids([5]), pack_ids([])], [1, 2])
+    step = Step(pack_ids([1, 2**31, 7]), [2, 1], [0, 40], [(0, 0, pack_ids([5])), (1, 3, b"")], [1, 2])
     assert decode_command(encode(step)) == step
     assert unpack_ids(step.ids) == [1, 2**31, 7]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pdserve.engine.paged_model import UnsupportedAttention
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Sequence, block_table
 from pdserve.engine.step import StepPlan
 from pdserve.errors import SetupError
 from pdserve.kernels.batch import Kernel
@@ -29,7 +29,7 @@ def attention_window(runner: "ModelRunner") -> int | None:
         SetupError: a layer keeps state outside of the KV, or needs attention that the kernels do not support.
     """
     size = runner.block_size
-    blocks = list(range(-(-2 // size)))
+    blocks = block_table(range(-(-2 // size)))
     probe = Sequence("probe", token_array([0, 0]), 2, 2, SamplingParams(temperature=0), b"", size, block_ids=blocks)
     unsupported = f"architecture {type(runner.checkpoint.model).__name__} is not supported"
     windows: list[int | None] = []  # of each layer

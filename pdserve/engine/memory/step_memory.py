@@ -7,7 +7,7 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Sequence, block_table
 from pdserve.engine.step import StepPlan
 from pdserve.kernels.gpu import memory as gpu_memory
 from pdserve.keys import token_array
@@ -39,14 +39,21 @@ def run_largest_steps(runner: "ModelRunner", config: EngineConfig) -> None:
         num_seqs = min(num_seqs, config.max_num_seqs)
         count = min(-(-limit // num_seqs), longest)
         counts = [min(count, max(1, limit - i * count)) for i in range(num_seqs)]
-        blocks = list(range(-(-count // runner.block_size)))  # shared: what is written there does not matter
+        blocks = range(-(-count // runner.block_size))  # shared: what is written there does not matter
         with runner.scratch_pool(len(blocks)):
             runner.step(StepPlan({_prompt(each, runner.block_size, blocks): each for each in counts}))
 
 
-def _prompt(count: int, block_size: int, blocks: list[int]) -> Sequence:
+def _prompt(count: int, block_size: int, blocks: range) -> Sequence:
     return Sequence(
-        "probe", token_array([0] * count), count, count, LARGEST_SAMPLING, b"", block_size, block_ids=blocks
+        "probe",
+        token_array([0] * count),
+        count,
+        count,
+        LARGEST_SAMPLING,
+        b"",
+        block_size,
+        block_ids=block_table(blocks),
     )
 
 
@@ -61,7 +68,7 @@ def graph_bytes(runner: "ModelRunner", config: EngineConfig) -> int:
     graphs = PaddedGraphs(runner.compute_logits, longest)
     with runner.scratch_pool(1):
         for rows, limit in sizes[:2]:
-            table = [0] * -(-limit // runner.block_size)
+            table = block_table([0] * -(-limit // runner.block_size))
             before = gpu_memory.free_bytes(runner.device)
             inputs = runner.step_inputs(
                 np.zeros(rows, np.uint32), [1] * rows, [limit - 1] * rows, [table] * rows, [*range(rows)]
