@@ -6,6 +6,8 @@ Shape legend: see batch.py.
 
 import logging
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import cast
 
 import torch
 
@@ -14,6 +16,7 @@ from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 
 log = logging.getLogger(__name__)
 
+ENTRY_POINT_GROUP = "pdserve.kernels"
 # Whether a row has the same bits in any batch and phase, unless the flag --batch-invariant says so. By kind of device:
 # the CPU kernel has no other way, and on GPUs it costs time.
 BATCH_INVARIANT = {"cpu": True, "cuda": False}
@@ -62,7 +65,7 @@ def is_batch_invariant(setting: str, device: torch.device) -> bool:
 
 
 def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto", kv: KVFormat | None = None) -> Kernel:
-    """Return the kernel of a name: reference, cpu, triton, flash, or auto, the fastest that runs on `device`.
+    """Return the kernel of a name: reference, cpu, triton, flash, one of a package, or auto, the fastest on `device`.
 
     With auto, a fallback to the reference kernel is logged with its reason. On GPUs, auto takes flash-attn and FlashInfer
     for the phases that they can compute, unless rows must have the same bits in any batch.
@@ -83,12 +86,30 @@ def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto"
     try:
         if name == "flash" or (name == "auto" and device.type == "cuda" and kv is not None and not invariant):
             return _flash_kernel(device, invariant, kv, required=name == "flash")
-        return _LOADERS[name if name != "auto" else default_kernel(device)](device, invariant)
+        return _load(name if name != "auto" else default_kernel(device), device, invariant)
     except KernelUnavailable as error:
         if name != "auto" or batch_invariant == "on":
             raise
         log.warning("attention falls back to the slower reference kernel: %s", error)
         return reference
+
+
+def fused_layers(name: str, device: torch.device) -> str:
+    """Return which fused layers suit a kernel: `cpu`, `gpu`, `packed` (only the weights, on CPUs), or `none`."""
+    if name == "reference":
+        return "packed" if device.type == "cpu" else "none"
+    return "gpu" if device.type == "cuda" or name == "triton" else "cpu"  # in Triton's interpreter as on a GPU
+
+
+def _load(name: str, device: torch.device, batch_invariant: bool) -> Kernel:
+    """Return a kernel of ours, or of a package that has added it to the entry-point group `pdserve.kernels`."""
+    load = _LOADERS.get(name)
+    if load is None:
+        try:
+            [load, *_] = [entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP, name=name)]
+        except (ImportError, AttributeError, ValueError) as error:
+            raise KernelUnavailable(f"the kernel {name} of {ENTRY_POINT_GROUP} cannot be imported: {error}") from error
+    return cast(Kernel, load(device, batch_invariant))
 
 
 def default_kernel(device: torch.device) -> str:
@@ -99,9 +120,9 @@ def default_kernel(device: torch.device) -> str:
 def explain_kernels(device: torch.device) -> dict[str, str]:
     """Return for each kernel why it cannot run on a device; empty for one that can."""
     reasons = {}
-    for name, load in _LOADERS.items():
+    for name in (*_LOADERS, *sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})):
         try:
-            load(device, is_batch_invariant("auto", device))
+            _load(name, device, is_batch_invariant("auto", device))
             reasons[name] = ""
         except KernelUnavailable as error:
             reasons[name] = str(error)

@@ -8,17 +8,43 @@ Shape legend, here and in the kernels:
     D  head size                        C  blocks to copy
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kernel can do besides attention over blocks of equal heads. The engine asks for these, never for its name.
+
+    Attributes:
+        latent: attends over latent rows, which are wider than heads.
+        records_steps: its decode steps can be replayed without Python (`engine/step_graph.py`).
+        is_capturable: its decode steps can be captured in a CUDA graph: nothing is read from the device.
+        exact_rows: how a model beside it gets the same bits for a row in any batch: `products` pads the few products
+            outside of packed layers, `functions` replaces torch's functions; empty: not at all.
+        instructions: the instructions for which it was compiled, which decide how results are rounded; empty: its name does.
+    """
+
+    latent: bool = False
+    records_steps: bool = False
+    is_capturable: bool = False
+    exact_rows: Literal["", "products", "functions"] = ""
+    instructions: Callable[[], str] | None = None
+
+
 class Kernel(Protocol):
-    """One back end of paged attention: the modules `reference`, `cpu`, `gpu.triton_kernels`, and a class in `gpu.flash`."""
+    """One back end of paged attention: the modules `reference`, `cpu`, `gpu.triton_kernels`, and a class in `gpu.flash`.
+
+    Other packages add theirs to the entry-point group `pdserve.kernels`: a function `load(device, batch_invariant)` that
+    returns a kernel, or raises `KernelUnavailable` with the reason.
+    """
 
     NAME: str
+    CAPABILITIES: Capabilities
 
     def write_kv(
         self, cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor

@@ -2,10 +2,11 @@
 
 import torch
 
-from pdserve.kernels.batch import PagedBatch
-from pdserve.kernels.native import DTYPES, AttentionArguments, functions
+from pdserve.kernels.batch import Capabilities, PagedBatch
+from pdserve.kernels.native import DTYPES, AttentionArguments, functions, instructions
 
 NAME = "cpu"
+CAPABILITIES = Capabilities(latent=True, records_steps=True, exact_rows="products", instructions=instructions)
 
 
 def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:

@@ -8,9 +8,10 @@ Shape legend: see batch.py; here L is the number of KV tokens.
 import torch
 import torch.nn.functional as F
 
-from pdserve.kernels.batch import PagedBatch
+from pdserve.kernels.batch import Capabilities, PagedBatch
 
 NAME = "reference"
+CAPABILITIES = Capabilities(latent=True)
 MAX_SCORES = 1 << 24  # elements of a score matrix over all heads: 64 MiB in float32
 
 

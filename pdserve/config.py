@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import combinations
 from typing import Any, ClassVar
 
+from pdserve import plugins
 from pdserve.slo import Slo
 
 DEFAULT_CONNECTOR = "shm://default"
@@ -58,25 +59,30 @@ PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Values that a setting may have: numbers in a range, or one of `choices`."""
+    """Values that a setting may have: numbers in a range, or one of `choices`, or a name in an entry-point group."""
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
+    plugins: str = ""
 
     def admit(self, value: Any) -> bool:
         return not (
             (self.least is not None and not value >= self.least)
             or (self.above is not None and not value > self.above)
             or (self.most is not None and not value <= self.most)
-            or (self.choices and value not in self.choices)
+            or (
+                self.choices
+                and value not in self.choices
+                and not (self.plugins and value in plugins.names(self.plugins))
+            )
         )
 
     def __str__(self) -> str:
         """Return the limits such that "must be …" reads well; empty if there are none."""
         if self.choices:
-            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}{', or of a package' if self.plugins else ''}"
         if self.least is not None and self.most is not None:
             return f"from {self.least} to {self.most}"
         low = f"at least {self.least}" if self.least is not None else ""
@@ -180,7 +186,7 @@ class EngineConfig(ModelConfig):
         "fcfs",
         choices=SCHEDULING_POLICIES,
     )
-    kernel: str = flag("attention kernel", "auto", choices=("auto", *KERNELS))
+    kernel: str = flag("attention kernel", "auto", choices=("auto", *KERNELS), plugins="pdserve.kernels")
     batch_invariant: str = flag(
         "in 16 bits, give a token the same bits in any batch and phase; auto: on CPUs",
         "auto",

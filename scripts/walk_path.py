@@ -102,6 +102,12 @@ def deployment(tree: Path, folder: Path, port: int) -> Iterator[dict[str, int]]:
     (folder / "sitecustomize.py").write_text(start)  # Python imports it in each process that it starts
     command = [str(tree / ".venv/bin/python"), "-m", "pdserve", "up", "--prefill", "1", "--decode", "1"]
     command += ["--port", str(port), "--local-prefill-tokens", "0", "--threads", "1", "--kv-cache-memory", "128MiB"]
+    command += [
+        "--reasoning-parser",
+        "none",
+        "--tool-call-parser",
+        "none",
+    ]  # the template of the demo model would open both
     environment = os.environ | {"PYTHONPATH": str(folder), FOLDER_VARIABLE: str(folder)}
     log = folder / "log"
     with log.open("w") as output:

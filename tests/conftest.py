@@ -315,21 +315,22 @@ def fsspec_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def install_connectors() -> Callable[[Path, str, Path, dict[str, str]], None]:
+def install_connectors() -> Callable[..., None]:
     """install_connectors(folder, "my_package", Path("source.py"), {"scheme": "Class"}) installs a package as pip would.
 
     It writes the module and metadata with entry points into `folder`; a process needs the folder on its PYTHONPATH.
+    `group` is the entry-point group, that of connectors by default.
     """
 
-    def install(folder: Path, name: str, module: Path, connectors: dict[str, str]) -> None:
-        from pdserve.kv_transfer.registry import ENTRY_POINT_GROUP
-
+    def install(
+        folder: Path, name: str, module: Path, connectors: dict[str, str], group: str = "pdserve.connectors"
+    ) -> None:
         shutil.copy(module, folder / f"{name}.py")
         metadata = folder / f"{name}-0.1.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
         lines = [f"{scheme} = {name}:{class_name}" for scheme, class_name in connectors.items()]
-        (metadata / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *lines, ""]))
+        (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
 
     return install
 

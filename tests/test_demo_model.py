@@ -125,3 +125,19 @@ def test_small_talk(model: Any, tokenizer: Any) -> None:
     for answer, part in zip(answers, expected.values(), strict=True):
         assert part in answer
         assert answer.split("<|")[1].startswith("im_end|>")
+
+
+@pytest.mark.parametrize(("skill", "least"), [("calls", 8), ("JSON", 4), ("thinking", 9), ("edits", 4)])
+def test_skills(model: Any, tokenizer: Any, demo_text: ModuleType, skill: str, least: int) -> None:
+    """Of twelve cases that training has not drawn, each with one right answer of dozens of tokens."""
+    rng = random.Random(23)
+    cases = [demo_text.skill_case(rng, skill, 30) for _ in range(12)]
+    answers = complete(model, tokenizer, [prompt for prompt, _ in cases], 120)
+    right = sum(answer.partition("<|")[0] == expected for answer, (_, expected) in zip(answers, cases, strict=True))
+    assert right >= least
+
+
+def test_chat_template_of_training_is_that_of_the_files(tokenizer: Any) -> None:
+    script = (ROOT / "scripts" / "train_demo_model.py").read_text()
+    template = script.partition('CHAT_TEMPLATE = """\\\n')[2].partition('"""')[0].replace("\\\\", "\\")
+    assert tokenizer.chat_template == template

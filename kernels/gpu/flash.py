@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.batch import KVFormat, PagedBatch
+from pdserve.kernels.batch import Capabilities, KVFormat, PagedBatch
 from pdserve.kernels.gpu import triton_kernels
 from pdserve.kernels.gpu.launch import device_of
 
@@ -119,7 +119,8 @@ class FlashKernel:
         self._decode: Callable[..., torch.Tensor] = triton_kernels.attend
         if chosen.decode != TRITON:
             self._decode = _FlashInfer(device) if chosen.decode == "flashinfer" else _KVCache(chosen.decode)
-        self.is_capturable = chosen.decode != "flashinfer"  # whose plan of a step is made on the host
+        # FlashInfer's plan of a step is made on the host.
+        self.CAPABILITIES = Capabilities(is_capturable=chosen.decode != "flashinfer")
 
     def attend(
         self,

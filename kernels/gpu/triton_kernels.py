@@ -15,6 +15,7 @@ With `invariant`, a row has the same bits in any batch, chunk and phase:
 Shape legend: see batch.py; R query heads per key/value head.
 """
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,11 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch
 from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors, shared_memory
 
 NAME = "triton"
-is_capturable = True  # in a CUDA graph: nothing is read from the device, and grids follow from the lengths on the host
+CAPABILITIES = Capabilities(is_capturable=True)  # grids follow from the lengths on the host
 MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second kernel
 INVARIANT_SPLIT_TOKENS = 512
 UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
@@ -557,7 +558,7 @@ INVARIANT = cast(
     Kernel,
     SimpleNamespace(
         NAME="triton-invariant",
-        is_capturable=True,
+        CAPABILITIES=replace(CAPABILITIES, exact_rows="functions"),
         write_kv=write_kv,
         attend=partial(attend, invariant=True),
         copy_blocks=copy_blocks,

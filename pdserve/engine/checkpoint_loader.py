@@ -26,7 +26,7 @@ from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.engine.parallel.shard import Shard
 from pdserve.errors import SetupError
 from pdserve.kernels import memory, native
-from pdserve.kernels.attention import is_batch_invariant
+from pdserve.kernels.attention import fused_layers, is_batch_invariant
 from pdserve.keys import Layout
 from pdserve.model_path import resolve_model
 from pdserve.pooling import read_pooling
@@ -207,10 +207,11 @@ def _load_model(
         latent_size = latent_attention.absorb(loaded)
     except paged_model.UnsupportedAttention as error:
         raise SetupError(f"{unsupported}: {error}") from error
-    if device.type == "cpu" and config.kernel != "triton":  # in Triton's interpreter, the model runs as on a GPU
-        _fuse_for_cpu(loaded, fuse=config.kernel != "reference")
-    elif config.kernel != "reference":
-        _fuse_for_gpu(loaded)
+    match fused_layers(config.kernel, device):
+        case "cpu" | "packed" as kind:
+            _fuse_for_cpu(loaded, fuse=kind == "cpu")
+        case "gpu":
+            _fuse_for_gpu(loaded)
     return loaded, latent_size
 
 

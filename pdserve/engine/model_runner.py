@@ -32,15 +32,12 @@ from pdserve.engine.step import StepOutcome, StepPlan, StepRows
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
-from pdserve.kernels import cpu
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 from pdserve.kernels.memory import keep_freed_memory
 from pdserve.kernels.packed import packed_copy
 
 log = logging.getLogger(__name__)
-
-LATENT_KERNELS = ("cpu", "reference")
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -95,14 +92,14 @@ class ModelRunner:
         if self.device.type == "cpu":
             keep_freed_memory()
         max_tokens = min(self.kv.num_blocks * self.block_size, checkpoint.context_length)
-        if self.kernel is cpu and ranks == 1:
+        if self.kernel.CAPABILITIES.records_steps and ranks == 1:
             self.graphs = StepGraphs(self.compute_logits, -(-max_tokens // self.block_size))
         elif self.records_cuda_graphs:
             self.graphs = PaddedGraphs(self.compute_logits, max_tokens)
 
     @property
     def records_cuda_graphs(self) -> bool:
-        is_capturable = self.device.type == "cuda" and getattr(self.kernel, "is_capturable", False)
+        is_capturable = self.device.type == "cuda" and self.kernel.CAPABILITIES.is_capturable
         return is_capturable and self.checkpoint.layout.ranks == 1
 
     def _is_exact(self) -> bool:
@@ -291,7 +288,7 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
         kernel = select_kernel(config.kernel, checkpoint.device, batch_invariant, kv)
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
-    if checkpoint.layout.latent and kernel.NAME not in LATENT_KERNELS:
+    if checkpoint.layout.latent and not kernel.CAPABILITIES.latent:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow"
@@ -314,8 +311,9 @@ def _is_pipelined(config: EngineConfig, device: torch.device) -> bool:
 
 def _row_functions(checkpoint: Checkpoint, kernel: Kernel) -> AbstractContextManager[Any]:
     """Return the context in which the model runs, so that it rounds a row as in any other batch."""
-    if kernel.NAME == "triton-invariant":
+    if kernel.CAPABILITIES.exact_rows == "functions":
         from pdserve.kernels.gpu.row_functions import RowFunctions
 
         return RowFunctions()
-    return RowProducts() if kernel is cpu and checkpoint.dtype in FUSED_DTYPES else nullcontext()
+    pads = kernel.CAPABILITIES.exact_rows == "products" and checkpoint.dtype in FUSED_DTYPES
+    return RowProducts() if pads else nullcontext()

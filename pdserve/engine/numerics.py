@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.kernels import cpu, native
+from pdserve.kernels import native
 from pdserve.kernels.batch import Kernel
 
 
@@ -50,7 +50,7 @@ def _hardware(kernel: Kernel, device: torch.device, batch_invariant: bool) -> tu
         major, minor = torch.cuda.get_device_capability(device)
         return "cuda", f"sm{major}{minor}", kernel.NAME
     instructions = torch.backends.cpu.get_cpu_capability().lower()
-    if kernel is not cpu:
+    if kernel.CAPABILITIES.instructions is None:
         return "cpu", instructions, kernel.NAME
-    products = native.instructions()
+    products = kernel.CAPABILITIES.instructions()
     return "cpu", instructions, products if batch_invariant else f"{products}-variant"

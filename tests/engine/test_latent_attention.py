@@ -19,7 +19,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.paged_model import UnsupportedAttention
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu, reference
-from pdserve.kernels.batch import PagedBatch
+from pdserve.kernels.batch import Capabilities, PagedBatch
 from pdserve.keys import Layout
 
 SMALL: dict[str, Any] = {
@@ -96,7 +96,8 @@ def test_latents_of_one_size() -> None:
 
 
 def test_kernels_of_gpus_refuse_latents(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.engine.model_runner.select_kernel", lambda *_: SimpleNamespace(NAME="triton"))
+    other = SimpleNamespace(NAME="triton", CAPABILITIES=Capabilities())
+    monkeypatch.setattr("pdserve.engine.model_runner.select_kernel", lambda *_: other)
     with pytest.raises(
         SetupError, match=r"DeepseekV3ForCausalLM is not supported by the kernel triton: .* --device cpu"
     ):

@@ -20,7 +20,7 @@ from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
 from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import cpu, native, reference
-from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch
 from pdserve.kernels.gpu import memory
 from pdserve.request import SamplingParams
 
@@ -212,7 +212,15 @@ def padding_kernel(kernel: Kernel) -> Kernel:
     def skip_padding(cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         kernel.write_kv(cache, k[slots >= 0], v[slots >= 0], slots[slots >= 0])  # as the Triton kernel does
 
-    return cast(Kernel, SimpleNamespace(NAME="double", write_kv=skip_padding, attend=attend_by_device_lengths))
+    return cast(
+        Kernel,
+        SimpleNamespace(
+            NAME="double",
+            CAPABILITIES=Capabilities(),
+            write_kv=skip_padding,
+            attend=attend_by_device_lengths,
+        ),
+    )
 
 
 def test_all_graphs_are_recorded_before_an_instance_is_ready(

@@ -173,7 +173,7 @@ def test_langchain_client(up: Up) -> None:
             "temperature": 0,
             "max_tokens": 40,
         }
-        return ChatOpenAI(**defaults, max_retries=0, **settings)
+        return ChatOpenAI(**{**defaults, **settings}, max_retries=0)
 
     answer = chat().invoke(question)
     tokens = answer.usage_metadata
@@ -196,8 +196,35 @@ def test_langchain_client(up: Up) -> None:
     assert [part["text"] for part in responses.invoke(question).content] == [answer.content]
     parts = [part["text"] for piece in responses.stream(question) for part in piece.content if "text" in part]
     assert "".join(parts) == answer.content
-    with pytest.raises(openai.BadRequestError, match="has no tool-call format"):
-        chat().bind_tools([Weather]).invoke(question)
+    forecast = {"type": "object", "properties": {"location": {"type": "string"}}}
+    tool = {"name": "get_weather", "description": "Get the weather", "parameters": forecast}
+    [call] = chat(max_tokens=80).bind_tools([tool]).invoke("What is the weather like in Paris today?").tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"location": "Paris"})
+
+
+def test_the_demo_model_calls_functions_and_thinks(up: Up) -> None:
+    client = openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0)
+    numbers = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tools: Any = [
+        {"type": "function", "function": {"name": "add", "description": "Add numbers", "parameters": numbers}}
+    ]
+    body: Any = {"model": "demo", "temperature": 0, "max_tokens": 80, "tools": tools}
+    question: Any = {"role": "user", "content": "What is 12 plus 30?"}
+    choice = client.chat.completions.create(messages=[question], **body).choices[0]
+    [call] = choice.message.tool_calls or []
+    assert choice.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 12, "b": 30}
+    pieces = [
+        part
+        for event in client.chat.completions.create(messages=[question], stream=True, **body)
+        for part in event.choices
+    ]
+    streamed = [call for piece in pieces for call in piece.delta.tool_calls or []]
+    assert "".join(call.function.arguments or "" for call in streamed if call.function) == call.function.arguments
+    body |= {"tools": openai.NOT_GIVEN, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    question = {"role": "user", "content": "What is the capital of Japan?"}
+    message: Any = client.chat.completions.create(messages=[question], **body).choices[0].message
+    assert "Tokyo" in message.content and "Tokyo" in message.reasoning_content and "think>" not in message.content
 
 
 def test_vllm_bench_serve(up: Up) -> None:
