@@ -5,8 +5,8 @@ Simulated, all on the same requests:
 - every fixed split of --instances,
 - the plan that knows the load: in each period the split that is best for this period's requests alone,
 - the static peak: the split that is best for the period with the most tokens, always,
-- a simple controller on averages (mean_controller.py), and the controller of `pdserve autoscale`. Both begin with half of the
-  instances for each role, and with --smallest below --instances they start and end instances, too.
+- the controller of `pdserve autoscale`. It begins with half of the instances for each role, and with --smallest below
+  --instances it starts and ends instances, too.
 
 With --live, the best fixed split and the controller (`pdserve autoscale --apply`) play the same requests with real routers,
 connectors and instances, which are paced, or compute if there is a --profile. --html draws the attainment over time.
@@ -25,12 +25,11 @@ from typing import Any
 
 import report
 from forecast import deployed
-from mean_controller import MeanController
 from rich.table import Table
 from shifting_load import LOADS, PROFILE, data_set, parse_lengths, shifting
 
 from pdserve.autoscaler.change import Change
-from pdserve.autoscaler.command import limits_of, make_controller
+from pdserve.autoscaler.command import make_controller
 from pdserve.autoscaler.forecast import make, rate
 from pdserve.autoscaler.rehearsal import Decide, rehearse
 from pdserve.bench.page import chart, load_plotly, page
@@ -57,7 +56,7 @@ class Settings(report.Settings):
         "shift: of lengths, every --period; wave: of the rate, within it; or a trace", "shift", choices=LOADS
     )
     instances: int = flag("of fixed fleets, and the budget of controllers", 8, least=2)
-    smallest: int = flag("instances with which controllers begin; 0: as many as --instances", 0, least=0)
+    smallest: int = flag("instances with which the controller begins; 0: as many as --instances", 0, least=0)
     splits: str = flag("numbers of prefill instances of the fixed fleets, such as 3,4,5; empty: all", "")
     request_rate: float = flag("requests per second in the mean, of shift and wave", 4.5, above=0)
     period: float = flag("seconds", 240.0, above=0)
@@ -253,14 +252,12 @@ def samples_of(figures: dict[str, Any]) -> list[Sample]:
 
 def simulated(exam: Exam, *, alone: bool) -> list[dict[str, Any]]:
     """Play the load in all ways that are simulated, or with the controller only."""
-    limits = limits_of(exam.config)
     steered = exam.steered("controller", lambda _: exam.controller.decide)
     if alone:
         return [steered]
-    averages = exam.steered("controller on averages", lambda sim: MeanController(sim, limits).decide)
     fixed = {prefill: exam.fixed(prefill) for prefill in exam.splits}
     peak = fixed[exam.split_at_peak] | {"fleet": "static peak"}
-    return [steered, averages, exam.known(), peak, *fixed.values()]
+    return [steered, exam.known(), peak, *fixed.values()]
 
 
 def run(settings: Settings) -> None:

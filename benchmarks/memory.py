@@ -8,8 +8,7 @@ requests run with the reservations of engines without paging, one contiguous run
     power of two   the next power of two above the request's final length, which real systems do not know
     oracle         exactly the request's final length, likewise unknown
 
-Gaps between the runs are not counted as waste. A second table shows what sequences of one request save by sharing blocks
-(`sharing.py`).
+Gaps between the runs are not counted as waste.
 """
 
 import csv
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import report
-import sharing
 from rich.console import Console
 from rich.table import Table
 
@@ -40,13 +38,12 @@ TRACES = Path(__file__).parent / "traces"
 class Settings(report.Settings):
     traces: str = flag("files in traces/, comma separated; default: all", "")
     requests: int = flag("of each trace", 1500)
-    sharing_requests: int = flag("with several sequences, of each data set", 30)
     longest: int = flag("how many of the longest requests the memory could hold", 16)
     block_size: int = flag("tokens of a block", EngineConfig.block_size)
     max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
 
 
-QUICK = {"traces": "azure-conv-2023", "requests": 60, "longest": 4, "sharing_requests": 2}
+QUICK = {"traces": "azure-conv-2023", "requests": 60, "longest": 4}
 
 
 @dataclass(frozen=True)
@@ -83,10 +80,8 @@ def benchmark(settings: Settings) -> None:
                 status.update(f"{name}: {policy}")
                 moments = list(POLICIES[policy](requests, slots, longest, settings))
                 rows.append(_row(name, policy, slots, moments))
-    shared = list(sharing.measure(settings.sharing_requests, settings.block_size))
     _print(rows)
-    _print_shared(shared)
-    print(report.write("memory", settings, {"published": PUBLISHED, "rows": rows, "sharing": shared}))
+    print(report.write("memory", settings, {"published": PUBLISHED, "rows": rows}))
 
 
 # Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, figure 2.
@@ -194,20 +189,6 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{row['steps']:,}",
         )
     report.show(table)
-
-
-def _print_shared(rows: list[dict[str, Any]]) -> None:
-    shared = Table(show_edge=False, pad_edge=False)
-    for column in (
-        "data set",
-        "sequences",
-        *(f"{count}: blocks saved" for count in sharing.SEQUENCES),
-        "published, 2 to 6",
-    ):
-        shared.add_column(column)
-    for cells in sharing.table([*rows]):
-        shared.add_row(*cells)
-    report.show(shared)
 
 
 if __name__ == "__main__":
