@@ -97,15 +97,6 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert content["errors_by_load"] == {"0.5": content["errors"]} and row["measured_request_throughput"] > 0
 
 
-def test_autoscale(run: Callable[..., Any]) -> None:
-    rows = run("autoscale.py")["rows"]
-    named = ["controller", "plan that knows the load", "static peak"]
-    assert [row["fleet"] for row in rows] == [*named, "1P+2D", "2P+1D"]
-    assert rows[2]["attainment"] in (rows[3]["attainment"], rows[4]["attainment"])
-    assert all(0 < row["attainment"] <= 1 and len(row["by_period"]) == 2 for row in rows)
-    assert rows[0]["undone"] == 0 and rows[1]["attainment"] >= max(row["attainment"] for row in rows[2:]) - 0.1
-
-
 def test_clients(run: Callable[..., Any]) -> None:
     """Two clients without common code measure the same paced instances."""
     ours, plain = run("clients.py")["rows"]
