@@ -22,7 +22,6 @@ from typing import Any
 import report
 import stores
 from machine_speed import MachineSpeed, slowed
-from rich.table import Table
 
 from pdserve.bench.requests import Sample
 from pdserve.bench.sweep import is_saturated
@@ -248,13 +247,13 @@ def run(settings: Settings) -> None:
                         row |= {"measured_request_throughput": measured["request_throughput"]}
                         rows.append(row)
                         print(json.dumps(row), flush=True)
-    report.show(as_table(rows))
+    report.show(fleet_rows(rows))
     for mixed, load in dict.fromkeys((row["mix"], row["load"]) for row in rows) if settings.same_rates else ():
         print(choice([row for row in rows if (row["mix"], row["load"]) == (mixed, load)]))
     settings = replace(settings, traces=Path(settings.traces).name, profile=Path(settings.profile).name)
     loads = sorted({row["load"] for row in rows})
     by_load = {load: errors([row for row in rows if row["load"] == load]) for load in loads}
-    report.show(by_load_table(by_load))
+    report.show(load_rows(by_load), "median error, bias")
     print(report.write("forecast", settings, {"rows": rows, "errors": errors(rows), "errors_by_load": by_load}))
 
 
@@ -269,12 +268,12 @@ def errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return summary
 
 
-def by_load_table(by_load: dict[float, dict[str, dict[str, float]]]) -> Table:
-    table = Table("load", *(key.removesuffix("_ms") for key in FIGURES), title="median error, bias")
-    for load, figures in by_load.items():
-        cells = [f"{figures[key]['median_error']:.1%}, {figures[key]['bias']:+.1%}" for key in FIGURES]
-        table.add_row(f"{load:.0%}", *cells)
-    return table
+def load_rows(by_load: dict[float, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
+    return [
+        {"load": f"{load:.0%}"}
+        | {_column(key): f"{figures[key]['median_error']:.1%}, {figures[key]['bias']:+.1%}" for key in FIGURES}
+        for load, figures in by_load.items()
+    ]
 
 
 def choice(rows: list[dict[str, Any]]) -> str:
@@ -286,14 +285,19 @@ def choice(rows: list[dict[str, Any]]) -> str:
     return f"{head}, measured {theirs:.2f}; best by measurement {measured['fleet']}, {best:.2f}"
 
 
-def as_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("fleet", "mix", "load", *(f"{key.removesuffix('_ms')}" for key in FIGURES))
-    for row in rows:
-        cells = [f"{row[f'predicted_{key}']:.3g} / {row[f'measured_{key}']:.3g}" for key in FIGURES]
-        table.add_row(row["fleet"], row["mix"], f"{row['rate']:.3g} req/s, {row['load']:.0%}", *cells)
+def fleet_rows(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    shown = [
+        {"fleet": row["fleet"], "mix": row["mix"], "load": f"{row['rate']:.3g} req/s, {row['load']:.0%}"}
+        | {_column(key): f"{row[f'predicted_{key}']:.3g} / {row[f'measured_{key}']:.3g}" for key in FIGURES}
+        for row in rows
+    ]
     for key, what in (("median_error", "median error"), ("bias", "bias")):
-        table.add_row("", what, "", *(f"{one[key]:+.1%}" for one in errors(rows).values()))
-    return table
+        shown.append({"mix": what} | {_column(name): f"{one[key]:+.1%}" for name, one in errors(rows).items()})
+    return shown
+
+
+def _column(figure: str) -> str:
+    return figure.removesuffix("_ms")
 
 
 if __name__ == "__main__":

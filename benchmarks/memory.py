@@ -21,7 +21,6 @@ from typing import Any
 
 import report
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
@@ -80,7 +79,7 @@ def benchmark(settings: Settings) -> None:
                 status.update(f"{name}: {policy}")
                 moments = list(POLICIES[policy](requests, slots, longest, settings))
                 rows.append(_row(name, policy, slots, moments))
-    _print(rows)
+    report.show([_shown(row) for row in rows])
     print(report.write("memory", settings, {"published": PUBLISHED, "rows": rows}))
 
 
@@ -172,23 +171,16 @@ def _row(name: str, policy: str, slots: int, moments: list[Moment]) -> dict[str,
     }
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("trace", "reservation"):
-        table.add_column(column)
-    for column in ("wasted", "published", "requests at once", "of all memory used", "steps"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row["trace"],
-            row["reservation"],
-            f"{row['wasted_percent']:.1f} %",
-            f"{PUBLISHED[row['reservation']]:.1f} %",
-            f"{row['requests_at_once']:.1f}",
-            f"{row['used_percent']:.1f} %",
-            f"{row['steps']:,}",
-        )
-    report.show(table)
+def _shown(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "trace": row["trace"],
+        "reservation": row["reservation"],
+        "wasted": f"{row['wasted_percent']:.1f} %",
+        "published": f"{PUBLISHED[row['reservation']]:.1f} %",
+        "requests at once": f"{row['requests_at_once']:.1f}",
+        "of all memory used": f"{row['used_percent']:.1f} %",
+        "steps": f"{row['steps']:,}",
+    }
 
 
 if __name__ == "__main__":

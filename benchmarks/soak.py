@@ -26,7 +26,6 @@ import report
 import stores
 from leftovers import totals
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
@@ -282,14 +281,14 @@ def _consistent(traffic: Traffic, counters: dict[str, float]) -> Iterator[dict[s
 
 
 def _print(verdicts: list[dict[str, Any]], traffic: Traffic) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("what")
-    for column in ("second quarter, or expected", "last quarter, or found", "holds"):
-        table.add_column(column, justify="right")
-    for verdict in verdicts:
-        shown = (f"{verdict[side]:,.0f}" for side in ("before", "after"))
-        table.add_row(verdict["what"], *shown, "yes" if verdict["holds"] else "NO")
-    report.show(table)
+    columns = {"second quarter, or expected": "before", "last quarter, or found": "after"}
+    shown = [
+        {"what": verdict["what"]}
+        | {column: f"{verdict[side]:,.0f}" for column, side in columns.items()}
+        | {"holds": "yes" if verdict["holds"] else "NO"}
+        for verdict in verdicts
+    ]
+    report.show(shown)
     for complaint in traffic.complaints[:10]:
         print(complaint)
 

@@ -170,7 +170,7 @@ DECISION_FILES = (
     "pdserve/grammars/limits",
     "pdserve/keys",
     "pdserve/profile/profile",
-    "pdserve/profile/watch",
+    "pdserve/profile/drift",
     "pdserve/roles/break_even",
     "decode/load_machine",
     "kv_transfer/breaker",
