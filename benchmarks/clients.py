@@ -123,7 +123,7 @@ def server(settings: Settings, folder: Path) -> Iterator[str]:
         yield settings.url
         return
     forecast.PROFILE.save(folder / "profile.json")
-    with forecast.deployed(Fleet(prefill=1, decode=1), forecast.PROFILE, str(folder / "profile.json")) as deployment:
+    with forecast.deployed(Fleet(prefill=1, decode=1), str(folder / "profile.json")) as deployment:
         yield deployment.url
 
 
