@@ -35,11 +35,6 @@ class KVEventPublisher:
             for pending in self._subscribers:
                 pending.add(key, cached=False)
 
-    def clear(self) -> None:
-        """Record that all keys were removed."""
-        for key in list(self._keys):
-            self.remove(key)
-
     def subscribe(self) -> "PendingKVEvents":
         """Return the pending events of a new router, at first one for each key of the pool."""
         with self._lock:

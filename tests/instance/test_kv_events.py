@@ -50,8 +50,8 @@ class KVEventsMachine(RuleBasedStateMachine):
             self.pool.release(self.held.pop(which % len(self.held)))
 
     @rule()
-    def clear(self) -> None:
-        self.pool.clear_cache()
+    def evict_all(self) -> None:
+        self.pool.release(self.pool.allocate(self.pool.num_free))
 
     @rule()
     def subscribe(self) -> None:

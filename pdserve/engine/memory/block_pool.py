@@ -25,8 +25,6 @@ class BlockListener(Protocol):
 
     def remove(self, key: bytes) -> None: ...
 
-    def clear(self) -> None: ...
-
 
 class BlockPool:
     """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
@@ -119,15 +117,6 @@ class BlockPool:
             self._key_of[block] = key
             for listener in self.listeners:
                 listener.store(key, parent, tokens)
-
-    def clear_cache(self) -> None:
-        """Free every cached block. Held blocks lose their keys too."""
-        for listener in self.listeners:
-            listener.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._block_of.clear()
-        self._key_of.clear()
 
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and that keys and blocks agree."""
