@@ -19,7 +19,6 @@ from typing import Any
 import checkpoints
 import report
 import torch
-from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
@@ -141,15 +140,13 @@ def _numbers(text: str) -> list[int]:
 
 
 def _print(rows: list[dict[str, Any]], read: float) -> None:
-    title = f"roofline: reads {read / 1e9:.1f} GB/s"
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for column in ("sequences", "context", "kernel", "us per layer", "GB/s", "roofline us", "ratio"):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
-    for row in rows:
-        rate = row["kv_bytes"] / row["us"] / 1e3
-        numbers = f"{row['us']:.0f}", f"{rate:.1f}", f"{row['roofline_us']:.0f}", f"{row['ratio']:.0%}"
-        table.add_row(str(row["sequences"]), str(row["context"]), row["kernel"], *numbers)
-    report.show(table)
+    shown = [
+        {name: row[name] for name in ("sequences", "context", "kernel")}
+        | {"us per layer": f"{row['us']:.0f}", "GB/s": f"{row['kv_bytes'] / row['us'] / 1e3:.1f}"}
+        | {"roofline us": f"{row['roofline_us']:.0f}", "ratio": f"{row['ratio']:.0%}"}
+        for row in rows
+    ]
+    report.show(shown, f"roofline: reads {read / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":

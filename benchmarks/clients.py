@@ -18,7 +18,6 @@ from typing import Any
 
 import forecast
 import report
-from rich.table import Table
 
 import pdserve
 from pdserve.cli.flags import command_from_config
@@ -124,7 +123,7 @@ def server(settings: Settings, folder: Path) -> Iterator[str]:
         yield settings.url
         return
     forecast.PROFILE.save(folder / "profile.json")
-    with forecast.deployed(Fleet(prefill=1, decode=1), forecast.PROFILE, str(folder / "profile.json")) as deployment:
+    with forecast.deployed(Fleet(prefill=1, decode=1), str(folder / "profile.json")) as deployment:
         yield deployment.url
 
 
@@ -143,22 +142,23 @@ def run(settings: Settings) -> None:
                     {"client": client, "round": seed} | {key: figures[key] for key in FIGURES if key in figures}
                 )
                 print(json.dumps(rows[-1]), flush=True)
-    report.show(as_table(rows, list(clients)))
+    report.show(medians(rows, list(clients)))
     vllm_name, guidellm_name = Path(settings.vllm).name, Path(settings.guidellm).name  # results name no folders
     settings = replace(settings, tokenizer="", vllm=vllm_name, guidellm=guidellm_name)
     print(report.write("clients", settings, {"rows": rows}))
 
 
-def as_table(rows: list[dict[str, Any]], clients: list[str]) -> Table:
-    table = Table("median (lowest to highest)", *FIGURES)
+def medians(rows: list[dict[str, Any]], clients: list[str]) -> list[dict[str, str]]:
+    """Return a row for each client: of each figure the median, and the lowest and highest."""
+    shown = []
     for client in clients:
-        cells = []
+        cells = {"median (lowest to highest)": client}
         for key in FIGURES:
             values = [row[key] for row in rows if row["client"] == client and key in row]
             low_high = f" ({min(values):.4g} to {max(values):.4g})" if values else ""
-            cells.append(f"{statistics.median(values):.4g}{low_high}" if values else "")
-        table.add_row(client, *cells)
-    return table
+            cells[key] = f"{statistics.median(values):.4g}{low_high}" if values else ""
+        shown.append(cells)
+    return shown
 
 
 if __name__ == "__main__":

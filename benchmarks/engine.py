@@ -23,7 +23,6 @@ from checkpoints import Shape
 from msgspec import structs
 from peer_process import Peer
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
@@ -319,18 +318,16 @@ def _rows(
 
 
 def _print(rows: list[dict[str, Any]], roofline: Roofline) -> None:
+    columns = {"tok/s": "tokens_per_s", "best": "tokens_per_s_best", "roofline": "roofline_tokens_per_s"}
+    shown = [
+        {"task": row["task"], "engine": row["engine"]}
+        | {column: f"{row[name]:.1f}" for column, name in columns.items()}
+        | {"ratio": f"{row['ratio']:.1%}", "tok/CPU s": f"{row['tokens_per_cpu_s']:.1f}"}
+        | {"outside model": "" if row["outside_model"] is None else f"{row['outside_model']:.2%}"}
+        for row in sorted(rows, key=lambda row: [r["task"] for r in rows].index(row["task"]))
+    ]
     title = f"roofline: reads {roofline.read / 1e9:.1f} GB/s, matrix product {roofline.flops / 1e9:.0f} GFLOP/s"
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("task")
-    table.add_column("engine")
-    for column in ("tok/s", "best", "roofline", "ratio", "tok/CPU s", "outside model"):
-        table.add_column(column, justify="right")
-    for row in sorted(rows, key=lambda row: [r["task"] for r in rows].index(row["task"])):
-        outside = "" if row["outside_model"] is None else f"{row['outside_model']:.2%}"
-        rates = [f"{row[name]:.1f}" for name in ("tokens_per_s", "tokens_per_s_best", "roofline_tokens_per_s")]
-        cpu = f"{row['tokens_per_cpu_s']:.1f}"
-        table.add_row(row["task"], row["engine"], *rates, f"{row['ratio']:.1%}", cpu, outside)
-    report.show(table)
+    report.show(shown, title)
 
 
 def _now() -> float:

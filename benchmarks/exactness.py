@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 import report
 import stores
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from pdserve.cli.deployment import Deployment, free_port
@@ -54,10 +53,7 @@ def exactness(settings: Settings) -> None:
     """Count the answers that depend on more than their request."""
     settings = settings.sized(QUICK)
     rows = asyncio.run(_Bench(settings).rows())
-    table = Table(*COLUMNS, show_edge=False, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    report.show(table)
+    report.show(rows)
     print(report.write("exactness", settings, {"rows": rows}))
     if any(row[COLUMNS[2]] or row[COLUMNS[3]] for row in rows):
         raise SystemExit(1)

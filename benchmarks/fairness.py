@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import report
-from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
@@ -62,10 +61,7 @@ def fairness(settings: Settings) -> None:
             deployment.wait_ready()
             asyncio.run(_measure(Clients(deployment.url, settings), phases))
     rows = _rows(phases)
-    table = Table("phase", *rows[0], show_edge=False, pad_edge=False)
-    for name, row in zip(phases, rows, strict=True):
-        table.add_row(name, *map(str, row.values()))
-    report.show(table)
+    report.show([{"phase": name} | row for name, row in zip(phases, rows, strict=True)])
     summary = _summary(phases)
     print(", ".join(f"{name}: {value:g}" for name, value in summary.items()))
     print(report.write("fairness", settings, {"phases": dict(zip(phases, rows, strict=True)), "summary": summary}))

@@ -18,7 +18,6 @@ import uvloop
 from decisions import MODEL, decide_among
 from fleet_processes import TIMEOUT_S, Fleet, RouterProcess, attached, running_routers
 from rich.console import Console
-from rich.table import Table
 
 import router
 from pdserve.cli.flags import command_from_config
@@ -269,15 +268,13 @@ def _converge(fleet: Fleet, start_cpu: float, num_keys: int) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table("", *(f"{row['routers']} × {row['instances']}" for row in rows), show_edge=False)
-    for name in rows[0]:
-        if name not in ("scrapes", "restart"):
-            table.add_row(name, *(f"{row[name]:,}" for row in rows))
+    titles = [f"{row['routers']} × {row['instances']}" for row in rows]
+    lines = {name: [f"{row[name]:,}" for row in rows] for name in rows[0] if name not in ("scrapes", "restart")}
     for i, path in enumerate(SCRAPED):
-        table.add_row(f"{path}, CPU ms", *(f"{row['scrapes'][i]['cpu_ms']:,}" for row in rows))
+        lines[f"{path}, CPU ms"] = [f"{row['scrapes'][i]['cpu_ms']:,}" for row in rows]
     for name in rows[-1]["restart"]:
-        table.add_row(f"restart: {name}", *(str(row["restart"].get(name, "")) for row in rows))
-    report.show(table)
+        lines[f"restart: {name}"] = [str(row["restart"].get(name, "")) for row in rows]
+    report.show([{"": name} | dict(zip(titles, cells, strict=True)) for name, cells in lines.items()])
 
 
 if __name__ == "__main__":

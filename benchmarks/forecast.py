@@ -21,8 +21,6 @@ from typing import Any
 
 import report
 import stores
-from machine_speed import MachineSpeed, slowed
-from rich.table import Table
 
 from pdserve.bench.requests import Sample
 from pdserve.bench.sweep import is_saturated
@@ -71,7 +69,6 @@ class Settings(report.Settings):
     same_rates: bool = flag("loads are shares of the best fleet's saturation: all get the same rates", False)
     requests: int = flag("per row", 150, least=1)
     warmup: int = flag("the first of them, which do not count, as they meet an empty fleet", 0, least=0)
-    profile: str = flag("of the demo model with one thread: its instances compute; empty: they are paced", "")
     seed: int = flag("of the requests", 0)
 
 
@@ -146,9 +143,9 @@ def wave(settings: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def deployed(fleet: Fleet, profile: Profile, paced: str) -> Iterator[Deployment]:
-    """Start a deployment and yield it. `paced` is the file of the profile, or empty for instances that compute."""
-    engine = profile.engine
+def deployed(fleet: Fleet, paced: str) -> Iterator[Deployment]:
+    """Start a deployment and yield it. `paced` is the file of `PROFILE`."""
+    engine = PROFILE.engine
     with stores.shm(parse_size("256MiB")) as url:
         config = UpConfig(
             model="demo",
@@ -201,10 +198,10 @@ def measure(deployment: Deployment, config: FleetConfig, rate: float, folder: Pa
     return figures | {"cores": cores, "saturated": is_saturated(samples)}
 
 
-def saturation(config: FleetConfig, profile: Profile, fleet: Fleet) -> float:
+def saturation(config: FleetConfig, fleet: Fleet) -> float:
     """Return the requests per second of a fleet that is never idle."""
     burst = replace(config, num_prompts=max(BURST, config.num_prompts))
-    rate: float = simulate(burst, profile, GOALS, fleet, 1e3).figures["request_throughput"]
+    rate: float = simulate(burst, PROFILE, GOALS, fleet, 1e3).figures["request_throughput"]
     return rate
 
 
@@ -214,32 +211,28 @@ def run(settings: Settings) -> None:
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        profile = Profile.load(settings.profile) if settings.profile else PROFILE
+        paced = str(folder / "profile.json")
         PROFILE.save(folder / "profile.json")
-        speed = MachineSpeed(profile) if settings.profile else None
-        paced = "" if settings.profile else str(folder / "profile.json")
         fleets = [parse_fleet(fleet) for fleet in settings.fleets.split(",")]
         best = dict[str, float]()  # rate of saturation by mix
         if settings.same_rates:
             for mixed in settings.mixes.split(","):
                 config = mix(mixed, settings, folder)
-                best[mixed] = max(saturation(config, profile, fleet) for fleet in fleets)
+                best[mixed] = max(saturation(config, fleet) for fleet in fleets)
         for fleet in fleets:
-            with deployed(fleet, profile, paced) as deployment:
+            with deployed(fleet, paced) as deployment:
                 for kind, mixed in enumerate(settings.mixes.split(",")):
                     config = mix(mixed, settings, folder)
-                    highest = 1.0 if settings.rates else best.get(mixed) or saturation(config, profile, fleet)
+                    highest = 1.0 if settings.rates else best.get(mixed) or saturation(config, fleet)
                     for number, load in enumerate(map(float, (settings.rates or settings.loads).split(","))):
                         # Random prompts that are in no cache yet.
                         one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
                         rate = load * highest
-                        slowdown = speed.slowdown() if speed else 1.0
                         measured = measure(deployment, one, rate, folder)
-                        slowdown = (slowdown + speed.slowdown()) / 2 if speed else 1.0
-                        predicted: Forecast = simulate(one, slowed(profile, slowdown), GOALS, fleet, rate)
+                        predicted: Forecast = simulate(one, PROFILE, GOALS, fleet, rate)
                         verdicts = {"predicted": predicted.saturated, "measured": measured["saturated"]}
                         row: dict[str, Any] = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
-                        row |= {"slowdown": slowdown, "cores": measured["cores"]}
+                        row |= {"cores": measured["cores"]}
                         row |= {f"{source}_saturated": verdict for source, verdict in verdicts.items()}
                         row |= {"bottleneck": measured["client_bottleneck"]}
                         row |= {f"predicted_{key}": predicted.figures[key] for key in FIGURES}
@@ -248,13 +241,13 @@ def run(settings: Settings) -> None:
                         row |= {"measured_request_throughput": measured["request_throughput"]}
                         rows.append(row)
                         print(json.dumps(row), flush=True)
-    report.show(as_table(rows))
+    report.show(fleet_rows(rows))
     for mixed, load in dict.fromkeys((row["mix"], row["load"]) for row in rows) if settings.same_rates else ():
         print(choice([row for row in rows if (row["mix"], row["load"]) == (mixed, load)]))
-    settings = replace(settings, traces=Path(settings.traces).name, profile=Path(settings.profile).name)
+    settings = replace(settings, traces=Path(settings.traces).name)
     loads = sorted({row["load"] for row in rows})
     by_load = {load: errors([row for row in rows if row["load"] == load]) for load in loads}
-    report.show(by_load_table(by_load))
+    report.show(load_rows(by_load), "median error, bias")
     print(report.write("forecast", settings, {"rows": rows, "errors": errors(rows), "errors_by_load": by_load}))
 
 
@@ -269,12 +262,12 @@ def errors(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return summary
 
 
-def by_load_table(by_load: dict[float, dict[str, dict[str, float]]]) -> Table:
-    table = Table("load", *(key.removesuffix("_ms") for key in FIGURES), title="median error, bias")
-    for load, figures in by_load.items():
-        cells = [f"{figures[key]['median_error']:.1%}, {figures[key]['bias']:+.1%}" for key in FIGURES]
-        table.add_row(f"{load:.0%}", *cells)
-    return table
+def load_rows(by_load: dict[float, dict[str, dict[str, float]]]) -> list[dict[str, str]]:
+    return [
+        {"load": f"{load:.0%}"}
+        | {_column(key): f"{figures[key]['median_error']:.1%}, {figures[key]['bias']:+.1%}" for key in FIGURES}
+        for load, figures in by_load.items()
+    ]
 
 
 def choice(rows: list[dict[str, Any]]) -> str:
@@ -286,14 +279,19 @@ def choice(rows: list[dict[str, Any]]) -> str:
     return f"{head}, measured {theirs:.2f}; best by measurement {measured['fleet']}, {best:.2f}"
 
 
-def as_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("fleet", "mix", "load", *(f"{key.removesuffix('_ms')}" for key in FIGURES))
-    for row in rows:
-        cells = [f"{row[f'predicted_{key}']:.3g} / {row[f'measured_{key}']:.3g}" for key in FIGURES]
-        table.add_row(row["fleet"], row["mix"], f"{row['rate']:.3g} req/s, {row['load']:.0%}", *cells)
+def fleet_rows(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    shown = [
+        {"fleet": row["fleet"], "mix": row["mix"], "load": f"{row['rate']:.3g} req/s, {row['load']:.0%}"}
+        | {_column(key): f"{row[f'predicted_{key}']:.3g} / {row[f'measured_{key}']:.3g}" for key in FIGURES}
+        for row in rows
+    ]
     for key, what in (("median_error", "median error"), ("bias", "bias")):
-        table.add_row("", what, "", *(f"{one[key]:+.1%}" for one in errors(rows).values()))
-    return table
+        shown.append({"mix": what} | {_column(name): f"{one[key]:+.1%}" for name, one in errors(rows).items()})
+    return shown
+
+
+def _column(figure: str) -> str:
+    return figure.removesuffix("_ms")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import numpy as np
 import report
 import stores
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
@@ -289,42 +288,27 @@ def _row(connector: str, length: int, samples: list[Sample]) -> dict[str, Any]:
     }
 
 
+STAGES = {
+    "prefill ms": "prefill_ms",
+    "store ms": "first_token_to_kv_stored_ms",
+    "load ms": "kv_stored_to_kv_ready_ms",
+    "hand-over ms": "handover_ms",
+    "best": "handover_ms_best",
+    "2nd token ms": "second_token_gap_ms",
+}
+RATES = {"store GB/s": "store_gb_per_s", "load GB/s": "load_gb_per_s", "memcpy ms": "memcpy_ms"}
+
+
 def _print(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("connector")
-    columns = (
-        "tokens",
-        "MiB",
-        "prefill ms",
-        "store ms",
-        "load ms",
-        "hand-over ms",
-        "best",
-        "2nd token ms",
-        "store GB/s",
-    )
-    for column in (*columns, "load GB/s", "memcpy ms", "ratio", "whole"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        stages = (
-            "prefill_ms",
-            "first_token_to_kv_stored_ms",
-            "kv_stored_to_kv_ready_ms",
-            "handover_ms",
-            "handover_ms_best",
-        )
-        times = [f"{row[name]:.1f}" for name in (*stages, "second_token_gap_ms")]
-        rates = [f"{row[name]:.2f}" for name in ("store_gb_per_s", "load_gb_per_s", "memcpy_ms")]
-        table.add_row(
-            row["connector"],
-            str(row["prompt_tokens"]),
-            f"{row['bytes'] / MIB:.2f}",
-            *times,
-            *rates,
-            f"{row['handover_to_memcpy']:.1f}",
-            f"{row['whole']}/{row['requests']}",
-        )
-    report.show(table)
+    shown = [
+        {"connector": row["connector"], "tokens": row["prompt_tokens"], "MiB": f"{row['bytes'] / MIB:.2f}"}
+        | {column: f"{row[name]:.1f}" for column, name in STAGES.items()}
+        | {column: f"{row[name]:.2f}" for column, name in RATES.items()}
+        | {"ratio": f"{row['handover_to_memcpy']:.1f}", "whole": f"{row['whole']}/{row['requests']}"}
+        for row in rows
+    ]
+    if shown:
+        report.show(shown)
     for name, reason in skipped.items():
         print(f"{name} was not measured, or not to the end: {reason}")
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import checkpoints
 import report
 import torch
-from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
@@ -41,12 +40,7 @@ def benchmark(settings: Settings) -> None:
             ours, cublas = _best(settings.seconds, x_RK, weights, [linear, torch.nn.functional.linear])
             row = {"weight": name, "rows": count, "us": ours * 1e6, "cublas_us": cublas * 1e6, "ratio": cublas / ours}
             rows.append({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("weight", "rows", "us", "cuBLAS us", "of cuBLAS' speed"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    report.show(table)
+    report.show(rows)
     print(report.write("matmul", settings, {"rows": rows}))
 
 

@@ -8,8 +8,7 @@ requests run with the reservations of engines without paging, one contiguous run
     power of two   the next power of two above the request's final length, which real systems do not know
     oracle         exactly the request's final length, likewise unknown
 
-Gaps between the runs are not counted as waste. A second table shows what sequences of one request save by sharing blocks
-(`sharing.py`).
+Gaps between the runs are not counted as waste.
 """
 
 import csv
@@ -21,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-import sharing
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
@@ -40,13 +37,12 @@ TRACES = Path(__file__).parent / "traces"
 class Settings(report.Settings):
     traces: str = flag("files in traces/, comma separated; default: all", "")
     requests: int = flag("of each trace", 1500)
-    sharing_requests: int = flag("with several sequences, of each data set", 30)
     longest: int = flag("how many of the longest requests the memory could hold", 16)
     block_size: int = flag("tokens of a block", EngineConfig.block_size)
     max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
 
 
-QUICK = {"traces": "azure-conv-2023", "requests": 60, "longest": 4, "sharing_requests": 2}
+QUICK = {"traces": "azure-conv-2023", "requests": 60, "longest": 4}
 
 
 @dataclass(frozen=True)
@@ -83,10 +79,8 @@ def benchmark(settings: Settings) -> None:
                 status.update(f"{name}: {policy}")
                 moments = list(POLICIES[policy](requests, slots, longest, settings))
                 rows.append(_row(name, policy, slots, moments))
-    shared = list(sharing.measure(settings.sharing_requests, settings.block_size))
-    _print(rows)
-    _print_shared(shared)
-    print(report.write("memory", settings, {"published": PUBLISHED, "rows": rows, "sharing": shared}))
+    report.show([_shown(row) for row in rows])
+    print(report.write("memory", settings, {"published": PUBLISHED, "rows": rows}))
 
 
 # Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, figure 2.
@@ -177,37 +171,16 @@ def _row(name: str, policy: str, slots: int, moments: list[Moment]) -> dict[str,
     }
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("trace", "reservation"):
-        table.add_column(column)
-    for column in ("wasted", "published", "requests at once", "of all memory used", "steps"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row["trace"],
-            row["reservation"],
-            f"{row['wasted_percent']:.1f} %",
-            f"{PUBLISHED[row['reservation']]:.1f} %",
-            f"{row['requests_at_once']:.1f}",
-            f"{row['used_percent']:.1f} %",
-            f"{row['steps']:,}",
-        )
-    report.show(table)
-
-
-def _print_shared(rows: list[dict[str, Any]]) -> None:
-    shared = Table(show_edge=False, pad_edge=False)
-    for column in (
-        "data set",
-        "sequences",
-        *(f"{count}: blocks saved" for count in sharing.SEQUENCES),
-        "published, 2 to 6",
-    ):
-        shared.add_column(column)
-    for cells in sharing.table([*rows]):
-        shared.add_row(*cells)
-    report.show(shared)
+def _shown(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "trace": row["trace"],
+        "reservation": row["reservation"],
+        "wasted": f"{row['wasted_percent']:.1f} %",
+        "published": f"{PUBLISHED[row['reservation']]:.1f} %",
+        "requests at once": f"{row['requests_at_once']:.1f}",
+        "of all memory used": f"{row['used_percent']:.1f} %",
+        "steps": f"{row['steps']:,}",
+    }
 
 
 if __name__ == "__main__":

@@ -35,18 +35,18 @@ class Pool:
     def resize(self, num_keys: int) -> None:
         self.add(max(0, num_keys - len(self._keys)))
         while len(self._keys) > num_keys:
-            self._events.publish(self._keys.popleft(), cached=False)
+            self._events.remove(self._keys.popleft())
 
     def replace(self, num_keys: int) -> None:
         self.add(num_keys)
         for _ in range(num_keys):
-            self._events.publish(self._keys.popleft(), cached=False)
+            self._events.remove(self._keys.popleft())
 
     def add(self, num_keys: int) -> None:
         for number in range(self.num_made, self.num_made + num_keys):
             key = xxhash.xxh3_128_digest(number.to_bytes(8, "big"), self._seed)
             self._keys.append(key)
-            self._events.publish(key, cached=True)
+            self._events.store(key)
         self.num_made += num_keys
 
 

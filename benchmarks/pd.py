@@ -30,7 +30,6 @@ import report
 from forecast import PROFILE
 from peer_process import Server
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
@@ -371,14 +370,14 @@ def milliseconds(seconds: list[float], percent: int) -> float:
 def _print(rows: dict[str, dict[str, Any]], against: list[dict[str, Any]]) -> None:
     """Print a row per deployment, with the ratios to the best colocated arrangement in brackets."""
     ratios = {(one["deployment"], one["figure"]): f" ({one['ratio']:.2f})" for one in against}
-    table = Table("", show_edge=False, pad_edge=False)
-    for title in (*FIGURES.values(), "hand-over p50 ms"):
-        table.add_column(title, justify="right")
-    for name, row in rows.items():
-        digits = {key: 0 if key == "output_tok_per_s" else 1 for key in FIGURES}
-        cells = [f"{row[key]:,.{digits[key]}f}{ratios.get((name, key), '')}" for key in FIGURES]
-        table.add_row(name, *cells, f"{row['handover_ms_p50']:.1f}" if row["handed_over"] else "–")
-    report.show(table)
+    digits = {key: 0 if key == "output_tok_per_s" else 1 for key in FIGURES}
+    shown = [
+        {"": name}
+        | {title: f"{row[key]:,.{digits[key]}f}{ratios.get((name, key), '')}" for key, title in FIGURES.items()}
+        | {"hand-over p50 ms": f"{row['handover_ms_p50']:.1f}" if row["handed_over"] else "–"}
+        for name, row in rows.items()
+    ]
+    report.show(shown)
     print("in brackets: divided by the colocated arrangement that is best in the figure")
 
 

@@ -6,7 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -129,8 +129,13 @@ def rounded(figure: float, digits: int) -> float:
     return float(f"{figure:.{digits}g}")
 
 
-def show(table: Table) -> None:
-    """Print a table, unabridged if the output is not a terminal."""
+def show(rows: Sequence[Mapping[str, object]], title: str | None = None) -> None:
+    """Print rows as a table with the columns of the first one, unabridged if the output is not a terminal."""
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for name, cell in rows[0].items():
+        table.add_column(name, justify="right" if str(cell)[:1].isdigit() else "left")
+    for row in rows:
+        table.add_row(*(str(row.get(name, "")) for name in rows[0]))
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 
 

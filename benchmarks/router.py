@@ -25,7 +25,6 @@ import uvloop
 from decisions import LONG, MODEL, decide_among, prompt_text
 from peer_routers import SERVER, peer
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.deployment import free_port
 from pdserve.config import flag
@@ -335,48 +334,32 @@ def request_bytes(case: Case, port: int) -> bytes:
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
+TIMES = {"first byte ms": "first_byte_ms_p50", "ms p50": "ms_p50", "p99": "ms_p99"}
+CPU = {"CPU ms": "router_cpu_ms", "client": "client_cpu_ms", "mocks": "mocks_cpu_ms"}
+
+
 def _print(rows: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("fleet")
-    for column in (
-        "workers",
-        "prompt",
-        "tokens",
-        "stream",
-        "connections",
-        "requests/s",
-        "CPU ms",
-        "client",
-        "mocks",
-        "first byte ms",
-        "ms p50",
-        "p99",
-        "added ms",
-    ):
-        table.add_column(column, justify="right")
-    if any("cpu_ratio" in row for row in rows):
-        table.add_column("CPU / other version's", justify="right")
-    for row in rows:
-        table.add_row(
-            row["fleet"],
-            str(row["workers"]),
-            f"{row['prompt_tokens']:,}",
-            str(row["output_tokens"]),
-            "yes" if row["stream"] else "no",
-            str(row["connections"]),
-            f"{row['requests_per_s']:,.0f}",
-            *(f"{row[f'{part}_cpu_ms']:.2f}" for part in ("router", "client", "mocks")),
-            *(f"{row[name]:.2f}" for name in ("first_byte_ms_p50", "ms_p50", "ms_p99")),
-            "" if row["added_ms_p50"] is None else f"{row['added_ms_p50']:.2f}",
-            *([f"{row['cpu_ratio']:.3f}"] if "cpu_ratio" in row else []),
-        )
-    report.show(table)
+    shown = [
+        {"fleet": row["fleet"], "workers": row["workers"], "prompt": f"{row['prompt_tokens']:,}"}
+        | {
+            "tokens": row["output_tokens"],
+            "stream": "yes" if row["stream"] else "no",
+            "connections": row["connections"],
+        }
+        | {"requests/s": f"{row['requests_per_s']:,.0f}"}
+        | {column: f"{row[name]:.2f}" for column, name in (CPU | TIMES).items()}
+        | {"added ms": "" if row["added_ms_p50"] is None else f"{row['added_ms_p50']:.2f}"}
+        | ({"CPU / other version's": f"{row['cpu_ratio']:.3f}"} if "cpu_ratio" in row else {})
+        for row in rows
+    ]
+    report.show(shown)
     counts = sorted({row["instances"] for row in decisions})
-    table = Table("decision, CPU µs, 8k tokens", *(f"{count} instances" for count in counts), show_edge=False)
     times = {(row["what"], row["instances"]): f"{row['us_p50']:.0f}" for row in decisions}
-    for what in dict.fromkeys(row["what"] for row in decisions):
-        table.add_row(what, *(times.get((what, count), "") for count in counts))
-    report.show(table)
+    kinds = [
+        {"decision, CPU µs, 8k tokens": what} | {f"{count} instances": times.get((what, count), "") for count in counts}
+        for what in dict.fromkeys(row["what"] for row in decisions)
+    ]
+    report.show(kinds)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import report
-from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
@@ -66,9 +65,7 @@ def run(settings: Settings) -> None:
         "simulated_per_cpu": figures["duration"] / cpu_s,
         "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
-    table = Table(*row)
-    table.add_row(*(f"{value:,.0f}" for value in row.values()))
-    report.show(table)
+    report.show([{name: f"{value:,.0f}" for name, value in row.items()}])
     print(report.write("simulation", replace(settings, trace=Path(settings.trace).name), {"rows": [row]}))
 
 

@@ -26,7 +26,6 @@ import report
 import stores
 from leftovers import totals
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
@@ -84,7 +83,6 @@ def soak(settings: Settings) -> None:
     shown = {"verdicts": verdicts, "ends": dict(traffic.ends), "counters": counters, "samples": samples}
     path = report.write("soak", settings, shown)
     print(path)
-    _draw(samples, path.with_suffix(".png"))
     if not all(verdict["holds"] for verdict in verdicts):
         raise SystemExit(1)
 
@@ -282,42 +280,16 @@ def _consistent(traffic: Traffic, counters: dict[str, float]) -> Iterator[dict[s
 
 
 def _print(verdicts: list[dict[str, Any]], traffic: Traffic) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("what")
-    for column in ("second quarter, or expected", "last quarter, or found", "holds"):
-        table.add_column(column, justify="right")
-    for verdict in verdicts:
-        shown = (f"{verdict[side]:,.0f}" for side in ("before", "after"))
-        table.add_row(verdict["what"], *shown, "yes" if verdict["holds"] else "NO")
-    report.show(table)
+    columns = {"second quarter, or expected": "before", "last quarter, or found": "after"}
+    shown = [
+        {"what": verdict["what"]}
+        | {column: f"{verdict[side]:,.0f}" for column, side in columns.items()}
+        | {"holds": "yes" if verdict["holds"] else "NO"}
+        for verdict in verdicts
+    ]
+    report.show(shown)
     for complaint in traffic.complaints[:10]:
         print(complaint)
-
-
-def _draw(samples: list[dict[str, Any]], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no drawing: matplotlib is not installed")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    minutes = [sample["seconds"] / 60 for sample in samples]
-    groups = ("memory bytes", "files", "threads", "tier bytes")
-    figure, axes = pyplot.subplots(1, len(groups), figsize=(5 * len(groups), 4))
-    for axis, group in zip(axes, groups, strict=True):
-        for name in [name for name in samples[0] if name.endswith(group)]:
-            scale = MIB if "bytes" in name else 1
-            axis.plot(minutes, [sample[name] / scale for sample in samples], label=name.removesuffix(group).strip())
-        axis.set_title(group.replace("bytes", "MiB"))
-        axis.set_xlabel("minutes")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
-    print(path)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 import report
-from rich.table import Table
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
@@ -40,10 +39,7 @@ def tenants(settings: Settings) -> None:
     """Measure the TTFT of prompts of another key, of fresh ones and of one's own, with KV apart and shared."""
     settings = settings.sized(QUICK)
     rows = [_row(settings, share_kv) for share_kv in (False, True)]
-    table = Table(*rows[0], show_edge=False, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    report.show(table)
+    report.show(rows)
     print(report.write("tenants", settings, {"rows": rows}))
 
 

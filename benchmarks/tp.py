@@ -20,7 +20,6 @@ import handover
 import report
 import stores
 import torch
-from rich.table import Table
 
 from pdserve.cli.deployment import Deployment
 from pdserve.config import InstanceConfig, UpConfig, flag, parse_size
@@ -82,7 +81,9 @@ def tp(settings: Settings) -> None:
         model = checkpoints.make(replace(shape, dtype=settings.dtype), Path(folder))
         rows = _steps(str(model), settings)
     moved = _handovers(settings) if settings.handover else []
-    _print(rows, moved)
+    report.show(rows)
+    if moved:
+        report.show(moved)
     print(report.write("tp", settings, {"rows": rows, "handovers": moved}))
 
 
@@ -189,14 +190,6 @@ def _handovers_of(config: UpConfig, prefill: list[str], decode: list[str], setti
         for _ in range(handover.WARM_UPS):
             client.ask(settings.handover)
         return [client.ask(settings.handover) for _ in range(settings.repeat)]
-
-
-def _print(rows: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None:
-    for part in filter(None, (rows, moved)):
-        table = Table(*(name.replace("_", " ") for name in part[0]), show_edge=False, pad_edge=False)
-        for row in part:
-            table.add_row(*map(str, row.values()))
-        report.show(table)
 
 
 if __name__ == "__main__":

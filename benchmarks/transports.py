@@ -22,7 +22,6 @@ import numpy as np
 import report
 import stores
 from rich.console import Console
-from rich.table import Table
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag, parse_size
@@ -293,21 +292,14 @@ def _row(name: str, way: str, what: str, turns: Turns, nbytes: int) -> dict[str,
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("connector", "operation"):
-        table.add_column(column)
-    for column in ("GB/s", "bare", "bare GB/s", "of bare", "memcpy GB/s", "of memcpy"):
-        table.add_column(column, justify="left" if column == "bare" else "right")
-    for row in rows:
-        rates = [
-            _shown(row[name], ".2f") for name in ("gb_per_s", "raw_gb_per_s", "of_raw", "memcpy_gb_per_s", "of_memcpy")
-        ]
-        table.add_row(row["connector"], row["operation"], rates[0], row["raw"], *rates[1:])
-    report.show(table)
+    columns = {"GB/s": "gb_per_s", "bare": "raw", "bare GB/s": "raw_gb_per_s", "of bare": "of_raw"}
+    columns |= {"memcpy GB/s": "memcpy_gb_per_s", "of memcpy": "of_memcpy"}
+    names = {"connector": "connector", "operation": "operation"} | columns
+    report.show([{column: _shown(row[name]) for column, name in names.items()} for row in rows])
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _shown(value: float | str | None) -> str:
+    return "–" if value is None else value if isinstance(value, str) else f"{value:.2f}"
 
 
 if __name__ == "__main__":

@@ -33,10 +33,9 @@ from pdserve.router.batches.endpoints import BatchEndpoints
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
-from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.quota import Quota
-from pdserve.router.limits.shared_quota import SharedQuotas
+from pdserve.router.limits.shared_quota import FileAccounts, RedisAccounts, SharedQuotas
 from pdserve.router.parse_server import ParseServer
 from pdserve.router.storage.file_store import FileStore
 from pdserve.router.storage.response_store import open_store
@@ -204,8 +203,8 @@ def _quota_loops(
         registry = Registry(config.registry, config.name, config.control_token, metrics.registry_failures.inc)
         stack.push_async_callback(registry.close)
         announcing = registry.announce(config.announce_host or config.control_host, control_port)
-        return [announcing, SharedQuotas(registry, router_id, quotas).run()]
-    return [AccountFile(config.quota_file, router_id, quotas).run()] if config.quota_file else []
+        return [announcing, SharedQuotas(RedisAccounts(registry), router_id, quotas).run()]
+    return [SharedQuotas(FileAccounts(config.quota_file), router_id, quotas).run()] if config.quota_file else []
 
 
 def _kv_event_subscribers(

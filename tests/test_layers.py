@@ -170,7 +170,7 @@ DECISION_FILES = (
     "pdserve/grammars/limits",
     "pdserve/keys",
     "pdserve/profile/profile",
-    "pdserve/profile/watch",
+    "pdserve/profile/drift",
     "pdserve/roles/break_even",
     "decode/load_machine",
     "kv_transfer/breaker",
@@ -179,7 +179,7 @@ DECISION_FOLDERS = {  # folder → the only files in it that do I/O
     "pdserve/bench": {"command", "http_client", "load", "server", "traces", "workers"},
     "router/dispatch": set[str](),
     "router/instances": {"arrivals", "control_server"},
-    "router/limits": {"account_file", "shared_quota"},
+    "router/limits": {"shared_quota"},
     "router/scheduling": set[str](),
 }
 NOT_IN_DECISIONS = {

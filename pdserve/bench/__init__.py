@@ -5,5 +5,5 @@
                      report, page ◄── metrics, breakdown ◄────────────────────────────────────────────┤
                                   ◄── sweep (many runs, each at one rate) ◄───────────────────────────┘
 
-What decides (arrivals, datasets, vocabulary, events, metrics, slo, sweep) reads no clock and opens no socket.
+What decides (datasets, vocabulary, events, metrics, slo, sweep) reads no clock and opens no socket.
 """

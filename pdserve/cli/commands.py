@@ -215,7 +215,7 @@ def plan(config: PlanConfig) -> None:
 def autoscale(config: AutoscaleConfig) -> None:
     """Steer the numbers of prefill and decode instances of a running fleet, or advise on them, by forecasts."""
     from pdserve.autoscaler.command import run, simulate
-    from pdserve.launchers.registry import launcher_of
+    from pdserve.launchers.launcher import launcher_of
 
     if config.simulate:
         simulate(config)
@@ -254,7 +254,7 @@ def batch(
         complete = run(source, target, url, concurrency)
     else:
         from pdserve.cli.deployment import free_port
-        from pdserve.offline.fleet import Fleet
+        from pdserve.offline.llm import Fleet
 
         counts = {"prefill": prefill, "decode": decode, "both": both or int(not prefill and not decode)}
         fleet = Fleet(UpConfig(model=model, port=free_port(), **counts))  # type: ignore[arg-type]

@@ -111,6 +111,27 @@ class Registry:
         names = [f"pdserve:{key}:{self._model}" for key in keys]
         return await self._result(self._redis.eval(script, len(names), *names, *arguments))
 
+    async def change(
+        self, keys: Sequence[str], changed: Callable[[list[str | None], float], list[str]], ttl_s: int
+    ) -> bool:
+        """Replace the values of keys of our model as if no one else did so meanwhile. Returns False if Redis does not answer.
+
+        Args:
+            changed: makes new values of those that are there and the time on Redis's clock; called again if another
+                writer was faster.
+            ttl_s: seconds after which a value that is not changed expires.
+        """
+        names = [f"pdserve:{key}:{self._model}" for key in keys]
+
+        async def apply(pipe: Any) -> None:
+            seconds, microseconds = await pipe.time()
+            values = changed(await pipe.mget(names), seconds + microseconds / 1e6)
+            pipe.multi()
+            for name, value in zip(names, values, strict=True):
+                pipe.set(name, value, ex=ttl_s)
+
+        return await self._result(self._redis.transaction(apply, *names, watch_delay=1e-3)) is not None
+
     async def close(self) -> None:
         await self._redis.aclose()
 

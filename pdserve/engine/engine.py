@@ -82,7 +82,6 @@ class Engine:
         runner: "ModelRunner | PacedRunner | None" = None,
         refetch_preempted: bool = False,
         on_grammar_ready: Callable[[], None] = lambda: None,
-        on_key_change: Callable[[bytes, bool], None] = lambda key, cached: None,
     ) -> None:
         """Load `config.model` unless a checkpoint is given, and allocate the pool.
 
@@ -90,14 +89,13 @@ class Engine:
             runner: of the model, or in its stead.
             refetch_preempted: see `Scheduler`.
             on_grammar_ready: called in another thread when a sequence may have become schedulable.
-            on_key_change: see `BlockPool.on_change`. The warm-up of the engine changes keys too.
 
         Raises:
             SetupError: the model cannot be loaded, or there is no room for its KV.
         """
         self.runner: ModelRunner | PacedRunner = runner or _load_runner(config, checkpoint)
         self.checkpoint = self.runner.checkpoint
-        self.pool = BlockPool(self.runner.kv.num_blocks, config.block_size, on_key_change)
+        self.pool = BlockPool(self.runner.kv.num_blocks, config.block_size)
         host_blocks = self.runner.kv.num_host_blocks
         self.scheduler = Scheduler(
             self.pool,

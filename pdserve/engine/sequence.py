@@ -485,9 +485,8 @@ class Sequence:
         if full > self.num_registered and self.cacheable:
             keys = self.full_keys()
             for i in range(self.num_registered, full):
-                if pool.register(self.block_ids[i], keys[i]) and pool.listener is not None:
-                    tokens = self.tokens[i * self.block_size : (i + 1) * self.block_size]
-                    pool.listener.store(keys[i], keys[i - 1] if i else None, tokens)
+                tokens = self.tokens[i * self.block_size : (i + 1) * self.block_size]
+                pool.register(self.block_ids[i], keys[i], keys[i - 1] if i else None, tokens)
             self.num_registered = full
 
     def preempt(self, pool: BlockPool, swapped: SwappedKV | None, *, is_stored: bool) -> None:

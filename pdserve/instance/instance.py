@@ -95,8 +95,8 @@ class Instance:
             runner=runner,
             refetch_preempted=not connector.in_place,
             on_grammar_ready=lambda: self._inbox.put(lambda: None),
-            on_key_change=self.kv_events.publish,
         )
+        self.engine.pool.listeners.append(self.kv_events)  # before the warm-up, which changes keys too
         pool = self.engine.runner.kv.pool_NL2GBD
         self._followers = followers
         self.connector = self._attach(connector)
@@ -150,12 +150,13 @@ class Instance:
         from pdserve.instance.zmq_publisher import ZmqPublisher  # ZMQ is loaded only if it is used
 
         pool = self.engine.pool
-        pool.listener = self.transfers.listener = self._event_publisher = ZmqPublisher(
+        self.transfers.listener = self._event_publisher = ZmqPublisher(
             config,
             pool.block_size,
             root_key(model_digest=self.engine.layout.model_digest),
             lambda: self.count("kv_event_batches_dropped", 1),
         )
+        pool.listeners.append(self._event_publisher)
 
     def close(self) -> None:
         """Close what has sockets or threads. The engine must not run any more."""

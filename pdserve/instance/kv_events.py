@@ -6,6 +6,7 @@ pool's size in memory, however many blocks come and go.
 """
 
 import threading
+from collections.abc import Sequence
 from itertools import islice
 
 
@@ -20,15 +21,19 @@ class KVEventPublisher:
         self._keys: dict[bytes, None] = {}
         self._subscribers: list[PendingKVEvents] = []
 
-    def publish(self, key: bytes, cached: bool) -> None:
-        """Record that a key was added to the pool (`cached`) or removed from it."""
+    def store(self, key: bytes, parent: bytes | None = None, tokens: Sequence[int] = ()) -> None:
+        """Record that a key was added to the pool."""
         with self._lock:
-            if cached:
-                self._keys[key] = None
-            else:
-                del self._keys[key]
+            self._keys[key] = None
             for pending in self._subscribers:
-                pending.add(key, cached)
+                pending.add(key, cached=True)
+
+    def remove(self, key: bytes) -> None:
+        """Record that a key was removed from the pool."""
+        with self._lock:
+            del self._keys[key]
+            for pending in self._subscribers:
+                pending.add(key, cached=False)
 
     def subscribe(self) -> "PendingKVEvents":
         """Return the pending events of a new router, at first one for each key of the pool."""

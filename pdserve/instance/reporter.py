@@ -11,8 +11,8 @@ from pdserve.decode.layout_converter import LayoutConverter
 from pdserve.engine.engine import Engine, StepResult
 from pdserve.engine.warm_up import measure_swaps, warm_up
 from pdserve.kv_transfer.connector import Connector, Outcome
+from pdserve.profile.drift import ProfileWatch
 from pdserve.profile.profile import Profile
-from pdserve.profile.watch import ProfileWatch
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import Job
 from pdserve.roles.transfers import Transfers

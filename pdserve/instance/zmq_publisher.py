@@ -23,7 +23,6 @@ from pdserve.control.vllm_kv_events import (
     MEDIUM_POOL,
     MEDIUM_STORE,
     NUMBER_BYTES,
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Event,
@@ -106,11 +105,6 @@ class ZmqPublisher:
             last.block_hashes.append(key)
         else:
             self._events.append(BlockRemoved([key], medium))
-
-    def clear(self) -> None:
-        """Record that the pool is empty. By the format it says so of the store too, whose blocks are published anew."""
-        self._stored.clear()
-        self._events.append(AllBlocksCleared())
 
     def on_stored(self, seq: EngineSequence, first: int, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         """Record which blocks of a sequence the KV store has, besides those already published and partial ones."""

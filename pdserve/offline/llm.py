@@ -5,8 +5,12 @@ topologies, restarts, validation. Nothing of the engine runs in the caller's pro
 """
 
 import asyncio
+import atexit
+import threading
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,11 +19,10 @@ from anyio.from_thread import start_blocking_portal
 from pydantic_core import from_json
 from rich.progress import MofNCompleteColumn, Progress
 
-from pdserve.cli.deployment import free_port
+from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, SetupError
 from pdserve.lines.event_stream import read_events_async
-from pdserve.offline.fleet import Fleet
 from pdserve.offline.outputs import CompletionOutput, RequestOutput
 from pdserve.offline.params import SamplingParams
 
@@ -219,3 +222,51 @@ async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dic
 def _error(answer: httpx.Response) -> Exception:
     message = answer.json()["error"]["message"]
     return ValueError(message) if 400 <= answer.status_code < 429 else PdserveError(message)
+
+
+POLL_S = 0.1
+
+
+class Fleet:
+    """Starts a deployment and supervises it in a thread, until `close` or the end of the program.
+
+    Attributes:
+        url: base URL of the router.
+
+    Raises:
+        SetupError: a process cannot start; the text ends with what the processes printed.
+    """
+
+    def __init__(self, config: UpConfig) -> None:
+        self._stop = threading.Event()
+        self._lines: deque[str] = deque(maxlen=20)
+        self._ready: Future[str] = Future()
+        self._deployment = Deployment(config, self._lines.append)
+        # The children end with the thread that starts them.
+        self._thread = threading.Thread(target=self._supervise, name="pdserve-fleet", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            self.url = self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop all processes and remove their shared memory. Further calls do nothing."""
+        self._stop.set()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    def _supervise(self) -> None:
+        try:
+            with self._deployment as deployment:
+                while not self._stop.is_set() and not deployment.poll_ready():
+                    self._stop.wait(POLL_S)
+                self._ready.set_result(deployment.url)
+                while not self._stop.wait(POLL_S):
+                    deployment.check_children()
+        except (SetupError, OSError) as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(SetupError("\n".join([str(error), *self._lines])))

@@ -311,9 +311,10 @@ class SimulatedInstance:
         if not self._key_changes:
             return
         removed, added = self._key_changes.pop_batch(sys.maxsize)
-        for keys, cached in ((removed, False), (added, True)):
-            for key in keys:
-                self._shown_keys.publish(key, cached)
+        for key in removed:
+            self._shown_keys.remove(key)
+        for key in added:
+            self._shown_keys.store(key)
 
     def _send_updates(self, link: _Link) -> None:
         several = len(self._links) > 1

@@ -80,23 +80,11 @@ def test_structured(run: Callable[..., Any]) -> None:
     assert len({row["tokens"] for row in content["rows"]}) == 1
 
 
-def test_store_faults(run: Callable[..., Any]) -> None:
-    rows = run("store_faults.py")["rows"]
-    assert [row["Redis"] for row in rows] == ["healthy", "stopped", "continued", "killed", "restarted"]
-    assert all(row["answers"] == 4 and 0 < int(row["p50 ms"]) <= int(row["max ms"]) for row in rows)
-
-
 @pytest.mark.slow
 def test_exactness(run: Callable[..., Any]) -> None:
     content = run("exactness.py")
     assert [row["requests"] for row in content["rows"]] == [8] * 10 + [32]
     assert not any(row["differ in tokens"] or row["differ in log probabilities only"] for row in content["rows"])
-
-
-def test_a_burst_is_answered_and_loses_no_instance(pdserve: Callable[..., Any]) -> None:
-    done = pdserve(str(BENCHMARKS / "burst.py"), "300")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("300 requests: {") and done.stdout.endswith("instances lost: 0.0\n")
 
 
 def test_forecast(run: Callable[..., Any]) -> None:
@@ -109,15 +97,6 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert content["errors_by_load"] == {"0.5": content["errors"]} and row["measured_request_throughput"] > 0
 
 
-def test_autoscale(run: Callable[..., Any]) -> None:
-    rows = run("autoscale.py")["rows"]
-    named = ["controller", "controller on averages", "plan that knows the load", "static peak"]
-    assert [row["fleet"] for row in rows] == [*named, "1P+2D", "2P+1D"]
-    assert rows[3]["attainment"] in (rows[4]["attainment"], rows[5]["attainment"])
-    assert all(0 < row["attainment"] <= 1 and len(row["by_period"]) == 2 for row in rows)
-    assert rows[0]["undone"] == 0 and rows[2]["attainment"] >= max(row["attainment"] for row in rows[3:]) - 0.1
-
-
 def test_clients(run: Callable[..., Any]) -> None:
     """Two clients without common code measure the same paced instances."""
     ours, plain = run("clients.py")["rows"]
@@ -128,21 +107,6 @@ def test_clients(run: Callable[..., Any]) -> None:
 def test_simulation(run: Callable[..., Any]) -> None:
     (row,) = run("simulation.py")["rows"]
     assert row["requests"] == 30 and row["simulated_per_cpu"] > 0
-
-
-def test_literature(run: Callable[..., Any], tmp_path: Path) -> None:
-    fits = {
-        "decoding_large_small_bs_threshold": 95,
-        "prefill": [18.0, 0.1, 7e-6],
-        "decoding_smallbs": [20.0, 6e-4, 0.04],
-    }
-    fits["decoding_largebs"] = [7.0, 6e-4, 0.16]
-    (tmp_path / "distserve_profile_a100_80g.json").write_text(json.dumps({"facebook/opt-13b": {"1": fits, "2": fits}}))
-    rows = run("literature.py", "--timings", str(tmp_path))["rows"]
-    found = {(row["system"], row["figure"]): row for row in rows}
-    rate = found["DistServe, runs", "TTFT 250 ms, TPOT 100 ms: rate per GPU at 90 %"]
-    assert rate["published"] == pytest.approx(2.17, abs=0.01), "0.953 at 6 requests/s and 0.797 at 7.5, on three GPUs"
-    assert all(row["term"] == "pdserve" and row["forecast"] > 0 for row in rows)
 
 
 def test_memory(run: Callable[..., Any]) -> None:
@@ -216,35 +180,6 @@ def test_fleet(run: Callable[..., Any]) -> None:
         "an answer was wrong, or refused by a router that says that it is ready"
     )
     assert outcomes["broken"] <= content["settings"]["connections"], "more than the requests under way"
-
-
-def test_codecs(run: Callable[..., Any]) -> None:
-    rows = {row["codec"]: row for row in run("kv_codecs.py", "--speed")["rows"]}
-    assert list(rows) == ["none", "lz4", "zstd", "fp8", "int8"]
-    for name in ("none", "lz4", "zstd"):
-        assert rows[name]["kv_equal"] and rows[name]["logits_max_error"] == 0 and rows[name]["greedy_agreement"] == 1
-    for name in ("fp8", "int8"):
-        assert not rows[name]["kv_equal"]
-        assert 0 < rows[name]["logits_mean_error"] < rows[name]["logits_max_error"] < 4 * rows[name]["logits_spread"]
-        assert rows[name]["bytes_of_raw"] == 0.502
-    assert rows["none"]["bytes_of_raw"] == 1 > rows["lz4"]["bytes_of_raw"] > rows["zstd"]["bytes_of_raw"]
-    assert all(rows[name]["encode_of_memcpy"] > 0 < rows[name]["decode_of_memcpy"] for name in rows if name != "none")
-
-
-def test_prefix_cache(run: Callable[..., Any]) -> None:
-    rows = {row["cache"]: row for row in run("prefix_cache.py")["rows"]}
-    assert {name: row["found_percent"] for name, row in rows.items()} == {"off": 0, "0 %": 0, "50 %": 50, "90 %": 90}
-    assert rows["off"]["of_off"] == 1 and rows["off"]["bookkeeping_percent"] == 0
-    assert all(row["requests_per_s"] > 0 and row["of_off"] > 0 for row in rows.values())
-
-
-def test_preemption(run: Callable[..., Any]) -> None:
-    rows = run("preemption.py")["rows"]
-    assert [row["block_size"] for row in rows] == [32]
-    for row in rows:
-        assert row["preemptions"]["recompute"] > 0 < row["preemptions"]["swap"] and row["preemptions"]["room"] == 0
-        assert row["recompute_ms"] > 0 and row["swap_out_ms"] > 0 and row["swap_in_ms"] > 0
-        assert all(rate > 0 for rate in row["output_tok_per_s"].values())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.cli import logs
-from pdserve.cli.log_limit import BURST, LogLimit
+from pdserve.cli.logs import BURST, LogLimit
 
 log = logging.getLogger("test")
 

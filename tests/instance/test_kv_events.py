@@ -31,7 +31,8 @@ class KVEventsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.publisher = KVEventPublisher()
-        self.pool = BlockPool(BLOCKS, 16, self.publisher.publish)
+        self.pool = BlockPool(BLOCKS, 16)
+        self.pool.listeners.append(self.publisher)
         self.routers: list[Router] = []
         self.held: list[list[int]] = []
 
@@ -49,8 +50,8 @@ class KVEventsMachine(RuleBasedStateMachine):
             self.pool.release(self.held.pop(which % len(self.held)))
 
     @rule()
-    def clear(self) -> None:
-        self.pool.clear_cache()
+    def evict_all(self) -> None:
+        self.pool.release(self.pool.allocate(self.pool.num_free))
 
     @rule()
     def subscribe(self) -> None:
@@ -88,7 +89,8 @@ TestKVEvents.settings = settings(max_examples=200, stateful_step_count=40, deadl
 
 def test_removals_are_sent_before_additions() -> None:
     publisher = KVEventPublisher()
-    pool = BlockPool(2, 16, publisher.publish)
+    pool = BlockPool(2, 16)
+    pool.listeners.append(publisher)
     router = Router(publisher)
     for first in (0, 2, 4):  # each pair evicts the one before
         blocks = pool.allocate(2)
@@ -102,7 +104,8 @@ def test_removals_are_sent_before_additions() -> None:
 
 def test_blocks_that_were_evicted_again_are_never_sent() -> None:
     publisher = KVEventPublisher()
-    pool = BlockPool(1, 16, publisher.publish)
+    pool = BlockPool(1, 16)
+    pool.listeners.append(publisher)
     router = Router(publisher)
     for number in range(1000):
         (block,) = pool.allocate(1)

@@ -52,7 +52,8 @@ class Harness:
     def __init__(self, port: int = 0) -> None:
         self.port = port or free_port()
         self.kv_events = KVEventPublisher()
-        self.pool = BlockPool(BLOCKS, 16, self.kv_events.publish)
+        self.pool = BlockPool(BLOCKS, 16)
+        self.pool.listeners.append(self.kv_events)
         self.links = RouterLinks([f"127.0.0.1:{self.port}"])
         self.next_key = 0
         self.instance = instance = SimpleNamespace(

@@ -1,7 +1,5 @@
-"""Routing: load and cache reports of instances, identical tokens under every policy, and the routing benchmark."""
+"""Routing: load and cache reports of instances, and identical tokens under every policy."""
 
-import asyncio
-import importlib
 import os
 import re
 import signal
@@ -188,18 +186,3 @@ def test_prefix_index_is_rebuilt_after_a_router_restart(
         assert reply.json()["error"]["code"] == "slo_ttft" and reply.json()["error"]["type"] == "rate_limit_error"
         assert metric(deployment, "refusals_total", reason="slo_ttft") == 1
         assert complete(deployment, **body)["usage"]["completion_tokens"] == 2
-
-
-def test_routing_benchmark_measures_the_possible_prefix_hits(
-    checkpoint: Callable[..., Path], deploy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    routing = importlib.import_module("routing")
-    turns = routing.read(routing.Settings(requests=30), vocabulary=256)
-    with deploy(model=str(checkpoint("llama")), num_blocks=512, prefill=2, policy="prefix_aware") as deployment:
-        rounds = [asyncio.run(routing.play(deployment, turns, 2, salt)) for salt in ("a", "b")]
-    tokens = sum(len(turn.prompt) for turn in turns)
-    for result in rounds:
-        assert len(result.ttfts) == 30 and result.tokens == tokens
-        hits = result.sources["local_hit"] + result.sources["loaded"]
-        assert 0 < hits <= routing.most_hits(turns) * tokens + 1e-6, "more would be hits on another round's blocks"

@@ -67,7 +67,8 @@ def test_nothing_is_loaded_that_is_computed_sooner(instance: Instance, expected:
     both, _ = load(instance)
     both.end_all()  # a load takes 0.5 s, as the next decision knows
     both.run()
-    both.engine.pool.clear_cache()
+    pool = both.engine.pool
+    pool.release(pool.allocate(pool.num_free))  # evicts all
     both.engine.scheduler.costs = Costs(prefill=(0.0, 1e-6, 0.0))
     job = both.submit(pb.BOTH, PROMPT, 3)
     assert not both.store.active and both.context.counts["store_hits", "dearer"] == 1

@@ -7,7 +7,7 @@ A block is in exactly one of three states:
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 BlockPairs = list[tuple[int, int]]  # (block, block of the same pool or of another)
@@ -25,22 +25,15 @@ class BlockListener(Protocol):
 
     def remove(self, key: bytes) -> None: ...
 
-    def clear(self) -> None: ...
-
 
 class BlockPool:
     """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
 
-    Args:
-        on_change: callback (key, cached), called when a key becomes findable (True) or stops being so (False).
-
     Attributes:
-        listener: is told the same with parents and tokens; None: nobody.
+        listeners: are told of each key that becomes findable or stops being so.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, on_change: Callable[[bytes, bool], None] = lambda key, cached: None
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -49,8 +42,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._on_change = on_change
-        self.listener: BlockListener | None = None
+        self.listeners: list[BlockListener] = []
 
     @property
     def num_free(self) -> int:
@@ -113,30 +105,18 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, key: bytes) -> bool:
+    def register(self, block: int, key: bytes, parent: bytes | None = None, tokens: Sequence[int] = ()) -> None:
         """Make a held block, now full and final, findable by its key. The first block registered for a key keeps it.
 
-        Returns:
-            Whether the key is new.
+        Args:
+            parent, tokens: for the listeners.
         """
         assert self._refs[block] > 0, f"block {block} registered without a holder"
-        is_new = key not in self._block_of and block not in self._key_of
-        if is_new:
+        if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
-            self._on_change(key, True)
-        return is_new
-
-    def clear_cache(self) -> None:
-        """Free every cached block. Held blocks lose their keys too."""
-        for key in self._block_of:
-            self._on_change(key, False)
-        if self.listener is not None:
-            self.listener.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._block_of.clear()
-        self._key_of.clear()
+            for listener in self.listeners:
+                listener.store(key, parent, tokens)
 
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and that keys and blocks agree."""
@@ -153,7 +133,6 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         key = self._key_of.pop(block)
         del self._block_of[key]
-        self._on_change(key, False)
-        if self.listener is not None:
-            self.listener.remove(key)
+        for listener in self.listeners:
+            listener.remove(key)
         return block

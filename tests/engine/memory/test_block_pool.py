@@ -91,8 +91,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(self.holders.pop(index))
 
     @rule()
-    def clear(self) -> None:
-        self.pool.clear_cache()
+    def evict_all(self) -> None:
+        self.pool.release(self.pool.allocate(self.pool.num_free))
 
     @invariant()
     def intact(self) -> None:

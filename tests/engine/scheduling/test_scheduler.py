@@ -201,7 +201,7 @@ def test_reserve_leaves_blocks_and_watermark_of_a_preempted_sequence() -> None:
     while first.num_uncomputed > 1 or second.num_uncomputed > 1:
         run_step(sched)
     sched.remove(second)
-    sched.pool.clear_cache()
+    sched.pool.release(sched.pool.allocate(sched.pool.num_free))  # evicts all
     taken = sched.pool.allocate(16 - sched.pool.num_held - 8)
     second.num_preemptions = 1
     sched.add(second)

@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.limits.account import settle
 from pdserve.router.limits.quota import Limits, Quota, Rate, TokenBucket
+from pdserve.router.limits.shared_quota import settle
 
 STEPS = st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1), st.floats(0, 5), st.floats(0, 50)), max_size=40)
 

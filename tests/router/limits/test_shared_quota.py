@@ -12,7 +12,7 @@ from pdserve.control import registry
 from pdserve.control.registry import Registry
 from pdserve.router.limits import shared_quota
 from pdserve.router.limits.quota import Limits, Quota, Rate
-from pdserve.router.limits.shared_quota import SharedQuotas
+from pdserve.router.limits.shared_quota import RedisAccounts, SharedQuotas
 
 LIMITS = Limits(requests=Rate(10, 3600), tokens=Rate(1000, 3600), concurrency=8)
 
@@ -24,7 +24,7 @@ class Router:
         self.quota, self.failures = Quota(LIMITS), 0
         self.registry = Registry(url, model, "", self._failed)
         quotas = {"alice": self.quota, "bob": Quota(Limits())}
-        self.sync = SharedQuotas(self.registry, name, quotas).sync
+        self.sync = SharedQuotas(RedisAccounts(self.registry), name, quotas).sync
 
     def _failed(self) -> None:
         self.failures += 1
@@ -74,7 +74,7 @@ def on_redis(redis_server: Any, tmp_path: Any) -> Callable[[Scenario], None]:
     return lambda scenario: asyncio.run(play(redis_server.url, tmp_path, scenario))
 
 
-def test_admissions_count_on_all_routers(on_redis: Callable[[Scenario], None]) -> None:
+def test_admissions_count_on_all_routers(on_redis: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(routers: list[Router]) -> None:
         one, two, _ = routers
         for _ in range(6):
@@ -89,8 +89,15 @@ def test_admissions_count_on_all_routers(on_redis: Callable[[Scenario], None]) -
         for router in (two, one, two):
             await router.sync()
         assert one.missing() == two.missing() == 5, "14 of 10 were admitted: a debt of 4, and one for the next"
+        reported, report = asyncio.Event(), one.quota.report
+
+        def report_once() -> dict[str, object]:
+            reported.set()
+            return report()
+
+        monkeypatch.setattr(one.quota, "report", report_once)
         syncing = asyncio.create_task(one.sync())
-        await asyncio.sleep(0)  # it has reported and has no answer yet
+        await reported.wait()  # it has reported and has no answer yet
         one.quota.take(0, 1, time.monotonic())
         await syncing
         assert one.missing() == 6
@@ -189,18 +196,19 @@ def test_use_in_a_failed_exchange_is_charged_once(
 ) -> None:
     async def scenario(routers: list[Router]) -> None:
         one, two, _ = routers
-        run_script = one.registry.run_script
+        change = one.registry.change
 
-        async def fail(*arguments: Any) -> None:
+        async def fail(*arguments: Any) -> bool:
             if lost == "answer":
-                await run_script(*arguments)
+                await change(*arguments)
+            return False
 
         for _ in range(4):
             assert not one.admit(tokens=150)
             one.end()
-            monkeypatch.setattr(one.registry, "run_script", fail)
+            monkeypatch.setattr(one.registry, "change", fail)
             await one.sync()
-            monkeypatch.setattr(one.registry, "run_script", run_script)
+            monkeypatch.setattr(one.registry, "change", change)
             assert one.quota.needs_sync
             await one.sync()
         assert one.admit(tokens=401) == "rate_limit_tokens" and not one.admit(tokens=400)
@@ -209,5 +217,19 @@ def test_use_in_a_failed_exchange_is_charged_once(
             router.missing()
             await router.sync()
         assert two.admit(tokens=401) == "rate_limit_tokens" and not two.admit(tokens=400)
+
+    on_redis(scenario)
+
+
+def test_exchanges_at_the_same_time_are_all_charged(on_redis: Callable[[Scenario], None]) -> None:
+    async def scenario(routers: list[Router]) -> None:
+        for _ in range(10):
+            for router in routers:
+                router.quota.take(0, 10, time.monotonic())
+            await asyncio.gather(*(router.sync() for router in routers))
+        for router in routers:
+            router.missing()
+            await router.sync()
+            assert router.admit(tokens=701) == "rate_limit_requests" and router.missing() == 21, "30 of 10, and one"
 
     on_redis(scenario)

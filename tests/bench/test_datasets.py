@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.bench.arrivals import arrival_times, ramp_times, replay, schedule
+from pdserve.bench.datasets import arrival_times, ramp_times, replay, schedule
 from pdserve.bench.requests import Request
 
 GAMMA = random.Random(1).gammavariate

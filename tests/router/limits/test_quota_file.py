@@ -1,5 +1,6 @@
 """Limits shared by several routers through a file. Rates are per hour, so buckets hardly refill in a test."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,8 @@ from random import Random
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.router.limits.account_file import AccountFile
 from pdserve.router.limits.quota import Limits, Quota, Rate
+from pdserve.router.limits.shared_quota import FileAccounts, SharedQuotas
 
 LIMITS = Limits(requests=Rate(10, 3600), tokens=Rate(1000, 3600), concurrency=8)
 HOLD = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX); print(flush=True); input()"
@@ -20,7 +21,12 @@ class Router:
 
     def __init__(self, path: Path, name: str) -> None:
         self.quota = Quota(LIMITS)
-        self.accounts = AccountFile(str(path), name, {"alice": self.quota, "bob": Quota(Limits())})
+        self.now = 0.0
+        accounts, quotas = FileAccounts(str(path), self.clock), {"alice": self.quota, "bob": Quota(Limits())}
+        self.shared = SharedQuotas(accounts, name, quotas, self.clock)
+
+    def clock(self) -> float:
+        return self.now
 
     def admit(self, now: float = 0.0, choices: int = 1, tokens: int = 1) -> str:
         """Charge a request; return the code of the refusal, or an empty string if it is admitted."""
@@ -31,7 +37,8 @@ class Router:
 
     def sync(self, now: float = 0.0) -> None:
         self.quota.refusal(1, 1, now)  # an idle router does not synchronise
-        self.accounts.sync(now)
+        self.now = now
+        asyncio.run(self.shared.sync())
 
 
 @pytest.fixture
@@ -114,4 +121,4 @@ def test_a_damaged_file_starts_anew(routers: list[Router], tmp_path: Path, caplo
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"--quota-file .*: No such file or directory"):
-        AccountFile(str(tmp_path / "nowhere" / "accounts"), "router", {})
+        FileAccounts(str(tmp_path / "nowhere" / "accounts"))

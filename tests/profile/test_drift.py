@@ -3,8 +3,8 @@
 import pytest
 
 from pdserve.costs import CostMeter, Work
+from pdserve.profile.drift import STREAK, WINDOW, ProfileWatch
 from pdserve.profile.profile import StepModel
-from pdserve.profile.watch import STREAK, WINDOW, ProfileWatch
 
 MODEL = StepModel()
 DECODE: Work = [(1, 100), (1, 30)]

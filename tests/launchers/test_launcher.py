@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.launchers.compose import ComposeLauncher
-from pdserve.launchers.registry import launcher_of
+from pdserve.launchers.launcher import launcher_of
 
 
 def test_compose_takes_its_options() -> None:
