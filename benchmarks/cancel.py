@@ -23,7 +23,7 @@ from rich.table import Table
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag, parse_size
-from pdserve.kv_transfer.connectors.shm import count_leases
+from pdserve.kv_transfer.connectors.shm.connector import count_leases
 from pdserve.lines.event_stream import read_events_async
 
 

@@ -142,7 +142,7 @@ class PoolMemory:
     Attributes:
         rows: the pool's bytes, uint8 of shape [num_blocks, block_bytes], C-contiguous, in host memory.
         layout: the format of a block; its namespace is written into every block header.
-        gpu: the pool's rows in a GPU's memory (`Memory` of `connectors/nixl_memory.py`), for connectors with the capability
+        gpu: the pool's rows in a GPU's memory (`Memory` of `connectors/nixl/memory.py`), for connectors with the capability
             `gpu_memory`; `rows` then has the shape of the pool, and none of its bytes. None: the pool is in host memory.
     """
 

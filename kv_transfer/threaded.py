@@ -5,8 +5,8 @@
         └── ThreadedConnector    blocking hooks over one value: put, get, contains, delete
 
 `ThreadedConnector` is for authors of a plain key-value transport; `connectors/memory.py` is its example.
-`BatchedConnector` is for transports that benefit from batches or place bytes themselves: `connectors/shm.py`,
-`connectors/file.py`, `connectors/redis_connector.py`.
+`BatchedConnector` is for transports that benefit from batches or place bytes themselves: `connectors/shm/connector.py`,
+`connectors/file.py`, `connectors/redis/connector.py`.
 
 Each operation runs on one of a few worker threads. Its deadline is the timeout plus the time that its blocks, and those of
 the operations before it, take at `MIN_BYTES_PER_S`. If it has not finished by its deadline, a watchdog completes its future:

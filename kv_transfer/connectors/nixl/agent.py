@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connectors.nixl_memory import Memory
+from pdserve.kv_transfer.connectors.nixl.memory import Memory
 
 _POLL_INTERVAL_S = 20e-6
 # Without NVLink, UCX would otherwise read memory of other GPUs over TCP, a hundred times slower: vllm#52607, nixl#2208.

@@ -58,11 +58,11 @@ from typing import ClassVar, Final
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome, Result
-from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError, ReadTimeout
-from pdserve.kv_transfer.connectors.nixl_leases import Leases
-from pdserve.kv_transfer.connectors.nixl_memory import HostMemory, Memory
-from pdserve.kv_transfer.connectors.nixl_reader import PeerBlock, Reader
-from pdserve.kv_transfer.connectors.nixl_tickets import (
+from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError, ReadTimeout
+from pdserve.kv_transfer.connectors.nixl.leases import Leases
+from pdserve.kv_transfer.connectors.nixl.memory import HostMemory, Memory
+from pdserve.kv_transfer.connectors.nixl.reader import PeerBlock, Reader
+from pdserve.kv_transfer.connectors.nixl.tickets import (
     ENTRY,
     PeerPool,
     ReceivedTickets,

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError
-from pdserve.kv_transfer.connectors.nixl_tickets import unpack_notification
+from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError
+from pdserve.kv_transfer.connectors.nixl.tickets import unpack_notification
 
 _LINGER_S: Final = 5.0  # polling continues for this long after the last lease, for reads that began before its end
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kv_transfer.blocks import Incoming
-from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError, ReadTimeout
-from pdserve.kv_transfer.connectors.nixl_memory import Memory
-from pdserve.kv_transfer.connectors.nixl_tickets import PeerPool, RemoteBlock
+from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError, ReadTimeout
+from pdserve.kv_transfer.connectors.nixl.memory import Memory
+from pdserve.kv_transfer.connectors.nixl.tickets import PeerPool, RemoteBlock
 from pdserve.kv_transfer.fence import Expired, Fence
 
 _MAX_PEERS: Final = 256  # beyond this, the least recently used idle peer is disconnected

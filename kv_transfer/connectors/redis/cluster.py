@@ -1,6 +1,6 @@
 """`redis+cluster://user:password@host:port,host:port?ttl=600&value_bytes=2MiB`: a Redis Cluster; `rediss+cluster://` (TLS).
 
-The hosts are some of the cluster's nodes, from which the others are discovered. Values are those of `redis_connector.py`. All
+The hosts are some of the cluster's nodes, from which the others are discovered. Values are those of `connector.py`. All
 values of a block are in one slot, and blocks are distributed over the slots by their keys, which are digests. The nodes work
 on their shares of an operation in parallel, and when a node fails, only its share fails.
 
@@ -20,7 +20,7 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import AskError, MovedError, RedisClusterException
 
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connectors.redis_connector import Command, RedisConnector, RedisServer
+from pdserve.kv_transfer.connectors.redis.connector import Command, RedisConnector, RedisServer
 from pdserve.kv_transfer.url import split
 
 _MATCH_KEYS = 256  # per query: a match ends with the first missing key

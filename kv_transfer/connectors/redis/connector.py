@@ -30,7 +30,7 @@ from pdserve.errors import SetupError, StoreOut
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
-from pdserve.kv_transfer.connectors.redis_replies import ReplyParser
+from pdserve.kv_transfer.connectors.redis.replies import ReplyParser
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
 

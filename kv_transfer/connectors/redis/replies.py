@@ -2,7 +2,7 @@
 
 redis-py and hiredis copy each value three times, each time into newly allocated memory, which costs twice as much as the
 transport itself. The names of redis-py that this takes are private ones, `redis._parsers.BaseParser`, `Connection._sock` and
-`Connection._parser`: test_redis_replies.py says which of them a new version has changed.
+`Connection._parser`: tests/kv_transfer/connectors/redis/test_replies.py says which of them a new version has changed.
 """
 
 import os

@@ -1,6 +1,6 @@
 """`shm://name?size=1GiB`: a store in the shared memory of one machine. The default of `pdserve up`.
 
-A store copies a block once, a load copies it once, and each hashes it once. See `shm_slab.py` for what happens when a
+A store copies a block once, a load copies it once, and each hashes it once. See `slab.py` for what happens when a
 process dies.
 
 Size: by default 512 MiB, but at most half of the free shared memory and at least 32 blocks. A segment in use keeps its
@@ -17,7 +17,7 @@ from typing import ClassVar
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
-from pdserve.kv_transfer.connectors import shm_segment, shm_slab
+from pdserve.kv_transfer.connectors.shm import segment, slab
 from pdserve.kv_transfer.header import NAME, payload_length
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, split_tiers
@@ -31,7 +31,7 @@ def unlink(url: str) -> bool:
 
     Connectors still attached to them keep sharing them; connectors that attach later do not see them.
     """
-    return shm_segment.unlink(_segment_name(url))
+    return segment.unlink(_segment_name(url))
 
 
 @contextmanager
@@ -42,16 +42,16 @@ def removing_new_segments(url: str) -> Iterator[None]:
     """
     urls = split_tiers(url)[1] if url.startswith("tiered://") else [url]
     names = [_segment_name(tier) for tier in urls if tier.startswith("shm://")]
-    before = {path for name in names for path in shm_segment.paths(name)}
+    before = {path for name in names for path in segment.paths(name)}
     try:
         yield
     finally:
-        shm_segment.remove_unused(path for name in names for path in shm_segment.paths(name) if path not in before)
+        segment.remove_unused(path for name in names for path in segment.paths(name) if path not in before)
 
 
 def count_leases(url: str) -> int:
     """Count the blocks that are leased now in the segments of this URL."""
-    return shm_slab.count_leases(_segment_name(url))
+    return slab.count_leases(_segment_name(url))
 
 
 class ShmConnector(BatchedConnector):
@@ -68,7 +68,7 @@ class ShmConnector(BatchedConnector):
         self._size = query.size("size", None)
 
     def open(self) -> None:
-        self._slab = shm_slab.attach(self._name, self.payload_lengths[-1], self._size)
+        self._slab = slab.attach(self._name, self.payload_lengths[-1], self._size)
 
     def shut(self) -> None:
         self._slab.close()

@@ -3,7 +3,7 @@
 Pools with different block lengths use separate segments under the same name.
 
     superblock    4096 bytes: the segment's geometry, and a counter for numbering its users
-    records       one per slot: see `shm_slab.py`
+    records       one per slot: see `slab.py`
     payloads      one per slot, the block's bytes, page-aligned
 
 All space is allocated at creation, so a full /dev/shm is an error at start and never a SIGBUS later.
@@ -24,7 +24,7 @@ from typing import Final
 import xxhash
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connectors import rangelock
+from pdserve.kv_transfer.connectors.shm import rangelock
 
 log = logging.getLogger(__name__)
 

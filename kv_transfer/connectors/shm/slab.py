@@ -1,4 +1,4 @@
-"""Slab of block slots in a shared-memory segment (`shm_segment.py`): lookup, claim, publish, lease and eviction.
+"""Slab of block slots in a shared-memory segment (`segment.py`): lookup, claim, publish, lease and eviction.
 
     records       one per slot, 128 bytes: state, owner, lease, and the header of the block in the slot
     payloads      one per slot, the block's bytes, page-aligned
@@ -28,8 +28,8 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from pdserve.kv_transfer.connectors import rangelock, shm_segment
-from pdserve.kv_transfer.connectors.shm_segment import (
+from pdserve.kv_transfer.connectors.shm import rangelock, segment
+from pdserve.kv_transfer.connectors.shm.segment import (
     LIVENESS_AT,
     RECORD_BYTES,
     RECORDS_AT,
@@ -224,18 +224,18 @@ class Slab:
 
 
 def attach(name: str, block_bytes: int, size: int | None) -> Slab:
-    """Attach to a segment as `shm_segment.attach` does, and return its slab."""
-    return Slab(shm_segment.attach(name, block_bytes, size))
+    """Attach to a segment as `segment.attach` does, and return its slab."""
+    return Slab(segment.attach(name, block_bytes, size))
 
 
 def count_leases(name: str) -> int:
     """Count the blocks that are leased now in the segments of this name."""
-    return sum(_count_leases_in(path) for path in shm_segment.paths(name))
+    return sum(_count_leases_in(path) for path in segment.paths(name))
 
 
 def _count_leases_in(path: str) -> int:
     with open(path, "rb") as file:
-        geometry = shm_segment.Geometry.read(file.fileno())
+        geometry = segment.Geometry.read(file.fileno())
         if geometry is None:
             return 0
         records = np.frombuffer(os.pread(file.fileno(), geometry.slots * RECORD_BYTES, RECORDS_AT), _RECORDS)

@@ -17,7 +17,7 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.conformance import Verdict, check
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors.mooncake_connector import MooncakeConnector
+from pdserve.kv_transfer.connectors.mooncake import MooncakeConnector
 
 Attach = Callable[..., Any]
 NewKeys = Callable[[int], list[bytes]]

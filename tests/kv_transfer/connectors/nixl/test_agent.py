@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connectors.nixl_agent import Agent
+from pdserve.kv_transfer.connectors.nixl.agent import Agent
 
 StartReader = Callable[..., Any]
 

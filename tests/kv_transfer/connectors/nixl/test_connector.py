@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
+from pdserve.kv_transfer.connectors.nixl.connector import NixlConnector
 from pdserve.kv_transfer.rules.context import make_layout
 
 BLOCK_BYTES = 16384

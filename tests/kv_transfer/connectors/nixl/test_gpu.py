@@ -20,7 +20,7 @@ from pdserve.kernels import reference
 from pdserve.kernels.gpu.copies import PoolCopies
 from pdserve.kernels.gpu.rows import GPURows
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
-from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
+from pdserve.kv_transfer.connectors.nixl.connector import NixlConnector
 from pdserve.kv_transfer.rules.context import make_layout
 
 BLOCK_BYTES, BLOCKS, DEVICE = 4096, 12, 3

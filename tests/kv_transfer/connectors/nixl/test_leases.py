@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.connectors import nixl_leases
+from pdserve.kv_transfer.connectors.nixl import leases
 
 StartOwners = Callable[..., list[Any]]  # the classes are in conftest.py
 StartReader = Callable[..., Any]
@@ -38,7 +38,7 @@ def test_close_ends_all_leases_and_leaves_no_thread(
 def test_an_idle_instance_does_not_poll(
     reader: StartReader, new_keys: Callable[[int], list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_leases, "_LINGER_S", 0.05)
+    monkeypatch.setattr(leases, "_LINGER_S", 0.05)
     mine = reader()
     assert mine.connector._agent is not None
     calls: list[float] = []

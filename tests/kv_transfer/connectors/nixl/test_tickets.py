@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pdserve.kv_transfer.connectors.nixl_tickets import ENTRY, PeerPool, pack_ticket, unpack_ticket
+from pdserve.kv_transfer.connectors.nixl.tickets import ENTRY, PeerPool, pack_ticket, unpack_ticket
 from pdserve.kv_transfer.header import HEADER_BYTES
 
 BLOCK_BYTES = 16384

@@ -16,7 +16,7 @@ from redis.crc import key_slot
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors.redis_cluster import RedisClusterConnector
+from pdserve.kv_transfer.connectors.redis.cluster import RedisClusterConnector
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]
@@ -228,7 +228,7 @@ def test_urls_without_an_address_are_refused(url: str) -> None:
 
 
 def test_several_hosts_need_the_cluster_scheme() -> None:
-    from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
+    from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
 
     with pytest.raises(SetupError, match="not of the form redis://host:port/db"):
         RedisConnector("redis://one:1,two:2")

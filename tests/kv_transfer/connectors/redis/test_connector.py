@@ -13,7 +13,7 @@ import redis
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
+from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]

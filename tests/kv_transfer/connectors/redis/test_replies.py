@@ -14,7 +14,7 @@ from redis._parsers import BaseParser
 from redis.exceptions import AskError, MovedError
 
 from pdserve.kv_transfer.blocks import StreamedPart
-from pdserve.kv_transfer.connectors.redis_replies import ReplyParser
+from pdserve.kv_transfer.connectors.redis.replies import ReplyParser
 
 
 def read(stream: bytes, cuts: list[int], count: int, timeout: float | None = 60.0) -> list[Any]:

@@ -11,7 +11,7 @@ import trustme
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.conformance import Verdict, check
-from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
+from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
 
 Attach = Callable[..., Any]
 NewKeys = Callable[[int], list[bytes]]

@@ -13,7 +13,7 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors.shm import ShmConnector, unlink
+from pdserve.kv_transfer.connectors.shm.connector import ShmConnector, unlink
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]
@@ -30,7 +30,7 @@ import sys
 import numpy as np
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.rules.context import make_layout
-from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.connectors.shm.connector import ShmConnector
 
 url, block_bytes, seed, count, lease_s, passes = sys.argv[1], *map(int, sys.argv[2:5]), *map(float, sys.argv[5:])
 rows = np.zeros((count, block_bytes), np.uint8)

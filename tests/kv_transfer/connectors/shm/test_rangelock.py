@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.kv_transfer.connectors import rangelock
+from pdserve.kv_transfer.connectors.shm import rangelock
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors import rangelock, shm_segment
-from pdserve.kv_transfer.connectors.shm import unlink
+from pdserve.kv_transfer.connectors.shm import rangelock, segment
+from pdserve.kv_transfer.connectors.shm.connector import unlink
 
 Attach = Callable[..., Any]
 AttachShm = Callable[[str, Layout], Any]
@@ -44,7 +44,7 @@ def test_a_small_dev_shm(
 ) -> None:
     """The default size is half of the free space. Too little space is an error at attach, not a SIGBUS later."""
     folder = small_disk("16m")
-    monkeypatch.setattr(shm_segment, "DIRECTORY", str(folder))
+    monkeypatch.setattr(segment, "DIRECTORY", str(folder))
     connector = attach_shm("shm://one", layout_of(64 * KiB))
     assert 6 * MiB < (folder / f"pdserve-one@{64 * KiB}").stat().st_size <= 8 * MiB
     connector.close()
@@ -79,8 +79,8 @@ def test_each_block_length_has_its_own_segment_under_one_name(
 
 
 def test_a_segment_being_created_is_not_removed(name: str, layout_of: LayoutOf, attach_shm: AttachShm) -> None:
-    lock_holder = shm_segment._open(name, f"{shm_segment.DIRECTORY}/pdserve-{name}@8192")
-    rangelock.lock(lock_holder, shm_segment.CREATION_LOCK_AT, 0)
+    lock_holder = segment._open(name, f"{segment.DIRECTORY}/pdserve-{name}@8192")
+    rangelock.lock(lock_holder, segment.CREATION_LOCK_AT, 0)
     attach_shm(f"shm://{name}?size=8MiB", layout_of(4096)).close()
     assert segments_of(name) == {4096, 8192}
     os.close(lock_holder)
@@ -90,13 +90,13 @@ def test_a_segment_being_created_is_not_removed(name: str, layout_of: LayoutOf, 
 
 def segments_of(name: str) -> set[int]:
     """Returns the block lengths for which there is a segment."""
-    return {int(path.name.rpartition("@")[2]) for path in Path(shm_segment.DIRECTORY).glob(f"pdserve-{name}@*")}
+    return {int(path.name.rpartition("@")[2]) for path in Path(segment.DIRECTORY).glob(f"pdserve-{name}@*")}
 
 
 def test_a_segment_in_use_keeps_its_size_and_an_unused_one_is_recreated(
     name: str, layout_of: LayoutOf, attach_shm: AttachShm
 ) -> None:
-    path = Path(shm_segment.DIRECTORY) / f"pdserve-{name}@4096"
+    path = Path(segment.DIRECTORY) / f"pdserve-{name}@4096"
     first = attach_shm(f"shm://{name}?size=8MiB", layout_of(4096))
     second = attach_shm(f"shm://{name}?size=16MiB", layout_of(4096))  # attaches to the existing one
     assert path.stat().st_size <= 8 * MiB
@@ -114,7 +114,7 @@ def test_a_damaged_segment_is_created_again(
     small: str, name: str, attach: Attach, new_keys: NewKeys, damage: str
 ) -> None:
     attach(small).connector.close()
-    path = Path(shm_segment.DIRECTORY) / f"pdserve-{name}@4096"
+    path = Path(segment.DIRECTORY) / f"pdserve-{name}@4096"
     with path.open("r+b") as file:
         if damage in ("emptied", "shortened"):
             file.truncate(0 if damage == "emptied" else 5000)
@@ -132,7 +132,7 @@ def test_a_segment_truncated_in_use_is_unavailable(
     """Without the check, the process ends with SIGBUS."""
     instance, keys = attach(small), new_keys(2)
     instance.store(keys, [0, 1])
-    os.truncate(Path(shm_segment.DIRECTORY) / f"pdserve-{name}@4096", length)
+    os.truncate(Path(segment.DIRECTORY) / f"pdserve-{name}@4096", length)
     assert instance.match(keys) == 0
     assert instance.load(keys, [2, 3]).outcomes == [Outcome.UNAVAILABLE] * 2
     assert instance.store(new_keys(1), [0]).outcomes == [Outcome.UNAVAILABLE]
@@ -143,7 +143,7 @@ def test_a_segment_truncated_in_use_is_unavailable(
 
 
 def test_a_segment_of_another_user_is_refused(name: str, layout_of: LayoutOf, attach_shm: AttachShm) -> None:
-    path = Path(shm_segment.DIRECTORY) / f"pdserve-{name}@4096"
+    path = Path(segment.DIRECTORY) / f"pdserve-{name}@4096"
     path.touch()
     try:
         os.chown(path, 12345, 12345)
@@ -154,7 +154,7 @@ def test_a_segment_of_another_user_is_refused(name: str, layout_of: LayoutOf, at
 
 
 def test_a_symbolic_link_is_refused(name: str, layout_of: LayoutOf, tmp_path: Path, attach_shm: AttachShm) -> None:
-    (Path(shm_segment.DIRECTORY) / f"pdserve-{name}@4096").symlink_to(tmp_path / "elsewhere")
+    (Path(segment.DIRECTORY) / f"pdserve-{name}@4096").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SetupError, match="cannot be opened"):
         attach_shm(f"shm://{name}", layout_of(4096))
     assert not (tmp_path / "elsewhere").exists()

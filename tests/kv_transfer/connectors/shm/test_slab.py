@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors import shm_slab
-from pdserve.kv_transfer.connectors.shm import count_leases
+from pdserve.kv_transfer.connectors.shm import slab
+from pdserve.kv_transfer.connectors.shm.connector import count_leases
 from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
 Attach = Callable[..., Any]
@@ -23,7 +23,7 @@ SLOTS = 32  # of the smallest segment: two sets, so that a key may use every slo
 
 def test_a_slot_claimed_by_a_dead_user_is_reclaimed(small: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(small)
-    dead = shm_slab.attach(instance.connector._name, 4096, None)
+    dead = slab.attach(instance.connector._name, 4096, None)
     for key in new_keys(SLOTS):
         with dead.locked(60.0):
             assert dead.claim(instance.connector.namespace + key) is not None
@@ -36,8 +36,8 @@ def test_a_slot_claimed_by_a_dead_user_is_reclaimed(small: str, attach: Attach, 
 def test_a_process_killed_while_holding_the_lock_releases_it(small: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(small)
     code = (
-        "import sys; from pdserve.kv_transfer.connectors import shm_slab\n"
-        "view = shm_slab.attach(sys.argv[1], 4096, None)\n"
+        "import sys; from pdserve.kv_transfer.connectors.shm import slab\n"
+        "view = slab.attach(sys.argv[1], 4096, None)\n"
         "with view.locked(60.0):\n"
         "    view.claim(b'n' * 32); print('locked', flush=True); sys.stdin.read()\n"
     )
@@ -55,7 +55,7 @@ def test_a_process_killed_while_holding_the_lock_releases_it(small: str, attach:
 
 def test_a_stopped_lock_holder_costs_no_more_than_the_timeout(small: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(f"{small}&timeout=0.3")
-    other = shm_slab.attach(instance.connector._name, 4096, None)
+    other = slab.attach(instance.connector._name, 4096, None)
     with other.locked(60.0):
         assert instance.store(new_keys(2), [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
     other.close()
@@ -71,7 +71,7 @@ def test_leased_blocks_are_not_evicted_and_expired_ones_are(
     assert instance.store(keys, range(SLOTS), lease_s=600).leading == SLOTS
     assert instance.store(new_keys(2), [0, 1]).outcomes == [Outcome.FULL] * 2
     assert instance.match(keys) == SLOTS  # leased blocks stay
-    monkeypatch.setattr(shm_slab, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 601))
+    monkeypatch.setattr(slab, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 601))
     assert instance.store(new_keys(2), [0, 1]).leading == 2
     assert sum(instance.match([key]) for key in keys) == SLOTS - 2
 
