@@ -56,7 +56,7 @@ from itertools import count
 from typing import ClassVar, Final
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.blocks import Incoming, Outgoing
+from pdserve.kv_transfer.blocks import Incoming, Operation, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome, Result
 from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError, ReadTimeout
 from pdserve.kv_transfer.connectors.nixl.leases import Leases
@@ -71,7 +71,6 @@ from pdserve.kv_transfer.connectors.nixl.tickets import (
     pack_notification,
     pack_ticket,
 )
-from pdserve.kv_transfer.operation import Operation
 from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
 
@@ -134,24 +133,23 @@ class NixlConnector(BatchedConnector):
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         self.memory.check(keys, block_ids)
         deadline = self._deadline(len(keys))
-        operation = Operation("store", len(keys), deadline, lambda done: self._grant(done, blocks, ids, lease_s))
-        ids = list(block_ids)
-        blocks = self._blocks(_LeasedBlock, operation, list(zip(keys, ids, strict=True)))
-        for block, row in zip(blocks, ids, strict=True):
+        operation = Operation("store", keys, block_ids, deadline, lambda done: self._grant(done, blocks, lease_s))
+        blocks = self._blocks(_LeasedBlock, operation)
+        for block, row in zip(blocks, block_ids, strict=True):
             block.memory, block.local_row = self._pool, row
         return self._submit_after_steps(operation, lambda: self.put_many(blocks, lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         self.memory.check(keys, block_ids)
-        operation = Operation("load", len(keys), self._deadline(len(keys)), self._finish_transfer)
-        blocks = self._blocks(PeerBlock, operation, list(zip(keys, block_ids, strict=True)))
+        operation = Operation("load", keys, block_ids, self._deadline(len(keys)), self._finish_transfer)
+        blocks = self._blocks(PeerBlock, operation)
         for block, row in zip(blocks, block_ids, strict=True):
             block.memory, block.local_row = self._pool, row
         copied = list(tickets)
         return self._submit_after_steps(operation, lambda: self._locate_and_get(blocks, copied))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        operation: Operation[None] = Operation("release", 0, self._deadline(0), lambda _: None)
+        operation = Operation("release", keys, [], self._deadline(0), self._finish_match)
         copied = list(tickets)
         self._submit(operation, lambda: self._notify_owners(self._tickets.release(copied)))
 
@@ -216,14 +214,12 @@ class NixlConnector(BatchedConnector):
             index = self._thread_local.reader_index = next(self._next_reader)
         return self._readers[index % len(self._readers)]
 
-    def _grant(
-        self, done: Operation[Result], blocks: "Sequence[_LeasedBlock]", ids: Sequence[int], lease_s: float
-    ) -> Result:
+    def _grant(self, done: Operation[Result], blocks: "Sequence[_LeasedBlock]", lease_s: float) -> Result:
         """Lease the blocks whose outcome is OK. Called once, when all rows are hashed or the deadline has passed."""
         result = self._finish_transfer(done)
         entries = [
-            ENTRY.pack(block.key, row, block.header)
-            for block, row, outcome in zip(blocks, ids, result.outcomes, strict=True)
+            ENTRY.pack(block.key, block.local_row, block.header)
+            for block, outcome in zip(blocks, result.outcomes, strict=True)
             if outcome is Outcome.OK
         ]
         if not entries:

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from pdserve.kv_transfer.header import Row, checksum, copy_and_hash
+from pdserve.kv_transfer.blocks import copy_and_hash
+from pdserve.kv_transfer.header import Row, checksum
 
 
 class Memory(Protocol):

@@ -11,11 +11,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.kv_transfer.blocks import Incoming
+from pdserve.kv_transfer.blocks import Expired, Incoming, Operation
 from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError, ReadTimeout
 from pdserve.kv_transfer.connectors.nixl.memory import Memory
 from pdserve.kv_transfer.connectors.nixl.tickets import PeerPool, RemoteBlock
-from pdserve.kv_transfer.fence import Expired, Fence
 
 _MAX_PEERS: Final = 256  # beyond this, the least recently used idle peer is disconnected
 
@@ -54,17 +53,13 @@ class PeerBlock(Incoming):
         return self.source.row
 
     @property
-    def deadline(self) -> float:
-        return self._operation.deadline
-
-    @property
-    def fence(self) -> Fence:
-        return self._fence
+    def operation(self) -> Operation[Any]:
+        return self._operation
 
     def accept_copy(self, memory: Memory, row: int) -> None:
         """Copy a row outside of the pool, or another one in it, into the block's row, and verify it there."""
         assert self.source is not None
-        with self.fence:
+        with self._fence:
             self.accept_digest(self.source.header, self.memory.copy(self.local_row, memory, row))
 
     def verify(self) -> None:
@@ -250,7 +245,7 @@ class Reader:
         for start in range(0, len(blocks), self._blocks_per_read):
             group = blocks[start : start + self._blocks_per_read]
             local_rows = np.array([block.local_row for block in group], dtype=np.int32)
-            with group[0].fence:
+            with group[0].operation.fence:
                 peer.is_synchronous = self._agent.read(self._local, local_rows, peer.descriptors, _remote_rows(group))
                 for block in group:
                     block.verify()
@@ -302,7 +297,7 @@ class Reader:
         read = reads[0]
         pause = 0.0
         while not read.is_done:
-            if time.monotonic() >= read.blocks[0].deadline - self._margin_s:
+            if time.monotonic() >= read.blocks[0].operation.deadline - self._margin_s:
                 raise ReadTimeout("the peer did not respond in time")
             time.sleep(pause)
             pause = min(pause + 20e-6, 500e-6)

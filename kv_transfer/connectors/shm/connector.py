@@ -74,19 +74,31 @@ class ShmConnector(BatchedConnector):
         self._slab.close()
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
-        for group in self._groups(blocks):
-            self._put_group(group, lease_s)
+        step = max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // self.memory.layout.block_bytes))
+        for start in range(0, len(blocks), step):
+            self._put_group(blocks[start : start + step], lease_s)
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         for block in blocks:
-            slot = self._slab.find(self.namespace + block.key)
+            name = self.namespace + block.key
+            self._slab.check_length()
+            slot = self._slab.find(name)
             if slot is None:
                 block.missing()
-            else:
-                self._get(block, slot)
+                continue
+            self._slab.touch(slot)
+            header, payload = self._slab.header(slot), self._slab.payload(slot)
+            if not self.codec.is_identity:
+                payload = payload[: payload_length(header)]
+            if block.accept(header, [payload]) is Outcome.CORRUPT and not (
+                self._slab.holds(slot, header) and header[NAME] == name
+            ):
+                block.missing()  # evicted during the read, or before, and the slot has another block
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterable[bool]:
-        return (self._slab.find(self.namespace + key) is not None for key in keys)
+        for key in keys:
+            self._slab.check_length()
+            yield self._slab.find(self.namespace + key) is not None
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         with self._slab.locked(self.timeout):
@@ -118,20 +130,6 @@ class ShmConnector(BatchedConnector):
             # Also after the deadline passed half-way: copied blocks are valid, and the other slots are freed.
             self._publish_or_free(claimed, written, lease_s)
 
-    def _publish_or_free(
-        self, claimed: list[tuple[Outgoing, int]], written: list[tuple[Outgoing, int, bytes]], lease_s: float
-    ) -> None:
-        try:
-            with self._slab.locked(self.timeout):
-                for block, slot, header in written:
-                    # A late block gets no lease: it is not reported as stored, so no caller would release it.
-                    self._publish(block, slot, header, lease_s if block.in_time() else 0.0)
-                for _, slot in claimed[len(written) :]:
-                    self._slab.free(slot)
-        except TimeoutError:
-            self._slab.abandon(slot for _, slot in claimed)
-            raise
-
     def _claim(self, blocks: Sequence[Outgoing], lease_s: float) -> list[tuple[Outgoing, int]]:
         claimed: list[tuple[Outgoing, int]] = []
         with self._slab.locked(self.timeout):
@@ -147,34 +145,33 @@ class ShmConnector(BatchedConnector):
                     block.failed(Outcome.FULL)
         return claimed
 
-    def _publish(self, block: Outgoing, slot: int, header: bytes, lease_s: float) -> None:
-        existing = self._slab.find(self.namespace + block.key)
-        if existing is None:
-            self._slab.publish(slot, header, lease_s)
-            block.stored()
-        else:  # the same block was stored by another connector meanwhile
-            self._slab.free(slot)
-            self._slab.renew(existing, lease_s)
-            block.present()
-
-    def _get(self, block: Incoming, slot: int) -> None:
-        header = self._slab.header(slot)
-        outcome = block.accept(header, [self._slab.payload(slot)[: payload_length(header)]])
-        if outcome is Outcome.OK:
-            self._slab.touch(slot)
-        elif not self._slab.holds(slot, header) or header[NAME] != self.namespace + block.key:
-            block.missing()  # evicted during the read, or before, and the slot has another block
+    def _publish_or_free(
+        self, claimed: list[tuple[Outgoing, int]], written: list[tuple[Outgoing, int, bytes]], lease_s: float
+    ) -> None:
+        try:
+            with self._slab.locked(self.timeout):
+                for block, slot, header in written:
+                    # A late block gets no lease: it is not reported as stored, so no caller would release it.
+                    lease = lease_s if block.in_time() else 0.0
+                    existing = self._slab.find(self.namespace + block.key)
+                    if existing is None:
+                        self._slab.publish(slot, header, lease)
+                        block.stored()
+                    else:  # the same block was stored by another connector meanwhile
+                        self._slab.free(slot)
+                        self._slab.renew(existing, lease)
+                        block.present()
+                for _, slot in claimed[len(written) :]:
+                    self._slab.free(slot)
+        except TimeoutError:
+            self._slab.abandon(slot for _, slot in claimed)
+            raise
 
     def _find_slots(self, keys: Sequence[bytes]) -> Iterator[int]:
         for key in keys:
             slot = self._slab.find(self.namespace + key)
             if slot is not None:
                 yield slot
-
-    def _groups(self, blocks: Sequence[Outgoing]) -> Iterator[Sequence[Outgoing]]:
-        step = max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // self.memory.layout.block_bytes))
-        for start in range(0, len(blocks), step):
-            yield blocks[start : start + step]
 
 
 def _segment_name(url: str) -> str:

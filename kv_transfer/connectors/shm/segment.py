@@ -7,24 +7,30 @@ Pools with different block lengths use separate segments under the same name.
     payloads      one per slot, the block's bytes, page-aligned
 
 All space is allocated at creation, so a full /dev/shm is an error at start and never a SIGBUS later.
+
+Users exclude each other by locks on single bytes of the file, which the kernel releases when the holding process dies in any
+way. These are Linux's open file description locks: they belong to one `os.open`, not to a process. So two connectors in one
+process exclude each other too, and the locks work across containers, where process ids are not comparable. The bytes need
+not exist in the file. Two threads that use the same file descriptor do not exclude each other.
 """
 
 import contextlib
 import errno
+import fcntl
 import glob
 import logging
 import mmap
 import os
 import struct
+import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
 
 import xxhash
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connectors.shm import rangelock
 
 log = logging.getLogger(__name__)
 
@@ -49,35 +55,30 @@ _PAGE: Final = 4096
 _SUPERBLOCK = struct.Struct("<8sIIQQ")  # magic, version, ways, sets, block bytes; a checksum follows
 _USER_COUNTER_AT: Final = 64
 _USER_COUNTER = struct.Struct("<Q")
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The sizes of one segment."""
 
     sets: int
     block_bytes: int
+    slots: int
+    stride: int
+    payloads_at: int
+    total_bytes: int
 
-    @property
-    def slots(self) -> int:
-        return self.sets * WAYS
-
-    @property
-    def stride(self) -> int:
-        return _round_up_to_page(self.block_bytes)
-
-    @property
-    def payloads_at(self) -> int:
-        return RECORDS_AT + _round_up_to_page(self.slots * RECORD_BYTES)
-
-    @property
-    def total_bytes(self) -> int:
-        return self.payloads_at + self.slots * self.stride
+    @classmethod
+    def of(cls, sets: int, block_bytes: int) -> "Geometry":
+        """Return the geometry of `sets` sets of slots for blocks of `block_bytes`."""
+        slots, stride = sets * WAYS, _round_up_to_page(block_bytes)
+        payloads_at = RECORDS_AT + _round_up_to_page(slots * RECORD_BYTES)
+        return cls(sets, block_bytes, slots, stride, payloads_at, payloads_at + slots * stride)
 
     @classmethod
     def within(cls, size: int, block_bytes: int) -> "Geometry":
         """Return the geometry of the largest segment of at most `size` bytes."""
-        return cls(max(0, size - 2 * _PAGE) // (WAYS * (_round_up_to_page(block_bytes) + RECORD_BYTES)), block_bytes)
+        return cls.of(max(0, size - 2 * _PAGE) // (WAYS * (_round_up_to_page(block_bytes) + RECORD_BYTES)), block_bytes)
 
     def pack(self) -> bytes:
         superblock = _SUPERBLOCK.pack(_MAGIC, _VERSION, WAYS, self.sets, self.block_bytes)
@@ -89,7 +90,7 @@ class Geometry:
         superblock = os.pread(fd, _SUPERBLOCK.size, 0)
         if len(superblock) < _SUPERBLOCK.size:
             return None
-        geometry = cls(*_SUPERBLOCK.unpack(superblock)[3:])
+        geometry = cls.of(*_SUPERBLOCK.unpack(superblock)[3:])
         is_complete = (
             os.pread(fd, len(superblock) + 8, 0) == geometry.pack() and os.fstat(fd).st_size == geometry.total_bytes
         )
@@ -105,6 +106,33 @@ class Segment:
         self.user = user
         # MAP_POPULATE maps all pages now. Page faults at first use would halve the speed of the first copies.
         self.map = mmap.mmap(fd, geometry.total_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._thread_lock = threading.Lock()
+
+    @contextmanager
+    def locked(self, timeout: float) -> Iterator[None]:
+        """Hold the lock on the records, which excludes all other users and threads.
+
+        Raises:
+            TimeoutError: the lock was not free within `timeout` seconds.
+            OSError: the segment has been truncated.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._thread_lock.acquire(timeout=timeout):
+            raise TimeoutError("another thread held the slab's lock for too long")
+        try:
+            lock(self.fd, RECORDS_LOCK_AT, deadline)
+            try:
+                self.check_length()
+                yield
+            finally:
+                set_lock(self.fd, RECORDS_LOCK_AT, fcntl.F_UNLCK)
+        finally:
+            self._thread_lock.release()
+
+    def check_length(self) -> None:
+        """Raise `OSError` if the file has been truncated: an access beyond its end would be a SIGBUS."""
+        if os.fstat(self.fd).st_size < self.geometry.total_bytes:
+            raise OSError("the shared-memory segment has been truncated; restart all instances that use it")
 
     def close(self) -> None:
         self.map.close()
@@ -129,13 +157,13 @@ def attach(name: str, block_bytes: int, size: int | None) -> Segment:
     while True:
         fd = _open(name, path)
         try:
-            rangelock.lock(fd, CREATION_LOCK_AT, deadline)
+            lock(fd, CREATION_LOCK_AT, deadline)
             if not _is_current(fd, path):  # unlinked, perhaps recreated, since it was opened
                 os.close(fd)
                 continue
             geometry = _adopt(fd, name, block_bytes, size) or _create(fd, name, path, block_bytes, size)
             segment = Segment(fd, geometry, _register_user(fd))
-            rangelock.unlock(fd, CREATION_LOCK_AT)
+            set_lock(fd, CREATION_LOCK_AT, fcntl.F_UNLCK)
             return segment
         except TimeoutError:
             os.close(fd)
@@ -168,7 +196,7 @@ def remove_unused(segments: Iterable[str]) -> None:
         with contextlib.suppress(OSError):  # removed meanwhile, or owned by another user
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                if rangelock.try_lock(fd, CREATION_LOCK_AT) and not rangelock.is_locked_by_others(fd, LIVENESS_AT, 0):
+                if try_lock(fd, CREATION_LOCK_AT) and not is_locked_by_others(fd, LIVENESS_AT, 0):
                     os.unlink(path)
             finally:
                 os.close(fd)
@@ -199,7 +227,7 @@ def _adopt(fd: int, name: str, block_bytes: int, size: int | None) -> Geometry |
     is_usable = existing is not None and existing.block_bytes == block_bytes
     if is_usable and (size is None or existing == Geometry.within(size, block_bytes)):
         return existing
-    if not rangelock.is_locked_by_others(fd, LIVENESS_AT, 0):
+    if not is_locked_by_others(fd, LIVENESS_AT, 0):
         return None
     if is_usable:
         assert existing is not None
@@ -215,7 +243,7 @@ def _create(fd: int, name: str, path: str, block_bytes: int, size: int | None) -
     os.ftruncate(fd, 0)
     file_system = os.statvfs(fd)
     free = file_system.f_bavail * file_system.f_frsize
-    min_bytes = Geometry(MIN_BLOCKS // WAYS, block_bytes).total_bytes + _PAGE
+    min_bytes = Geometry.of(MIN_BLOCKS // WAYS, block_bytes).total_bytes + _PAGE
     requested_bytes = size if size is not None else max(min_bytes, min(DEFAULT_BYTES, free // 2))
     geometry = Geometry.within(requested_bytes, block_bytes)
     if geometry.slots < MIN_BLOCKS:
@@ -246,7 +274,7 @@ def _register_user(fd: int) -> int:
     """Allocate the next user number and take its liveness lock. Returns the number."""
     user = int(_USER_COUNTER.unpack(os.pread(fd, _USER_COUNTER.size, _USER_COUNTER_AT))[0]) + 1
     os.pwrite(fd, _USER_COUNTER.pack(user), _USER_COUNTER_AT)
-    if not rangelock.try_lock(fd, LIVENESS_AT + user):
+    if not try_lock(fd, LIVENESS_AT + user):
         raise SetupError("The user counter of the shared-memory segment is corrupt; remove the segment.")
     return user
 
@@ -262,3 +290,39 @@ def _round_up_to_page(size: int) -> int:
 
 def _mib(size: int) -> str:
     return f"{size / (1 << 20):.1f} MiB"
+
+
+def set_lock(fd: int, offset: int, kind: int) -> None:
+    """Lock one byte without waiting (F_WRLCK), or unlock it (F_UNLCK)."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, 0, offset, 1, 0))
+
+
+def try_lock(fd: int, offset: int) -> bool:
+    """Try to lock one byte without waiting. Returns True if `fd` holds the lock now."""
+    try:
+        set_lock(fd, offset, fcntl.F_WRLCK)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def lock(fd: int, offset: int, deadline: float) -> None:
+    """Lock one byte, polling, because a stopped holder (SIGSTOP) would block a waiting system call forever.
+
+    Raises:
+        TimeoutError: the byte was not free by `deadline` (of `time.monotonic`).
+    """
+    pause = 20e-6
+    while not try_lock(fd, offset):
+        if time.monotonic() >= deadline:
+            raise TimeoutError("another process held the lock for too long")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
+
+
+def is_locked_by_others(fd: int, offset: int, length: int = 1) -> bool:
+    """Return True if another file descriptor than `fd` holds a lock in this range. Length 0: up to the last offset."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, length, 0))
+    return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)

@@ -19,27 +19,18 @@ Concurrency:
 
 import os
 import struct
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 import xxhash
 
-from pdserve.kv_transfer.connectors.shm import rangelock, segment
-from pdserve.kv_transfer.connectors.shm.segment import (
-    LIVENESS_AT,
-    RECORD_BYTES,
-    RECORDS_AT,
-    RECORDS_LOCK_AT,
-    WAYS,
-    Segment,
-)
+from pdserve.kv_transfer.connectors.shm import segment
+from pdserve.kv_transfer.connectors.shm.segment import LIVENESS_AT, RECORD_BYTES, RECORDS_AT, WAYS, Segment
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
 
-_WORD = struct.Struct("<Q")
+_WORD = struct.Struct("<Q")  # owner and state
 _RECORD = struct.Struct("<QddQ96x")  # word (owner and state), lease end, last use, holders
 _RECORDS = np.dtype([("word", "<u8"), ("end", "<f8"), ("rest", "V112")])
 _SET = struct.Struct("<" + WAYS * "Qdd104x")
@@ -56,16 +47,19 @@ _STATE_BITS: Final = 8
 
 
 class Slab:
-    """One user's access to a slab. Thread-safe."""
+    """One user's access to a slab. Thread-safe.
+
+    Attributes:
+        locked, check_length: of the segment.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.geometry = geometry = segment.geometry
+        self.locked, self.check_length = segment.locked, segment.check_length
         self._segment = segment
         self._map = segment.map
-        self._fd = segment.fd
         self._user = segment.user
         self._sets = geometry.sets
-        self._thread_lock = threading.Lock()
         self._writing: set[int] = set()  # slots that this user's threads are copying into
         flat = np.frombuffer(self._map, np.uint8, geometry.slots * geometry.stride, geometry.payloads_at)
         self._payloads: Row = flat.reshape(geometry.slots, geometry.stride)[:, : geometry.block_bytes]
@@ -78,37 +72,10 @@ class Slab:
         row: Row = self._payloads[slot]
         return row
 
-    def check_length(self) -> None:
-        """Raise `OSError` if the file has been truncated: an access beyond its end would be a SIGBUS."""
-        if os.fstat(self._fd).st_size < self.geometry.total_bytes:
-            raise OSError("the shared-memory segment has been truncated; restart all instances that use it")
-
-    @contextmanager
-    def locked(self, timeout: float) -> Iterator[None]:
-        """Hold the lock that excludes all other users and threads.
-
-        Raises:
-            TimeoutError: the lock was not free within `timeout` seconds.
-            OSError: the segment has been truncated.
-        """
-        deadline = time.monotonic() + timeout
-        if not self._thread_lock.acquire(timeout=timeout):
-            raise TimeoutError("another thread held the slab's lock for too long")
-        try:
-            rangelock.lock(self._fd, RECORDS_LOCK_AT, deadline)
-            try:
-                self.check_length()
-                yield
-            finally:
-                rangelock.unlock(self._fd, RECORDS_LOCK_AT)
-        finally:
-            self._thread_lock.release()
-
     # Called without the lock.
 
     def find(self, name: bytes) -> int | None:
-        """Return the READY slot with this namespace and key, or None. Raises `OSError` if the segment was truncated."""
-        self.check_length()
+        """Return the READY slot with this namespace and key, or None. Call `check_length` before, unless the lock is held."""
         for start in self._starts(name):
             records = self._records(start)
             at = records.find(name)
@@ -139,7 +106,11 @@ class Slab:
 
     def claim(self, name: bytes) -> int | None:
         """Claim a slot to write into. None if all slots of this name are leased or being written."""
-        slot = self._free_slot(name)
+        slot, most_free = None, 0
+        for start in self._starts(name):  # a free slot in the emptier set
+            states = self._records(start)[::RECORD_BYTES]
+            if states.count(_FREE) > most_free:
+                slot, most_free = start + states.find(_FREE), states.count(_FREE)
         if slot is None:
             slot = self._evictable_slot(name)
         if slot is not None:
@@ -175,13 +146,6 @@ class Slab:
         self._set_word(slot, _FREE)
         self._writing.discard(slot)
 
-    def _free_slot(self, name: bytes) -> int | None:
-        """Return a free slot in the emptier of the two sets."""
-        sets = [(start, self._records(start)[::RECORD_BYTES]) for start in self._starts(name)]
-        start, states = max(sets, key=lambda candidate: candidate[1].count(_FREE))
-        at = states.find(_FREE)
-        return start + at if at >= 0 else None
-
     def _evictable_slot(self, name: bytes) -> int | None:
         """Return the least recently used slot that is not leased, or was left WRITING by a dead user."""
         now = time.monotonic()
@@ -198,7 +162,7 @@ class Slab:
     def _is_being_written(self, slot: int, owner: int) -> bool:
         if owner == self._user:
             return slot in self._writing
-        return rangelock.is_locked_by_others(self._fd, LIVENESS_AT + owner)
+        return segment.is_locked_by_others(self._segment.fd, LIVENESS_AT + owner)
 
     def _starts(self, name: bytes) -> tuple[int, int]:
         """Return the first slot of each of the two sets of a name."""
@@ -208,7 +172,7 @@ class Slab:
         return first * WAYS, second * WAYS
 
     def _records(self, start: int) -> bytes:
-        at = _record_at(start)
+        at = RECORDS_AT + start * RECORD_BYTES
         return self._map[at : at + _SET_BYTES]
 
     def _record(self, slot: int) -> tuple[int, float, float, int]:

@@ -27,7 +27,7 @@ from pdserve.kv_transfer.rules.context import make_layout
 
 
 def size_of_segment(slots: int, block_bytes: int) -> int:
-    return segment.Geometry(slots // 16, block_bytes).total_bytes + 4096
+    return segment.Geometry.of(slots // 16, block_bytes).total_bytes + 4096
 
 
 @pytest.fixture

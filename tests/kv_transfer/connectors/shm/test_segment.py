@@ -1,7 +1,9 @@
-"""Tests of shared-memory segments: sizes, foreign and damaged files, several block lengths under one name."""
+"""Tests of shared-memory segments: sizes, foreign and damaged files, several block lengths, locks on bytes of a file."""
 
+import fcntl
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors.shm import rangelock, segment
+from pdserve.kv_transfer.connectors.shm import segment
 from pdserve.kv_transfer.connectors.shm.connector import unlink
 
 Attach = Callable[..., Any]
@@ -80,7 +82,7 @@ def test_each_block_length_has_its_own_segment_under_one_name(
 
 def test_a_segment_being_created_is_not_removed(name: str, layout_of: LayoutOf, attach_shm: AttachShm) -> None:
     lock_holder = segment._open(name, f"{segment.DIRECTORY}/pdserve-{name}@8192")
-    rangelock.lock(lock_holder, segment.CREATION_LOCK_AT, 0)
+    segment.lock(lock_holder, segment.CREATION_LOCK_AT, 0)
     attach_shm(f"shm://{name}?size=8MiB", layout_of(4096)).close()
     assert segments_of(name) == {4096, 8192}
     os.close(lock_holder)
@@ -158,3 +160,43 @@ def test_a_symbolic_link_is_refused(name: str, layout_of: LayoutOf, tmp_path: Pa
     with pytest.raises(SetupError, match="cannot be opened"):
         attach_shm(f"shm://{name}", layout_of(4096))
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.fixture
+def fds(tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Two file descriptors of one file, opened separately."""
+    opened = [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT) for _ in range(2)]
+    yield opened[0], opened[1]
+    for fd in opened:
+        os.close(fd)
+
+
+def test_a_byte_is_locked_by_one_descriptor_at_a_time(fds: tuple[int, int]) -> None:
+    one, other = fds
+    assert segment.try_lock(one, 7)
+    assert segment.try_lock(one, 7), "a descriptor may lock its own byte again"
+    assert not segment.try_lock(other, 7) and segment.try_lock(other, 8)
+    segment.set_lock(one, 7, fcntl.F_UNLCK)
+    assert segment.try_lock(other, 7)
+
+
+def test_lock_gives_up_at_the_deadline(fds: tuple[int, int]) -> None:
+    one, other = fds
+    segment.lock(one, 7, time.monotonic())
+    with pytest.raises(TimeoutError):
+        segment.lock(other, 7, time.monotonic() + 0.02)
+
+
+def test_locks_of_others_are_seen_in_a_range(fds: tuple[int, int]) -> None:
+    one, other = fds
+    segment.lock(one, 7, time.monotonic())
+    assert segment.is_locked_by_others(other, 7) and segment.is_locked_by_others(other, 0, 0)
+    assert not segment.is_locked_by_others(one, 7), "its own lock does not count"
+    assert not segment.is_locked_by_others(other, 8, 0)
+
+
+def test_closing_the_descriptor_releases_its_locks(fds: tuple[int, int], tmp_path: Path) -> None:
+    third = os.open(tmp_path / "file", os.O_RDWR)
+    assert segment.try_lock(third, 7) and not segment.try_lock(fds[0], 7)
+    os.close(third)
+    assert segment.try_lock(fds[0], 7)
