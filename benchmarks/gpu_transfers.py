@@ -25,7 +25,7 @@ from pdserve.kernels.attention import select_kernel
 from pdserve.kernels.gpu.copies import PoolCopies
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Connector, Outcome
-from pdserve.kv_transfer.connectors.shm import unlink
+from pdserve.kv_transfer.connectors.shm.connector import unlink
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import StagedConnector, attach_pool
 

@@ -21,7 +21,7 @@ from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.supervisor import Child
 from pdserve.config import CONNECTOR_VARIABLE, UpConfig, parse_size
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.connectors.shm import count_leases
+from pdserve.kv_transfer.connectors.shm.connector import count_leases
 
 ON_ISLAND = "decode-1"
 STORE_BYTES = parse_size("64MiB")

@@ -21,7 +21,7 @@ KEEPS_MEMORY = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_thresho
 
 @contextmanager
 def shm(size: int) -> Iterator[str]:
-    from pdserve.kv_transfer.connectors.shm import unlink
+    from pdserve.kv_transfer.connectors.shm.connector import unlink
 
     url = f"shm://pdserve-benchmark-{free_port()}?size={size}"
     try:

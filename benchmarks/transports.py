@@ -147,8 +147,8 @@ def _redis(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
     """Read all rows of another process directly into ours in one transfer. There is no store operation."""
     try:
-        from pdserve.kv_transfer.connectors.nixl_agent import Agent, NixlError
-        from pdserve.kv_transfer.connectors.nixl_memory import HostMemory
+        from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError
+        from pdserve.kv_transfer.connectors.nixl.memory import HostMemory
 
         agent = Agent("lo")
     except SetupError as error:
@@ -187,8 +187,8 @@ def _nixl(nbytes: int, count: int) -> Iterator[tuple[str, Raw]]:
 
 
 def _nixl_peer(pipe: Connection, nbytes: int, count: int) -> None:
-    from pdserve.kv_transfer.connectors.nixl_agent import Agent
-    from pdserve.kv_transfer.connectors.nixl_memory import HostMemory
+    from pdserve.kv_transfer.connectors.nixl.agent import Agent
+    from pdserve.kv_transfer.connectors.nixl.memory import HostMemory
 
     agent, rows = Agent("lo"), HostMemory(np.ones((count, nbytes), np.uint8))
     agent.register(rows)

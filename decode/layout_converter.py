@@ -26,9 +26,9 @@ from pdserve.config import DTYPES
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
 from pdserve.keys import Layout, block_ends
+from pdserve.kv_transfer.cancellation import Cancellation, submit
 from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, PoolMemory, Result, Stats, first_failure
 from pdserve.kv_transfer.guarded import guard
-from pdserve.kv_transfer.operation import Cancellation, submit
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import host_rows
 from pdserve.proto import pdserve_pb2 as pb

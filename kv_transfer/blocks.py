@@ -1,24 +1,132 @@
-"""The blocks of one operation, as a connector's batch hooks handle them: a key, a pool row and an outcome each."""
+"""One operation of a connector, and its blocks as batch hooks handle them: a key, a pool row and an outcome each."""
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence, Set
+from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
 from pdserve.kv_transfer.codec import Codec, Undecodable
-from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.header import (
-    Buffer,
-    HeaderFormat,
-    Row,
-    copy_and_hash,
-    has_checksum,
-    payload_length,
-    read_and_hash,
-)
-from pdserve.kv_transfer.operation import Operation
+from pdserve.kv_transfer.connector import OperationFuture, Outcome
+from pdserve.kv_transfer.header import CHECKSUM, Buffer, HeaderFormat, Row, payload_length
+
+_CHUNK_BYTES = 128 << 10  # copied, then hashed while still in the CPU cache
+
+T = TypeVar("T")
+
+
+class Expired(Exception):
+    """The operation is closed or cancelled: its rows must not be touched any more."""
+
+
+class Fence:
+    """A lock that keeps a late worker thread from touching pool rows that now belong to another sequence.
+
+    Guards the pool rows of one operation. `with fence:` permits access while the fence is open.
+
+    Entering raises `Expired` once the fence is closed, or after `cancel`, which does not wait for a copy in progress;
+    `close` does.
+    """
+
+    __slots__ = ("_closed", "_lock", "cancelled")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self.cancelled = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._closed or self.cancelled:
+            self._lock.release()
+            raise Expired
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def cancel(self) -> None:
+        """Refuse further access. Returns at once."""
+        self.cancelled = True
+
+    def close(self) -> bool:
+        """Close the fence, after waiting for a copy in progress. Returns True if this call closed it."""
+        with self._lock:
+            first = not self._closed
+            self._closed = True
+        return first
+
+
+class Operation(OperationFuture[T]):
+    """One call of store, load, follow, match or release, and its future.
+
+    Attributes:
+        outcomes: one per block; UNAVAILABLE until marked otherwise.
+        expected: outcomes that are no failures.
+        bytes_moved: payload bytes stored or loaded so far.
+        matched: leading keys found so far, for `match` and `follow`.
+        started: on the clock `perf_counter`.
+        deadline: on the monotonic clock.
+        fence: around its pool rows.
+        work: is run by a worker thread.
+        on_end: is called before the future is done, with its result; None if it ends by an exception.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        deadline: float,
+        make_result: "Callable[[Operation[T]], T]",
+        expected: Set[Outcome] = frozenset(),
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.keys, self.block_ids = list(keys), list(block_ids)
+        self.outcomes = [Outcome.UNAVAILABLE] * len(block_ids)
+        self.expected = expected
+        self.bytes_moved = 0
+        self.matched = 0
+        self.started = time.perf_counter()
+        self.deadline = deadline
+        self.fence = Fence()
+        self.work: Callable[[], object] | None = None
+        self.on_end: Callable[[Operation[T], T | None], None] | None = None
+        self._make_result = make_result
+
+    def request_cancel(self) -> None:
+        self.fence.cancelled = True
+
+    @property
+    def is_over(self) -> bool:
+        """True once the operation is cancelled, complete or past its deadline."""
+        return self.fence.cancelled or self.done() or time.monotonic() >= self.deadline
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Set the future's result, or an exception. Called by worker and watchdog; only the first call has an effect."""
+        if not self.fence.close():
+            return
+        self.work = None
+        if self.fence.cancelled:
+            final = {Outcome.UNAVAILABLE: Outcome.CANCELLED}
+            self.outcomes = [final.get(outcome, outcome) for outcome in self.outcomes]
+        result = None
+        try:
+            result = self._make_result(self) if error is None else None
+        except Exception as raised:  # noqa: BLE001 - raised to the caller; the thread that completes others lives on
+            error = raised
+        if self.on_end is not None:
+            self.on_end(self, result)
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(result)  # type: ignore[arg-type]  # of T, as there is no error
 
 
 class StreamedPart(ABC):
@@ -97,11 +205,11 @@ class Outgoing(Block):
     def copy_to(self, target: Row) -> bytes:
         """Copy the payload to the front of `target`, and return the header of the copied bytes."""
         with self._fence:
-            payload = self._codec.encode(self._row)
+            payload = self._row if self._codec.is_identity else self._codec.encode(self._row)
             self._payload_bytes = len(payload)
             hasher = xxhash.xxh3_64()
             copy_and_hash(target, payload, hasher)
-            return self._header_format.pack_checksum(self.key, len(payload), hasher.digest())
+        return self._header_format.pack_checksum(self.key, self._payload_bytes, hasher.digest())
 
     def in_time(self) -> bool:
         """Return True while the operation is neither cancelled nor past its deadline."""
@@ -141,8 +249,14 @@ class Incoming(Block):
         The checksum is computed after the copy, over the row or over a private copy that is decoded afterwards. So the
         bytes that were verified are the bytes that are used, even if the source is overwritten meanwhile.
         """
-        matches = self._header_format.matches(header, self.key)
-        return self._mark(Outcome.OK if matches and self._receive_payload(header, parts) else Outcome.CORRUPT, header)
+        if not self._header_format.matches(header, self.key):
+            return self._mark(header, None)
+        if self._codec.is_identity:
+            return self._mark(header, self._receive(self._row, parts))
+        payload = bytearray(payload_length(header))
+        self._payload_bytes = len(payload)
+        digest = self._receive(np.frombuffer(payload, np.uint8), parts)
+        return self._mark(header, digest if digest == header[CHECKSUM] and self._decode(payload) else None)
 
     def read_by(self, header: bytes, read: Callable[[memoryview, int], int]) -> Outcome | None:
         """Like `accept`, for transports that can read directly into the pool row without ever blocking.
@@ -158,10 +272,7 @@ class Incoming(Block):
             return None
         with self._fence:
             digest = read_and_hash(self._row, read)
-        if digest is None:
-            return None
-        outcome = Outcome.OK if has_checksum(header, digest) else Outcome.CORRUPT
-        return self._mark(outcome, header)
+        return None if digest is None else self._mark(header, digest)
 
     def accept_digest(self, header: bytes, digest: bytes) -> Outcome:
         """Like `accept`, for transports that wrote the payload into the row, and hold the fence since before.
@@ -169,8 +280,7 @@ class Incoming(Block):
         Args:
             digest: checksum of the row's bytes.
         """
-        valid = self._header_format.matches(header, self.key) and has_checksum(header, digest)
-        return self._mark(Outcome.OK if valid else Outcome.CORRUPT, header)
+        return self._mark(header, digest if self._header_format.matches(header, self.key) else None)
 
     def missing(self) -> None:
         """Mark the block as not in the store."""
@@ -180,36 +290,31 @@ class Incoming(Block):
         """Mark the block as corrupt."""
         self._operation.outcomes[self._index] = Outcome.CORRUPT
 
-    def _mark(self, outcome: Outcome, header: bytes) -> Outcome:
+    def _mark(self, header: bytes, digest: bytes | None) -> Outcome:
+        """Mark the block OK if this is the checksum that the header states, otherwise CORRUPT."""
         self.header = header
+        outcome = Outcome.OK if digest == header[CHECKSUM] else Outcome.CORRUPT
         if outcome is Outcome.OK:
-            self._operation.bytes_moved += payload_length(header)
+            self._operation.bytes_moved += self._payload_bytes or len(self._row)
         self._operation.outcomes[self._index] = outcome
         return outcome
 
-    def _receive_payload(self, header: bytes, parts: Iterable[Buffer | Row | StreamedPart]) -> bool:
-        """Put the payload into the row, decoded. Returns False if it is not the payload of this header."""
-        if self._codec.is_identity:
-            return self._assemble(self._row, header, parts)
-        payload = bytearray(payload_length(header))
-        return self._assemble(np.frombuffer(payload, np.uint8), header, parts) and self._decode(payload)
-
-    def _assemble(self, target: Row, header: bytes, parts: Iterable[Buffer | Row | StreamedPart]) -> bool:
-        """Copy the parts into `target`. Returns True if they fill it and have the header's checksum."""
+    def _receive(self, target: Row, parts: Iterable[Buffer | Row | StreamedPart]) -> bytes | None:
+        """Copy the parts into `target`, and return the checksum of its bytes; None if there are not as many."""
         hasher, offset = xxhash.xxh3_64(), 0
         for part in parts:
             destination = target[offset : offset + len(part)]
             if len(destination) < len(part):
-                return False
+                return None
             if isinstance(part, StreamedPart):
-                self._receive(destination.data, part, hasher)
+                self._receive_stream(destination.data, part, hasher)
             else:
                 with self._fence:
                     copy_and_hash(destination, part, hasher)
             offset += len(part)
-        return offset == len(target) and has_checksum(header, hasher.digest())
+        return hasher.digest() if offset == len(target) else None
 
-    def _receive(self, target: memoryview, part: StreamedPart, hasher: xxhash.xxh3_64) -> None:
+    def _receive_stream(self, target: memoryview, part: StreamedPart, hasher: xxhash.xxh3_64) -> None:
         """Read a part into `target`. Waits outside of the fence, so that closing the fence never waits for the store."""
         while target:
             with self._fence:
@@ -227,3 +332,28 @@ class Incoming(Block):
         with self._fence:
             self._row[:] = row
         return True
+
+
+def copy_and_hash(target: Row, source: Buffer | Row, hasher: xxhash.xxh3_64) -> None:
+    """Copy `source` to the front of `target`, and hash the bytes in `target`, even if `source` changes meanwhile."""
+    array = source if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
+    for start in range(0, len(array), _CHUNK_BYTES):
+        chunk = array[start : start + _CHUNK_BYTES]
+        copied = target[start : start + len(chunk)]
+        copied[:] = chunk
+        hasher.update(copied)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
+
+
+def read_and_hash(target: Row, read: Callable[[memoryview, int], int]) -> bytes | None:
+    """Fill `target` in chunks by `read(memory, offset)`, which returns the number of bytes it read.
+
+    Returns:
+        The checksum of the bytes in `target`; None if there were fewer bytes than `target` holds.
+    """
+    hasher = xxhash.xxh3_64()
+    for start in range(0, len(target), _CHUNK_BYTES):
+        chunk = target[start : start + _CHUNK_BYTES]
+        if read(chunk.data, start) != len(chunk):
+            return None
+        hasher.update(chunk)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
+    return hasher.digest()

@@ -23,23 +23,18 @@ class StoreBreaker:
         timeout: of one operation, in seconds.
         threshold: consecutive time-outs that open the breaker; as many time-outs and refusals are a store that is out.
         pause: seconds from a time-out to the next probe.
+        is_open: operations are not to be started.
+        is_out: requests go on without the store, because it hangs or refuses transfers.
     """
 
     timeout: float
     threshold: int = 2
     pause: float = 0.0
+    is_open: bool = False
+    is_out: bool = False
     _timeouts: int = 0
     _refusals: int = 0
     _next_probe_at: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return self._timeouts >= self.threshold
-
-    @property
-    def is_out(self) -> bool:
-        """True if requests go on without the store, because it hangs or refuses transfers."""
-        return self._timeouts + self._refusals >= self.threshold
 
     def is_late(self, seconds: float) -> bool:
         """Return True if an operation that took this long and did nothing has timed out."""
@@ -57,21 +52,22 @@ class StoreBreaker:
     def start_out(self) -> None:
         """Begin with a store that has not answered yet: it is out until a transfer finds it."""
         self._refusals = self.threshold
+        self.is_out = True
 
     def record_transfer(self, result: Result, seconds: float, now: float) -> None:
         """Count the end of a store or load, also of one that started before the breaker opened."""
-        did_nothing = all(outcome in (Outcome.UNAVAILABLE, Outcome.CANCELLED) for outcome in result.outcomes)
-        self.record(not did_nothing, seconds, now)
+        did_nothing = {Outcome.UNAVAILABLE, Outcome.CANCELLED}.issuperset(result.outcomes)
         if not did_nothing:
             self._refusals = 0
         elif Outcome.UNAVAILABLE in result.outcomes and not self.is_late(seconds):
             self._refusals += 1
+        self.record(not did_nothing, seconds, now)
 
     def record_match(self, found: int, seconds: float, now: float) -> None:
         """Count the end of a match. 0 is also the result of one that the store did not answer, or refused."""
-        self.record(found > 0 or not self.is_late(seconds), seconds, now)
         if found:
             self._refusals = 0
+        self.record(found > 0 or not self.is_late(seconds), seconds, now)
 
     def record(self, answered: bool, seconds: float, now: float) -> None:
         """Count the end of an operation that took this long."""
@@ -80,3 +76,5 @@ class StoreBreaker:
         elif self.is_late(seconds):
             self._timeouts += 1
             self._next_probe_at = now + self.pause
+        self.is_open = self._timeouts >= self.threshold
+        self.is_out = self._timeouts + self._refusals >= self.threshold

@@ -19,11 +19,11 @@ Rules that every connector keeps:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -90,15 +90,17 @@ class OperationFuture(Future[T]):
     Args:
         stop: called by `request_cancel`, in any thread and at any time, also after the end. It returns at once. The future is
             then done as soon as no row is in use any more, with the outcome CANCELLED for the blocks that were not moved.
+            None: a subclass implements `request_cancel`.
     """
 
-    def __init__(self, stop: Callable[[], None]) -> None:
+    def __init__(self, stop: Callable[[], None] | None = None) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self._stop = stop
 
     def request_cancel(self) -> None:
         """Ask the operation to end early. Returns at once."""
+        assert self._stop is not None
         self._stop()
 
 
@@ -142,7 +144,7 @@ class PoolMemory:
     Attributes:
         rows: the pool's bytes, uint8 of shape [num_blocks, block_bytes], C-contiguous, in host memory.
         layout: the format of a block; its namespace is written into every block header.
-        gpu: the pool's rows in a GPU's memory (`Memory` of `connectors/nixl_memory.py`), for connectors with the capability
+        gpu: the pool's rows in a GPU's memory (`Memory` of `connectors/nixl/memory.py`), for connectors with the capability
             `gpu_memory`; `rows` then has the shape of the pool, and none of its bytes. None: the pool is in host memory.
     """
 
@@ -154,7 +156,7 @@ class PoolMemory:
         """Validate the arguments of a store or load. Raises `ValueError` if they are inconsistent or out of range."""
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys for {len(block_ids)} blocks")
-        if any(len(key) != KEY_BYTES for key in keys):
+        if set(map(len, keys)) - {KEY_BYTES}:
             raise ValueError(f"a key must have {KEY_BYTES} bytes")
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self.rows):
             raise ValueError(f"block ids must be between 0 and {len(self.rows) - 1}")
@@ -164,9 +166,9 @@ class PoolMemory:
 class Stats:
     """Cumulative transfer counters since `attach`, by direction ("store", "load")."""
 
-    bytes: dict[str, int] = field(default_factory=lambda: {"store": 0, "load": 0})
-    blocks: dict[str, int] = field(default_factory=lambda: {"store": 0, "load": 0})
-    seconds: dict[str, float] = field(default_factory=lambda: {"store": 0.0, "load": 0.0})
+    bytes: dict[str, int] = field(default_factory=partial(dict[str, int], store=0, load=0))
+    blocks: dict[str, int] = field(default_factory=partial(dict[str, int], store=0, load=0))
+    seconds: dict[str, float] = field(default_factory=partial(dict[str, float], store=0.0, load=0.0))
     failures: dict[tuple[str, Outcome], int] = field(default_factory=dict)  # (direction, outcome) → blocks
     # Counters of each underlying store, by name, for a connector that combines several.
     parts: dict[str, "Stats"] = field(default_factory=dict)
@@ -177,11 +179,15 @@ class Stats:
         """True if the store, or one of several, is out."""
         return self.is_out or any(part.any_out for part in self.parts.values())
 
-    def count(self, direction: str, result: Result) -> None:
-        """Add a result to all counters except `bytes`, which a result does not contain."""
-        self.blocks[direction] += result.outcomes.count(Outcome.OK)
+    def count(self, direction: str, result: Result, expected: Set[Outcome] = frozenset()) -> None:
+        """Add a result to all counters except `bytes`, which a result does not contain.
+
+        Args:
+            expected: outcomes that are not counted.
+        """
+        self.blocks[direction] += 0 if Outcome.OK in expected else result.outcomes.count(Outcome.OK)
         self.seconds[direction] += result.seconds
-        for outcome in set(result.outcomes) - {Outcome.OK}:
+        for outcome in set(result.outcomes) - {Outcome.OK} - expected:
             self.count_failures(direction, outcome, result.outcomes.count(outcome))
 
     def count_failures(self, direction: str, outcome: Outcome, blocks: int) -> None:

@@ -8,8 +8,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pdserve.kv_transfer.breaker import StoreBreaker
-from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, Result, Stats
+from pdserve.kv_transfer.forwarding import ForwardingConnector
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
+from pdserve.kv_transfer.threaded import BatchedConnector
+
+_OPERATIONS = ("store", "load", "follow", "match", "release", "stats")
 
 T = TypeVar("T")
 
@@ -17,16 +21,22 @@ T = TypeVar("T")
 def guard(
     connector: Connector, post: Callable[[Callable[[], None]], None], now: Callable[[], float] = time.monotonic
 ) -> Connector:
-    """Put a circuit breaker in front of a connector that does not skip a hanging store by itself.
+    """Put a circuit breaker in front of an attached connector that does not skip a hanging store by itself.
 
-    Peers that read in place are many stores: one that hangs is no reason to give up the others.
+    Peers that read in place are many stores: one that hangs is no reason to give up the others. A `BatchedConnector` whose
+    operations are those of the base class has a breaker inside, which is switched on.
     """
     if connector.in_place or connector.capabilities.skips_hanging:
+        return connector
+    if isinstance(connector, BatchedConnector) and all(
+        getattr(type(connector), name) is getattr(BatchedConnector, name) for name in _OPERATIONS
+    ):
+        connector.skip_while_hanging()
         return connector
     return GuardedConnector(connector, post, now)
 
 
-class GuardedConnector(Connector):
+class GuardedConnector(ForwardingConnector):
     """Wraps the connector of one store that may hang.
 
     After two operations in a row that timed out in vain, stores and loads end as UNAVAILABLE and matches as 0, at once, until
@@ -37,16 +47,13 @@ class GuardedConnector(Connector):
         now: monotonic clock.
     """
 
-    scheme = "guarded"
-
     def __init__(
         self,
         inner: Connector,
         post: Callable[[Callable[[], None]], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.scheme = inner.scheme  # type: ignore[misc]  # a class attribute in other connectors
-        self._inner = inner
+        super().__init__(inner)
         self._breaker = StoreBreaker(inner.capabilities.timeout_s)
         if inner.has_started_out:
             self._breaker.start_out()
@@ -60,9 +67,6 @@ class GuardedConnector(Connector):
     @property
     def capabilities(self) -> Capabilities:
         return replace(self._inner.capabilities, skips_hanging=True)
-
-    def attach(self, memory: PoolMemory) -> None:
-        self._inner.attach(memory)
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         if self._breaker.is_open:
@@ -91,9 +95,6 @@ class GuardedConnector(Connector):
     def stats(self) -> Stats:
         stats = self._inner.stats()
         return replace(stats.plus(self._skipped), parts=stats.parts, is_out=self._breaker.is_out)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _skip(self, direction: str, keys: Sequence[bytes]) -> Future[Result]:
         if list(keys) != [PROBE_KEY]:

@@ -15,7 +15,6 @@ against a malicious writer; restrict write access to the store.
 """
 
 import struct
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -27,13 +26,12 @@ from pdserve.keys import Layout
 HEADER_BYTES: Final = 64
 HEADER_VERSION: Final = 1
 NAME: Final = slice(16, 48)  # where a header has namespace and key
+CHECKSUM: Final = slice(56, 64)
 MAGIC: Final = b"pdserveK"
 
 _PREFIX = struct.Struct("<8sII16s")
 _LENGTH = struct.Struct("<Q")
 _LENGTH_AT = 48
-_CHECKSUM_AT = 56
-_CHUNK_BYTES = 128 << 10  # copied, then hashed while still in the CPU cache
 
 Buffer = bytes | bytearray | memoryview
 Row = npt.NDArray[np.uint8]
@@ -66,7 +64,7 @@ class HeaderFormat:
         return (
             len(header) == HEADER_BYTES
             and header[:_LENGTH_AT] == self._prefix + key
-            and payload_length(header) in self._lengths
+            and _LENGTH.unpack_from(header, _LENGTH_AT)[0] in self._lengths
         )
 
 
@@ -78,37 +76,7 @@ def payload_length(header: bytes) -> int:
 
 def is_intact(header: bytes, payload: Buffer | Row) -> bool:
     """Return True if the payload's checksum is the header's."""
-    return has_checksum(header, checksum(payload))
-
-
-def has_checksum(header: bytes, digest: bytes) -> bool:
-    """Return True if the header's checksum is `digest`."""
-    return header[_CHECKSUM_AT:] == digest
-
-
-def copy_and_hash(target: Row, source: Buffer | Row, hasher: xxhash.xxh3_64) -> None:
-    """Copy `source` to the front of `target`, and hash the bytes in `target`, even if `source` changes meanwhile."""
-    array = source if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
-    for start in range(0, len(array), _CHUNK_BYTES):
-        chunk = array[start : start + _CHUNK_BYTES]
-        copied = target[start : start + len(chunk)]
-        copied[:] = chunk
-        hasher.update(copied)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
-
-
-def read_and_hash(target: Row, read: Callable[[memoryview, int], int]) -> bytes | None:
-    """Fill `target` in chunks by `read(memory, offset)`, which returns the number of bytes it read.
-
-    Returns:
-        The checksum of the bytes in `target`; None if there were fewer bytes than `target` holds.
-    """
-    hasher = xxhash.xxh3_64()
-    for start in range(0, len(target), _CHUNK_BYTES):
-        chunk = target[start : start + _CHUNK_BYTES]
-        if read(chunk.data, start) != len(chunk):
-            return None
-        hasher.update(chunk)  # type: ignore[arg-type]  # an array is a buffer; typed so from 3.12 on
-    return hasher.digest()
+    return header[CHECKSUM] == checksum(payload)
 
 
 def checksum(payload: Buffer | Row) -> bytes:

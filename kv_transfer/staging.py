@@ -30,9 +30,9 @@ from pdserve.kv_transfer.connector import (
     Outcome,
     PoolMemory,
     Result,
-    Stats,
     request_cancel,
 )
+from pdserve.kv_transfer.forwarding import ForwardingConnector
 
 STAGING_BYTES = 256 << 20  # of host memory, per direction
 PIECE_BYTES = 16 << 20  # of a piece, and of the buffer on the GPU, per direction
@@ -93,10 +93,8 @@ def host_rows(pool: torch.Tensor) -> npt.NDArray[np.uint8]:
     return rows
 
 
-class StagedConnector(Connector):
+class StagedConnector(ForwardingConnector):
     """Wraps a connector so that blocks of a GPU pool are copied through rows in pinned host memory."""
-
-    scheme = "staged"
 
     def __init__(
         self,
@@ -107,8 +105,7 @@ class StagedConnector(Connector):
         staging_bytes: int = STAGING_BYTES,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self.scheme = inner.scheme  # type: ignore[misc]  # a class attribute in other connectors
-        self._inner = inner
+        super().__init__(inner)
         self._inner_calls = threading.Lock()  # the contract promises one caller at a time
         self._piece = max(1, min(piece_bytes // layout.block_bytes, num_blocks))
         pieces = max(2, min(staging_bytes // (self._piece * layout.block_bytes), -(-num_blocks // self._piece)))
@@ -146,20 +143,17 @@ class StagedConnector(Connector):
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         with self._inner_calls:
-            return self._inner.match(keys)
+            return super().match(keys)
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         with self._inner_calls:
-            self._inner.release(keys, tickets=tickets)
-
-    def stats(self) -> Stats:
-        return self._inner.stats()
+            super().release(keys, tickets=tickets)
 
     def close(self) -> None:
         wait([transfer.future for transfer in list(self._transfers)])
         self._store.close()
         self._load.close()
-        self._inner.close()
+        super().close()
 
     def _new_transfer(self, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> "_Transfer":
         transfer = _Transfer(keys, block_ids, mark)

@@ -5,8 +5,8 @@
         └── ThreadedConnector    blocking hooks over one value: put, get, contains, delete
 
 `ThreadedConnector` is for authors of a plain key-value transport; `connectors/memory.py` is its example.
-`BatchedConnector` is for transports that benefit from batches or place bytes themselves: `connectors/shm.py`,
-`connectors/file.py`, `connectors/redis_connector.py`.
+`BatchedConnector` is for transports that benefit from batches or place bytes themselves: `connectors/shm/connector.py`,
+`connectors/file.py`, `connectors/redis/connector.py`.
 
 Each operation runs on one of a few worker threads. Its deadline is the timeout plus the time that its blocks, and those of
 the operations before it, take at `MIN_BYTES_PER_S`. If it has not finished by its deadline, a watchdog completes its future:
@@ -21,14 +21,15 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
-from concurrent.futures import Future
-from dataclasses import replace
+from concurrent.futures import Future, wait
 from functools import partial
-from itertools import takewhile
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any, ClassVar, TypeVar
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.blocks import Block, Incoming, Outgoing
+from pdserve.kv_transfer.blocks import Block, Expired, Incoming, Operation, Outgoing
+from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.codec import CODECS, Undecodable
 from pdserve.kv_transfer.connector import (
     DEFAULT_TIMEOUT_S,
@@ -40,9 +41,7 @@ from pdserve.kv_transfer.connector import (
     Result,
     Stats,
 )
-from pdserve.kv_transfer.fence import Expired
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, Row, is_intact
-from pdserve.kv_transfer.operation import Operation, Watchdog, run_until
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.url import Query
 
@@ -118,12 +117,14 @@ class BatchedConnector(Connector):
             )
         self._queue: queue.SimpleQueue[Operation[Any] | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
-        self._watchdog = Watchdog(self.scheme)
+        self._watchdog = _Watchdog(self.scheme)
         self._lock = threading.Lock()
         self._stats = Stats()
         self._limited_log = RateLimitedLog(self.scheme)
         self._closed = False
         self._pending_blocks = 0  # of operations in flight
+        self.__breaker: StoreBreaker | None = None
+        self.__probe: Operation[int] | None = None
         self.__own = [getattr(self, name) for name in _OWN_ATTRIBUTES]
         self.configure(query)
         query.done()
@@ -211,35 +212,37 @@ class BatchedConnector(Connector):
             self._workers.append(worker)
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        lease_s = min(lease_s, MAX_LEASE_S)
-        operation = self._new_transfer("store", keys, block_ids)
-        make_blocks = partial(self._blocks, Outgoing, operation, list(zip(keys, block_ids, strict=True)))
-        return self._submit(operation, lambda: self.put_many(make_blocks(), lease_s))
+        operation = self.__new_transfer("store", keys, block_ids)
+        return self._submit(operation, partial(self.__store, operation, min(lease_s, MAX_LEASE_S)))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         expected = set(Outcome) if list(keys) == [PROBE_KEY] else set[Outcome]()
-        operation = self._new_transfer("load", keys, block_ids, expected)
-        make_blocks = partial(self._blocks, Incoming, operation, list(zip(keys, block_ids, strict=True)))
-        return self._submit(operation, lambda: self._get_and_delete_corrupt(make_blocks()))
+        operation = self.__new_transfer("load", keys, block_ids, expected)
+        return self._submit(operation, partial(self.__load, operation))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
-        operation = self._new_transfer("load", keys, block_ids, {Outcome.MISSING})
-        make_blocks = partial(self._blocks, Incoming, operation, list(zip(keys, block_ids, strict=True)))
-        return self._submit(operation, lambda: self._poll_and_get(operation, make_blocks(), patience_s))
+        operation = self.__new_transfer("load", keys, block_ids, {Outcome.MISSING})
+        return self._submit(operation, partial(self.__follow, operation, patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
-        operation: Operation[int] = Operation("match", 0, self._deadline(0), lambda done: done.matched)
-        copied = list(keys)
-        return self._submit(operation, lambda: self._count_leading(operation, copied))
+        operation = Operation("match", keys, [], self._deadline(0), self._finish_match)
+        return self._submit(operation, partial(self.__count_leading, operation, operation.keys))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        operation: Operation[None] = Operation("release", 0, self._deadline(0), lambda _: None)
-        copied = list(keys)
-        self._submit(operation, lambda: self.release_many(copied))
+        operation = Operation("release", keys, [], self._deadline(0), self._finish_match)
+        self._submit(operation, partial(self.release_many, operation.keys))
 
     def stats(self) -> Stats:
         with self._lock:
-            return self._stats.plus(Stats())
+            stats = self._stats.plus(Stats())
+            stats.is_out = self.__breaker is not None and self.__breaker.is_out
+        return stats
+
+    def skip_while_hanging(self) -> None:
+        """Let operations fail at once while the store hangs, as `GuardedConnector` does. Called after `attach`."""
+        self.__breaker = StoreBreaker(self.capabilities.timeout_s)
+        if self.has_started_out:
+            self.__breaker.start_out()
 
     def close(self) -> None:
         if self._closed:
@@ -256,25 +259,29 @@ class BatchedConnector(Connector):
         if any(worker.is_alive() for worker in self._workers):
             # Disconnecting under a thread that hangs in the store would crash; it is freed when the process ends.
             log.warning("%s: closed while the store still does not respond", self.scheme)
-        elif not run_until(deadline, self.shut, f"kv-{self.scheme}-shut"):
+        elif not _run_until(deadline, self.shut, f"kv-{self.scheme}-shut"):
             log.warning("%s: closed while background work still waits for the store", self.scheme)
 
     # Execution.
 
-    def _submit(self, operation: Operation[T], work: Callable[[], None]) -> Future[T]:
-        if self._closed or not self._workers:
-            raise RuntimeError(f"{self.scheme}: not attached" if not self._closed else f"{self.scheme}: closed")
+    def _submit(self, operation: Operation[T], work: Callable[[], object]) -> Future[T]:
+        if operation is not self.__probe:
+            if self._closed or not self._workers:
+                raise RuntimeError(f"{self.scheme}: not attached" if not self._closed else f"{self.scheme}: closed")
+            if self.__breaker is not None and self.__breaker.is_open:
+                operation.complete()
+                return operation
+        with self._lock:
+            self._pending_blocks += len(operation.outcomes)
+        operation.on_end = self.__on_end
         if self._queue.qsize() >= MAX_QUEUED_OPERATIONS:
             self._limited_log.warning("too many operations are queued; further ones fail until the store catches up")
             operation.complete()
-            return operation.future
+            return operation
         operation.work = work
-        blocks = len(operation.outcomes)
-        self._count_pending(blocks)
-        operation.future.add_done_callback(lambda _: self._count_pending(-blocks))
         self._watchdog.watch(operation)
         self._queue.put(operation)
-        return operation.future
+        return operation
 
     def _deadline(self, blocks: int) -> float:
         """Return the deadline of an operation on `blocks` blocks that runs after all pending ones, monotonic."""
@@ -283,18 +290,14 @@ class BatchedConnector(Connector):
             seconds += (self._pending_blocks + blocks) * self.memory.layout.block_bytes / MIN_BYTES_PER_S
         return time.monotonic() + seconds
 
-    def _count_pending(self, blocks: int) -> None:
-        with self._lock:
-            self._pending_blocks += blocks
-
     def _run_worker(self) -> None:
         while (operation := self._queue.get()) is not None:
-            work = operation.work
-            if work is not None and not operation.is_over:
+            work = operation.work  # None if it is complete
+            if work is not None and not operation.fence.cancelled and time.monotonic() < operation.deadline:
                 self._run(operation, work)
             operation.complete()
 
-    def _run(self, operation: Operation[Any], work: Callable[[], None]) -> None:
+    def _run(self, operation: Operation[Any], work: Callable[[], object]) -> None:
         try:
             work()
         except Expired:
@@ -304,19 +307,35 @@ class BatchedConnector(Connector):
                 f"{operation.kind} failed: {type(fault).__name__}: {fault}", kind=type(fault).__name__
             )
         except Exception as error:  # noqa: BLE001 - a programming error is raised to the caller, not in this thread
-            operation.fail(error)
+            operation.complete(error)
 
-    def _blocks(self, kind: type[B], operation: "Operation[Any]", pairs: Sequence[tuple[bytes, int]]) -> list[B]:
-        rows, header_format, codec = self.memory.rows, self.header_format, self.codec
-        return [kind(operation, i, key, rows[row], header_format, codec) for i, (key, row) in enumerate(pairs)]
+    def __new_transfer(
+        self, kind: str, keys: Sequence[bytes], block_ids: Sequence[int], expected: Set[Outcome] = frozenset()
+    ) -> Operation[Result]:
+        operation = Operation(kind, keys, block_ids, self._deadline(len(keys)), self._finish_transfer, expected)
+        self.memory.check(keys, block_ids)
+        return operation
 
-    def _poll_and_get(self, operation: Operation[Result], blocks: Sequence[Incoming], patience_s: float) -> None:
+    def _blocks(self, kind: type[B], operation: Operation[Any]) -> list[B]:
+        rows, header_format, codec, blocks = self.memory.rows, self.header_format, self.codec, list[B]()
+        for i, (key, row) in enumerate(zip(operation.keys, operation.block_ids, strict=True)):
+            blocks.append(kind(operation, i, key, rows[row], header_format, codec))
+        return blocks
+
+    def __store(self, operation: Operation[Result], lease_s: float) -> None:
+        self.put_many(self._blocks(Outgoing, operation), lease_s)
+
+    def __load(self, operation: Operation[Result]) -> None:
+        self.__get(operation, self._blocks(Incoming, operation))
+
+    def __follow(self, operation: Operation[Result], patience_s: float) -> None:
         """Load blocks as they become visible, until the next one has not come for `patience_s` seconds."""
+        blocks: Sequence[Incoming] = self._blocks(Incoming, operation)
         give_up_at = time.monotonic() + patience_s
         while blocks:
-            visible = sum(1 for _ in takewhile(bool, self.contains_many([block.key for block in blocks])))
+            visible = self.__count_leading(operation, operation.keys[-len(blocks) :])
             if visible:
-                self._get_and_delete_corrupt(blocks[:visible])
+                self.__get(operation, blocks[:visible])
                 blocks, give_up_at = blocks[visible:], time.monotonic() + patience_s
             elif operation.is_over or time.monotonic() >= give_up_at:
                 break
@@ -325,8 +344,10 @@ class BatchedConnector(Connector):
         for block in blocks:
             block.missing()
 
-    def _get_and_delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
+    def __get(self, operation: Operation[Result], blocks: Sequence[Incoming]) -> None:
         self.get_many(blocks)
+        if Outcome.CORRUPT not in operation.outcomes:
+            return
         corrupt = [block for block in blocks if block.outcome is Outcome.CORRUPT]
         if corrupt:
             self._limited_log.warning(
@@ -334,26 +355,117 @@ class BatchedConnector(Connector):
             )
             self.delete_corrupt(corrupt)
 
-    def _count_leading(self, operation: Operation[int], keys: Sequence[bytes]) -> None:
+    def __count_leading(self, operation: Operation[Any], keys: Sequence[bytes]) -> int:
+        """Count the leading keys that are there; so far in `operation.matched`, should the store stop to answer."""
+        operation.matched = 0
         for found in self.contains_many(keys):
             if not found:
                 break
             operation.matched += 1
+        return operation.matched
 
-    def _new_transfer(
-        self, kind: str, keys: Sequence[bytes], block_ids: Sequence[int], expected: Set[Outcome] = frozenset()
-    ) -> Operation[Result]:
-        """Create the operation of a store or load. `expected` outcomes are not counted as failures."""
-        self.memory.check(keys, block_ids)
-        return Operation(kind, len(keys), self._deadline(len(keys)), lambda done: self._finish_transfer(done, expected))
+    def _finish_match(self, operation: Operation[int]) -> int:
+        return operation.matched
 
-    def _finish_transfer(self, operation: Operation[Result], expected: Set[Outcome] = frozenset()) -> Result:
-        result = Result(list(operation.outcomes), operation.seconds)
-        counted = replace(result, outcomes=[outcome for outcome in result.outcomes if outcome not in expected])
+    def _finish_transfer(self, operation: Operation[Result]) -> Result:
+        result = Result(list(operation.outcomes), time.perf_counter() - operation.started)
         with self._lock:
             self._stats.bytes[operation.kind] += operation.bytes_moved
-            self._stats.count(operation.kind, counted)
+            self._stats.count(operation.kind, result, operation.expected)
         return result
+
+    # The circuit breaker. An operation tells it of its end before the caller learns of that.
+
+    def __on_end(self, operation: Operation[Any], result: Any) -> None:
+        breaker, probe, was_open, is_open = self.__breaker, None, False, False
+        with self._lock:
+            self._pending_blocks -= len(operation.outcomes)
+            if breaker is not None and operation.kind != "release":
+                was_open, seconds, now = breaker.is_open, time.perf_counter() - operation.started, time.monotonic()
+                if result is None:  # a programming error, which the caller gets, and no time-out
+                    breaker.record(True, seconds, now)
+                elif operation.kind == "match":
+                    breaker.record_match(result, seconds, now)
+                else:
+                    breaker.record_transfer(result, seconds, now)
+                is_open = breaker.is_open
+                if operation is self.__probe:
+                    self.__probe = None
+                if is_open and self.__probe is None and not self._closed:
+                    probe = self.__probe = Operation("match", [PROBE_KEY], [], self._deadline(0), self._finish_match)
+        if is_open and not was_open:
+            self._limited_log.warning("does not answer; requests go on without the store until it does", kind="out")
+        elif was_open and not is_open:
+            self._limited_log.warning("answers again", kind="back")
+        if probe is not None:
+            self._submit(probe, partial(self.__count_leading, probe, probe.keys))
+
+
+class _Watchdog:
+    """Thread that completes operations at their deadlines."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"kv-{name}-watchdog", daemon=True)
+        self._changed = threading.Condition()
+        self._operations: list[tuple[float, int, Operation[Any]]] = []  # a heap: the earliest deadline first
+        self._serial = count()
+        self._stopped = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def watch(self, operation: Operation[Any]) -> None:
+        with self._changed:
+            heappush(self._operations, (operation.deadline, next(self._serial), operation))
+            if self._operations[0][2] is operation:
+                self._changed.notify()
+
+    def stop(self) -> None:
+        """Complete all remaining operations, due or not, and stop the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (operation := self._next_due()) is not None:
+            operation.complete()
+
+    def _next_due(self) -> Operation[Any] | None:
+        """Wait for the next operation past its deadline. None: stopped, and no operations remain."""
+        with self._changed:
+            while True:
+                while self._operations and self._operations[0][2].done():
+                    heappop(self._operations)
+                if not self._operations and self._stopped:
+                    return None
+                wait = self._operations[0][0] - time.monotonic() if self._operations else None
+                if self._stopped or (wait is not None and wait <= 0):
+                    return heappop(self._operations)[2]
+                self._changed.wait(wait)
+
+
+def _run_until(deadline: float, work: Callable[[], None], name: str) -> bool:
+    """Run `work` in a thread of its own until the deadline, on the monotonic clock. Returns False if it goes on then.
+
+    Raises:
+        Exception: that of `work`.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    wait([done], max(0.0, deadline - time.monotonic()))
+    if done.done():
+        done.result()
+    return done.done()
 
 
 class ThreadedConnector(BatchedConnector):

@@ -196,8 +196,6 @@ def test_package_table_lists_every_package() -> None:
     assert not [name for name in listed if not (ROOT / name).exists()]
     packages = {Path(name).parent.as_posix() for name in source_files()}
     inside = {
-        "kv_transfer/connectors",
-        "kv_transfer/rules",
         "kernels/gpu",
         "pdserve/engine/architectures",
         "pdserve/engine/cpu_fusion",
@@ -206,6 +204,7 @@ def test_package_table_lists_every_package() -> None:
         "pdserve/engine/parallel",
         "pdserve/engine/scheduling",
     }
+    packages = {name for name in packages if not name.startswith("kv_transfer/")}  # which lists its own
     assert packages - inside <= listed | {"router"}
 
 

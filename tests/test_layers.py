@@ -1,9 +1,9 @@
 """Layering: the import rules of docs/architecture.md, checked on the import statements."""
 
 import ast
+import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -154,7 +154,7 @@ MAY_IMPORT_LATE = {
     },
     "profile": {"profile.steps", "instance", "engine", "kv_transfer", "kv_transfer.connectors"},
 }
-MAX_FILES = 18  # Python files in a folder
+READING_ORDER = "In reading order:"  # in the docstring of a package, before the names of its files and packages
 
 # Decision logic: plain Python on plain data. The time, random numbers and connections come from the caller.
 DECISION_FILES = (
@@ -271,9 +271,48 @@ def test_every_folder_is_a_layer() -> None:
     assert len(folders) > 10 and "core" not in layers
 
 
-def test_no_folder_has_too_many_files() -> None:
-    counts = Counter(path.parent for _, path in sources())
-    assert not {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > MAX_FILES}
+def wrong_reading_order(package: Path) -> str:
+    """Return how a package's files differ from those that its docstring names after "In reading order:", or ""."""
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    _, order, rest = docstring.partition(READING_ORDER)
+    if not order:
+        return f"{package.name}/__init__.py names no files: add a paragraph that begins with {READING_ORDER!r}"
+    named = set(re.findall(r"\w+(?=[,.;])", rest.partition("\n\n")[0]))
+    there = {path.stem for path in package.glob("[!_]*") if path.suffix == ".py" or (path / "__init__.py").exists()}
+    changes = [f"+{name}" for name in sorted(there - named)] + [f"-{name}" for name in sorted(named - there)]
+    return f"{package.name}/__init__.py: {' '.join(changes)}" if changes else ""
+
+
+def packages_in_reading_order() -> Iterator[Path]:
+    for path in {path.parent for _, path in sources()}:
+        init = path / "__init__.py"
+        if path.is_relative_to(ROOT / "kv_transfer") or (init.exists() and READING_ORDER in init.read_text()):
+            yield path
+
+
+def test_packages_name_their_files_in_reading_order() -> None:
+    """Those of kv_transfer/ have to; others are compared if they do."""
+    packages = list(packages_in_reading_order())
+    assert len(packages) > 4
+    assert not [wrong for package in packages if (wrong := wrong_reading_order(package))]
+
+
+@pytest.mark.parametrize(
+    ("docstring", "wrong"),
+    [
+        ("A pool.\n\nIn reading order: pool, rows,\nparts; the tests: check.", ""),
+        ("A pool.\n\nIn reading order: pool, rows, check.", "+parts"),
+        ("A pool.\n\nIn reading order: pool, rows, parts, check, other.\n\nMore, words.", "-other"),
+        ("A pool.", "names no files"),
+    ],
+)
+def test_a_wrong_reading_order_is_found(tmp_path: Path, docstring: str, wrong: str) -> None:
+    for name in ("pool.py", "rows.py", "check.py", "parts/__init__.py", "data/file.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "__init__.py").write_text(f'"""{docstring}\n"""\n')
+    found = wrong_reading_order(tmp_path)
+    assert wrong in found and bool(wrong) == bool(found)
 
 
 def decisions() -> Iterator[str]:
@@ -308,7 +347,7 @@ def test_forbidden_imports_of_decisions_are_found(source: str) -> None:
         ("router.text", "from pdserve.router.server import serve"),
         ("prefill", "from pdserve.decode.decoder import Decoder"),
         ("engine", "from pdserve.roles import job"),
-        ("kv_transfer", "from pdserve.kv_transfer.connectors import shm"),
+        ("kv_transfer", "from pdserve.kv_transfer.connectors.shm import slab"),
         ("kernels", "from pdserve.keys import Layout"),
         ("core", "from pdserve.cli.commands import main"),
         ("core", "import pdserve.__main__"),

@@ -16,7 +16,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class GPURows:
-    """Rows of equal length in one run of a GPU's memory. Implements `Memory` of kv_transfer/connectors/nixl_memory.py.
+    """Rows of equal length in one run of a GPU's memory. Implements `Memory` of kv_transfer/connectors/nixl/memory.py.
 
     Args:
         rows: uint8 [rows, bytes of a row], contiguous; on the CPU it takes the place of a GPU's in tests.

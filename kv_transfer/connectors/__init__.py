@@ -1,1 +1,4 @@
-"""The built-in connectors, with one or more modules each."""
+"""The built-in connectors: a file each, or a package.
+
+In reading order: memory, shm, file, redis, tiered, nixl, mooncake.
+"""

@@ -30,9 +30,8 @@ from urllib.parse import unquote
 import numpy as np
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.blocks import Incoming, Outgoing
+from pdserve.kv_transfer.blocks import Expired, Incoming, Outgoing
 from pdserve.kv_transfer.connector import Outcome, Stats
-from pdserve.kv_transfer.fence import Expired
 from pdserve.kv_transfer.header import HEADER_BYTES, payload_length
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector

@@ -161,7 +161,7 @@ def connector_check(
 ) -> None:
     """Check every rule of the connector contract. Exit code 1: a rule is broken; 3: less than half could be checked."""
     from pdserve.kv_transfer.check_command import run
-    from pdserve.kv_transfer.connectors.shm import removing_new_segments
+    from pdserve.kv_transfer.connectors.shm.connector import removing_new_segments
 
     with removing_new_segments(url):
         code = run(url, rule, seconds, as_json)
@@ -181,7 +181,7 @@ def connector_bench(
 ) -> None:
     """Measure store and load beside a plain copy of the same bytes. Exit code 1: one of them moved no block."""
     from pdserve.kv_transfer.bench import run
-    from pdserve.kv_transfer.connectors.shm import removing_new_segments
+    from pdserve.kv_transfer.connectors.shm.connector import removing_new_segments
 
     with removing_new_segments(url):
         moved = run(url, block_bytes, blocks, concurrency, seconds, json_file, plot_file)

@@ -146,7 +146,7 @@ class Deployment(Supervisor):
         super().stop_all()
         self._cleanup.close()
         if self.connector.startswith("shm://") and self.connector != self.config.connector:
-            from pdserve.kv_transfer.connectors.shm import unlink
+            from pdserve.kv_transfer.connectors.shm.connector import unlink
 
             unlink(self.connector)
 

@@ -178,7 +178,7 @@ def _measure_transfers(
 ) -> tuple[dict[str, TransferModel], dict[str, Residuals]]:
     """Store and load blocks of this size through the connector."""
     from pdserve.kv_transfer.bench import GiB, figures
-    from pdserve.kv_transfer.connectors.shm import removing_new_segments
+    from pdserve.kv_transfer.connectors.shm.connector import removing_new_segments
 
     scheme = config.connector.partition("://")[0]
     size = max(1024, -(-block_bytes // 8) * 8)

@@ -17,6 +17,7 @@ from pdserve.kv_transfer.connector import (
     first_failure,
     request_cancel,
 )
+from pdserve.kv_transfer.forwarding import ForwardingConnector
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.messages import Cancel, Follow, Load, Match, Release, Store
 from pdserve.roles.rank_tickets import join_tickets, tickets_of_rank
@@ -25,14 +26,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class RankedConnector(Connector):
+class RankedConnector(ForwardingConnector):
     """Wraps the attached connector of rank 0, and has the followers do the same with theirs."""
 
-    scheme = "ranked"
-
     def __init__(self, own: Connector, followers: Followers) -> None:
-        self.scheme = own.scheme  # type: ignore[misc]  # a class attribute in other connectors
-        self._own = own
+        super().__init__(own)
         self._followers = followers
         self._lost = Stats()  # blocks whose slice only followers failed to move
         self._lock = threading.Lock()
@@ -40,36 +38,36 @@ class RankedConnector(Connector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self._own.capabilities, cancels=True)
+        return replace(super().capabilities, cancels=True)
 
     def attach(self, memory: PoolMemory) -> None:
         raise AssertionError("the constructor attaches")
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         sent = self._followers.transfer(lambda operation, _: Store(operation, list(keys), list(block_ids), lease_s))
-        return self._joined("store", self._own.store(keys, block_ids, lease_s=lease_s), *sent)
+        return self._joined("store", super().store(keys, block_ids, lease_s=lease_s), *sent)
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         sent = self._followers.transfer(
             lambda operation, rank: Load(operation, list(keys), list(block_ids), self._tickets(tickets, rank))
         )
-        return self._joined("load", self._own.load(keys, block_ids, tickets=self._tickets(tickets, 0)), *sent)
+        return self._joined("load", super().load(keys, block_ids, tickets=self._tickets(tickets, 0)), *sent)
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
         sent = self._followers.transfer(lambda operation, _: Follow(operation, list(keys), list(block_ids), patience_s))
-        return self._joined("load", self._own.follow(keys, block_ids, patience_s=patience_s), *sent)
+        return self._joined("load", super().follow(keys, block_ids, patience_s=patience_s), *sent)
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         others = self._followers.match(lambda operation: Match(operation, list(keys)))
-        return when_all([self._own.match(keys), *others], min, Future())
+        return when_all([super().match(keys), *others], min, Future())
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         self._followers.send_each(lambda rank: Release(list(keys), self._tickets(tickets, rank)))
-        self._own.release(keys, tickets=self._tickets(tickets, 0))
+        super().release(keys, tickets=self._tickets(tickets, 0))
 
     def stats(self) -> Stats:
         """Return the counters of rank 0, with the bytes of all ranks, which move as many."""
-        own, ranks = self._own.stats(), 1 + len(self._followers)
+        own, ranks = super().stats(), 1 + len(self._followers)
         with self._lock:
             total = own.plus(self._lost)
         return replace(
@@ -78,9 +76,6 @@ class RankedConnector(Connector):
             parts=own.parts,
             is_out=own.is_out,
         )
-
-    def close(self) -> None:
-        self._own.close()
 
     def _tickets(self, tickets: Sequence[bytes], rank: int) -> list[bytes]:
         return tickets_of_rank(tickets, rank, 1 + len(self._followers))

@@ -22,7 +22,7 @@ from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import InstanceConfig, UpConfig
 from pdserve.instance.instance import Instance
 from pdserve.kv_transfer.connector import Connector
-from pdserve.kv_transfer.connectors.shm import unlink
+from pdserve.kv_transfer.connectors.shm.connector import unlink
 from pdserve.kv_transfer.header import Buffer
 from pdserve.kv_transfer.threaded import ThreadedConnector
 from pdserve.proto import pdserve_pb2 as pb

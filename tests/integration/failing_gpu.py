@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from pdserve.kv_transfer.connector import Stats
-from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.connectors.shm.connector import ShmConnector
 from pdserve.kv_transfer.url import Query
 
 

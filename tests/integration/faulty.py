@@ -29,8 +29,8 @@ import numpy as np
 
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
-from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
-from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
+from pdserve.kv_transfer.connectors.shm.connector import ShmConnector
 from pdserve.kv_transfer.header import HEADER_BYTES
 from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
+from pdserve.kv_transfer.connectors.nixl.connector import NixlConnector
 from pdserve.kv_transfer.url import Query
 
 READS_BEFORE_PAUSE = 2  # each reads one piece of a bounce buffer, so the pause falls in the middle of a transfer

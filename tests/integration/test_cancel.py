@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.connectors.shm import count_leases
+from pdserve.kv_transfer.connectors.shm.connector import count_leases
 from pdserve.lifetime import RELEASED
 from pdserve.proto import pdserve_pb2 as pb
 

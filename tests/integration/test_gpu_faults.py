@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.kv_transfer.connectors.shm import unlink
+from pdserve.kv_transfer.connectors.shm.connector import unlink
 
 PROMPTS = [[i, 7, 9] * 12 for i in range(4)]
 TOKENS = 200

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.kv_transfer.connectors.shm import unlink
+from pdserve.kv_transfer.connectors.shm.connector import unlink
 
 REQUESTS = int(os.environ.get("PDSERVE_FAULTY_REQUESTS", "100"))
 CONCURRENCY = 24

@@ -24,13 +24,15 @@ from typer.testing import CliRunner
 from pdserve.cli.commands import app
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Connector, PoolMemory, Result
-from pdserve.kv_transfer.connectors import memory, shm, shm_slab
+from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.connectors.file import FileConnector
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
-from pdserve.kv_transfer.connectors.mooncake_connector import MooncakeConnector
-from pdserve.kv_transfer.connectors.redis_cluster import RedisClusterConnector
-from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
-from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.connectors.mooncake import MooncakeConnector
+from pdserve.kv_transfer.connectors.redis.cluster import RedisClusterConnector
+from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
+from pdserve.kv_transfer.connectors.shm import connector as shm
+from pdserve.kv_transfer.connectors.shm import slab
+from pdserve.kv_transfer.connectors.shm.connector import ShmConnector
 from pdserve.kv_transfer.connectors.tiered import TieredConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
 from pdserve.kv_transfer.rules.context import make_layout
@@ -122,9 +124,9 @@ class ShmAccess(StoreAccess):
                 slab.publish(slot, value[:HEADER_BYTES], 60.0)
             slab.payload(slot)[:] = np.frombuffer(value[HEADER_BYTES:], np.uint8)
 
-    def _open(self) -> shm_slab.Slab:
+    def _open(self) -> slab.Slab:
         name = self.url.removeprefix("shm://").partition("?")[0]
-        return shm_slab.attach(name, self.block_bytes, None)
+        return slab.attach(name, self.block_bytes, None)
 
 
 class FileAccess(StoreAccess):

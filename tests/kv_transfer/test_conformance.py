@@ -26,8 +26,10 @@ from pdserve.kv_transfer.conformance import (
     rules_named,
     try_rule,
 )
-from pdserve.kv_transfer.connectors import memory, shm, shm_segment
+from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.connectors.file import FileConnector
+from pdserve.kv_transfer.connectors.shm import connector as shm
+from pdserve.kv_transfer.connectors.shm import segment
 from pdserve.kv_transfer.rules import behaviour, context
 from pdserve.kv_transfer.rules.context import RuleContext, new_keys
 
@@ -195,8 +197,8 @@ from dataclasses import replace
 
 from pdserve.kv_transfer.connector import Connector, Outcome
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
-from pdserve.kv_transfer.connectors.redis_connector import RedisConnector
-from pdserve.kv_transfer.connectors.shm import ShmConnector
+from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
+from pdserve.kv_transfer.connectors.shm.connector import ShmConnector
 
 class Plain(Connector):
     def __init__(self, url):
@@ -466,12 +468,12 @@ def test_check_and_bench_remove_the_segments_they_created(command: Callable[...,
     small = ["--block-bytes", "4KiB", "--blocks", "1", "--concurrency", "1", "--seconds", "0.05"]
     assert command("check", url, "--rule", "missing").exit_code == 0
     assert command("bench", url, *small).exit_code == 0
-    assert not shm_segment.paths(name)
+    assert not segment.paths(name)
     with closing(RuleContext(f"shm://{name}?size=1MiB", 1.0)) as other:
         other.attach().must_store(new_keys(1), [0])
-        there = shm_segment.paths(name)
+        there = segment.paths(name)
         assert command("check", url, "--rule", "missing").exit_code == 0
-        assert there and shm_segment.paths(name) == there  # in use by another pool
+        assert there and segment.paths(name) == there  # in use by another pool
     shm.unlink(f"shm://{name}")
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors import shm
+from pdserve.kv_transfer.connectors.shm import connector as shm
 
 Attach = Callable[..., Any]
 

@@ -1,14 +1,21 @@
 """The circuit breaker in front of a connector, with a store that the test lets answer or time out."""
 
 import logging
+import threading
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 
+from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
-from pdserve.kv_transfer.guarded import GuardedConnector
+from pdserve.kv_transfer.connectors.memory import MemoryConnector
+from pdserve.kv_transfer.guarded import GuardedConnector, guard
 
 TIMEOUT = 4.0
 KEYS = [b"a" * 16, b"b" * 16]
@@ -174,3 +181,76 @@ def test_an_exception_is_passed_on_and_is_no_timeout(scene: Scene) -> None:
     scene.inner.calls[-1][1].set_exception(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         future.result(0)
+
+
+class Hanging(MemoryConnector):
+    """Answers while `answers` is set."""
+
+    scheme = "hanging"
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"{url}?timeout=0.05&threads=1")
+        self.answers = threading.Event()
+        self.answers.set()
+        self.released: list[bytes] = []
+
+    def contains(self, name: str) -> bool:
+        assert self.answers.wait(60)
+        return super().contains(name)
+
+    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        assert self.answers.wait(60)
+        super().put(name, header, payload, lease_s)
+
+    def release_many(self, keys: Sequence[bytes]) -> None:
+        self.released += keys
+
+
+class WithMatchOfItsOwn(Hanging):
+    def match(self, keys: Sequence[bytes]) -> Future[int]:
+        return super().match(keys)
+
+
+@pytest.mark.parametrize("kind", [Hanging, WithMatchOfItsOwn])
+def test_the_breaker_of_a_batched_connector_does_as_one_around_it(
+    kind: type[Hanging],
+    layout_of: Callable[..., Layout],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inner, posted = kind(f"memory://{uuid.uuid4().hex}"), SimpleQueue[Callable[[], None]]()
+    inner.attach(PoolMemory(np.ones((4, 4096), np.uint8), layout_of(4096)))
+    connector = guard(inner, posted.put)
+    assert (connector is inner) == (kind is Hanging), "one that replaces operations is wrapped"
+
+    def run_posted() -> bool:
+        while not posted.empty():
+            posted.get()()
+        return not connector.stats().is_out
+
+    assert connector.store(KEYS, [0, 1], lease_s=1.0).result(60).leading == 2
+    inner.answers.clear()
+    assert connector.match(KEYS).result(60) == 0 and not connector.stats().is_out
+    assert connector.store([b"c" * 16, b"d" * 16], [0, 1], lease_s=1.0).result(60).outcomes == UNAVAILABLE
+    assert connector.stats().is_out
+    failed = connector.stats().failures.copy()
+    for future in (connector.load(KEYS, [0, 1]), connector.follow(KEYS, [0, 1], patience_s=1.0)):
+        assert future.done() and future.result().outcomes == UNAVAILABLE
+    assert connector.load([PROBE_KEY], [0]).result(0).outcomes == [Outcome.UNAVAILABLE]
+    assert connector.match(KEYS).result(0) == 0
+    connector.release(KEYS)
+    assert connector.stats().failures == failed | {("load", Outcome.UNAVAILABLE): 4}, "the probe is not counted"
+    run_posted()
+    inner.answers.set()
+    give_up_at = time.monotonic() + 60
+    while not run_posted():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    assert connector.match(KEYS).result(60) == 2 and not inner.released
+    connector.release(KEYS)
+    connector.close()
+    assert inner.released == KEYS
+    messages = [record.getMessage() for record in caplog.records if "answer" in record.getMessage()]
+    assert [message.partition(": ")[2].partition(";")[0] for message in messages] == [
+        "does not answer",
+        "answers again",
+    ]

@@ -44,7 +44,7 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 def test_the_bundled_connectors_are_installed() -> None:
     found = {one.scheme: one for one in registry.installed()}
     assert {"memory", "shm", "file", "redis"} <= set(found)
-    assert found["shm"].target == "pdserve.kv_transfer.connectors.shm:ShmConnector"
+    assert found["shm"].target == "pdserve.kv_transfer.connectors.shm.connector:ShmConnector"
     assert found["shm"].package == "pdserve"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
-from pdserve.kv_transfer import operation, threaded
+from pdserve.kv_transfer import blocks, threaded
 from pdserve.kv_transfer.blocks import StreamedPart
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
@@ -89,7 +89,7 @@ class HangInCall:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (threaded, operation):
+    for module in (threaded, blocks):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

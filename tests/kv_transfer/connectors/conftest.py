@@ -17,9 +17,9 @@ import torch
 
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import PoolMemory, Result
-from pdserve.kv_transfer.connectors import shm_segment
-from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
-from pdserve.kv_transfer.connectors.shm import ShmConnector, unlink
+from pdserve.kv_transfer.connectors.nixl.connector import NixlConnector
+from pdserve.kv_transfer.connectors.shm import segment
+from pdserve.kv_transfer.connectors.shm.connector import ShmConnector, unlink
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.rules.context import make_layout
 
@@ -27,7 +27,7 @@ from pdserve.kv_transfer.rules.context import make_layout
 
 
 def size_of_segment(slots: int, block_bytes: int) -> int:
-    return shm_segment.Geometry(slots // 16, block_bytes).total_bytes + 4096
+    return segment.Geometry.of(slots // 16, block_bytes).total_bytes + 4096
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ OWNER = """
 import json, sys, time
 import numpy as np
 from pdserve.kv_transfer.connector import PoolMemory
-from pdserve.kv_transfer.connectors.nixl_connector import NixlConnector
+from pdserve.kv_transfer.connectors.nixl.connector import NixlConnector
 from pdserve.kv_transfer.rules.context import make_layout
 
 url, block_bytes, blocks, seed = sys.argv[1], *map(int, sys.argv[2:5])

@@ -1,0 +1,210 @@
+"""Slab of block slots in a shared-memory segment (`segment.py`): lookup, claim, publish, lease and eviction.
+
+    records       one per slot, 128 bytes: state, owner, lease, and the header of the block in the slot
+    payloads      one per slot, the block's bytes, page-aligned
+
+Life cycle of a slot: FREE → WRITING (claimed by a user, which copies the payload without a lock) → READY → FREE or WRITING.
+
+Each key maps to two sets of 16 slots, and a claim uses the emptier one. With a single set, a slab would reject leased
+blocks when half full; with two, it accepts them until 9 of 10 slots are taken.
+
+Concurrency:
+  - Records change only under the lock on byte RECORDS_LOCK_AT. The kernel releases it when its holder dies. The word with
+    the state is written first when a slot is freed or claimed and last when it is published, so a death at any point leaves
+    the slot FREE or WRITING.
+  - Every user holds a lock on its own byte, LIVENESS_AT plus its number, for as long as it lives. A slot left WRITING by a
+    user whose byte is unlocked can be claimed. User numbers are never reused.
+  - Readers take no lock. They read the record, copy the payload, and accept it only if its checksum matches the header.
+"""
+
+import os
+import struct
+import time
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from pdserve.kv_transfer.connectors.shm import segment
+from pdserve.kv_transfer.connectors.shm.segment import LIVENESS_AT, RECORD_BYTES, RECORDS_AT, WAYS, Segment
+from pdserve.kv_transfer.header import HEADER_BYTES, Row
+
+_WORD = struct.Struct("<Q")  # owner and state
+_RECORD = struct.Struct("<QddQ96x")  # word (owner and state), lease end, last use, holders
+_RECORDS = np.dtype([("word", "<u8"), ("end", "<f8"), ("rest", "V112")])
+_SET = struct.Struct("<" + WAYS * "Qdd104x")
+_LEASE = struct.Struct("<ddQ")
+_LEASE_AT: Final = 8
+_LAST_USE_AT: Final = 16
+_LAST_USE = struct.Struct("<d")
+_HEADER_AT: Final = 64
+_NAME_AT: Final = _HEADER_AT + 16  # offset of namespace and key in the header
+_SET_BYTES: Final = WAYS * RECORD_BYTES
+
+_FREE, _WRITING, _READY = range(3)
+_STATE_BITS: Final = 8
+
+
+class Slab:
+    """One user's access to a slab. Thread-safe.
+
+    Attributes:
+        locked, check_length: of the segment.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.geometry = geometry = segment.geometry
+        self.locked, self.check_length = segment.locked, segment.check_length
+        self._segment = segment
+        self._map = segment.map
+        self._user = segment.user
+        self._sets = geometry.sets
+        self._writing: set[int] = set()  # slots that this user's threads are copying into
+        flat = np.frombuffer(self._map, np.uint8, geometry.slots * geometry.stride, geometry.payloads_at)
+        self._payloads: Row = flat.reshape(geometry.slots, geometry.stride)[:, : geometry.block_bytes]
+
+    def close(self) -> None:
+        del self._payloads  # the last view of the map, which cannot be closed before
+        self._segment.close()
+
+    def payload(self, slot: int) -> Row:
+        row: Row = self._payloads[slot]
+        return row
+
+    # Called without the lock.
+
+    def find(self, name: bytes) -> int | None:
+        """Return the READY slot with this namespace and key, or None. Call `check_length` before, unless the lock is held."""
+        for start in self._starts(name):
+            records = self._records(start)
+            at = records.find(name)
+            while at >= 0:
+                index, offset = divmod(at, RECORD_BYTES)
+                if offset == _NAME_AT and records[index * RECORD_BYTES] == _READY:
+                    return start + index
+                at = records.find(name, at + 1)
+        return None
+
+    def header(self, slot: int) -> bytes:
+        at = _record_at(slot) + _HEADER_AT
+        return self._map[at : at + HEADER_BYTES]
+
+    def holds(self, slot: int, header: bytes) -> bool:
+        """Return True if the slot still holds the block of this header."""
+        return self._map[_record_at(slot)] == _READY and self.header(slot) == header
+
+    def touch(self, slot: int) -> None:
+        """Record a use, for eviction. If the slot was reused meanwhile, its new block merely looks more recently used."""
+        _LAST_USE.pack_into(self._map, _record_at(slot) + _LAST_USE_AT, time.monotonic())
+
+    def abandon(self, slots: Iterable[int]) -> None:
+        """Give up claimed slots without the lock, if it could not be acquired; a later claim may take them."""
+        self._writing.difference_update(slots)
+
+    # Called under the lock.
+
+    def claim(self, name: bytes) -> int | None:
+        """Claim a slot to write into. None if all slots of this name are leased or being written."""
+        slot, most_free = None, 0
+        for start in self._starts(name):  # a free slot in the emptier set
+            states = self._records(start)[::RECORD_BYTES]
+            if states.count(_FREE) > most_free:
+                slot, most_free = start + states.find(_FREE), states.count(_FREE)
+        if slot is None:
+            slot = self._evictable_slot(name)
+        if slot is not None:
+            self._set_word(slot, _WRITING)
+            self._writing.add(slot)
+        return slot
+
+    def publish(self, slot: int, header: bytes, lease_s: float) -> None:
+        """Make a claimed slot visible, after its payload is complete."""
+        at = _record_at(slot) + _HEADER_AT
+        self._map[at : at + HEADER_BYTES] = header
+        self._set_lease(slot, lease_s, holders=1)
+        self._set_word(slot, _READY)
+        self._writing.discard(slot)
+
+    def renew(self, slot: int, lease_s: float) -> None:
+        """Add a holder to the lease, or none if `lease_s` is 0.
+
+        A lease ends when all holders have released it, or when the longest one has expired.
+        """
+        _, end, _, holders = self._record(slot)
+        remaining_s = end - time.monotonic()
+        self._set_lease(slot, max(lease_s, remaining_s), holders + (lease_s > 0) if remaining_s > 0 else 1)
+
+    def release(self, slot: int) -> None:
+        """Remove one holder from the lease."""
+        _, end, last_use, holders = self._record(slot)
+        remaining = max(0, holders - 1)
+        _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, end if remaining else 0.0, last_use, remaining)
+
+    def free(self, slot: int) -> None:
+        _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, 0.0, 0.0, 0)
+        self._set_word(slot, _FREE)
+        self._writing.discard(slot)
+
+    def _evictable_slot(self, name: bytes) -> int | None:
+        """Return the least recently used slot that is not leased, or was left WRITING by a dead user."""
+        now = time.monotonic()
+        unleased: list[tuple[float, int, int]] = []
+        for start in self._starts(name):
+            values = _SET.unpack(self._records(start))
+            records = zip(values[2::3], range(start, start + WAYS), values[::3], values[1::3], strict=True)
+            unleased += [(last_use, slot, word) for last_use, slot, word, lease_end in records if lease_end <= now]
+        for _, slot, word in sorted(unleased):
+            if word & 0xFF == _READY or not self._is_being_written(slot, word >> _STATE_BITS):
+                return slot
+        return None
+
+    def _is_being_written(self, slot: int, owner: int) -> bool:
+        if owner == self._user:
+            return slot in self._writing
+        return segment.is_locked_by_others(self._segment.fd, LIVENESS_AT + owner)
+
+    def _starts(self, name: bytes) -> tuple[int, int]:
+        """Return the first slot of each of the two sets of a name."""
+        digest = xxhash.xxh3_64_intdigest(name)
+        first = digest % self._sets
+        second = (first + 1 + (digest >> 32) % (self._sets - 1)) % self._sets
+        return first * WAYS, second * WAYS
+
+    def _records(self, start: int) -> bytes:
+        at = RECORDS_AT + start * RECORD_BYTES
+        return self._map[at : at + _SET_BYTES]
+
+    def _record(self, slot: int) -> tuple[int, float, float, int]:
+        word, lease_end, last_use, holders = _RECORD.unpack_from(self._map, _record_at(slot))
+        return word, lease_end, last_use, holders
+
+    def _set_word(self, slot: int, state: int) -> None:
+        _WORD.pack_into(self._map, _record_at(slot), self._user << _STATE_BITS | state)
+
+    def _set_lease(self, slot: int, lease_s: float, holders: int) -> None:
+        now = time.monotonic()
+        _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, now + lease_s, now, holders)
+
+
+def attach(name: str, block_bytes: int, size: int | None) -> Slab:
+    """Attach to a segment as `segment.attach` does, and return its slab."""
+    return Slab(segment.attach(name, block_bytes, size))
+
+
+def count_leases(name: str) -> int:
+    """Count the blocks that are leased now in the segments of this name."""
+    return sum(_count_leases_in(path) for path in segment.paths(name))
+
+
+def _count_leases_in(path: str) -> int:
+    with open(path, "rb") as file:
+        geometry = segment.Geometry.read(file.fileno())
+        if geometry is None:
+            return 0
+        records = np.frombuffer(os.pread(file.fileno(), geometry.slots * RECORD_BYTES, RECORDS_AT), _RECORDS)
+    return int(np.count_nonzero((records["word"] & 0xFF == _READY) & (records["end"] > time.monotonic())))
+
+
+def _record_at(slot: int) -> int:
+    return RECORDS_AT + slot * RECORD_BYTES

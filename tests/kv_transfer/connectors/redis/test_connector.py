@@ -1,0 +1,165 @@
+"""Tests of `redis://` with a real server."""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from pdserve.errors import SetupError
+from pdserve.keys import Layout
+from pdserve.kv_transfer.connector import Outcome
+from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
+
+Attach = Callable[..., Any]
+LayoutOf = Callable[..., Layout]
+NewKeys = Callable[[int], list[bytes]]
+StartRedis = Callable[..., Any]
+
+
+def test_blocks_are_stored_in_pieces(
+    start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    server = start_redis()
+    instance, keys = attach(f"{server.url}?value_bytes=10000&ttl=100", layout_of(32768), blocks=8), new_keys(2)
+    instance.store(keys, [0, 1])
+    assert instance.load(keys, [4, 5]).leading == 2
+    np.testing.assert_array_equal(instance.rows[4:6], instance.rows[0:2])
+    with closing(redis.Redis.from_url(server.url)) as client:
+        names = sorted(client.keys(f"*{keys[0].hex()}*"))
+        assert [client.strlen(name) for name in names] == [64, 10000, 10000, 10000, 2768]
+        assert all(40_000 < client.pttl(name) <= 100_000 for name in names)
+        client.expire(names[2], 1)
+        instance.store(keys, [0, 1], lease_s=500)  # renews all of them, to the lease because that is longer
+        assert all(440_000 < client.pttl(name) <= 500_000 for name in names)
+        client.delete(names[2])  # evicted partly
+    assert instance.match(keys) == 0
+    assert instance.load(keys, [4, 5]).outcomes == [Outcome.MISSING, Outcome.OK]
+    assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
+
+
+def test_instances_with_different_piece_sizes_do_not_share_blocks(
+    start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    server, keys = start_redis(), new_keys(2)
+    one = attach(f"{server.url}?value_bytes=10000", layout_of(32768))
+    other = attach(f"{server.url}?value_bytes=20000", layout_of(32768))
+    one.store(keys, [0, 1])
+    assert other.load(keys, [0, 1]).outcomes == [Outcome.MISSING] * 2
+    assert one.match(keys) == 2
+
+
+def test_a_unix_socket(start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
+    server, keys = start_redis(), new_keys(2)
+    instance = attach(f"redis+unix://{server.socket}?ttl=60")
+    assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
+
+
+def test_an_unreachable_server_is_an_error_without_the_password(start_redis: StartRedis, attach: Attach) -> None:
+    server = start_redis()
+    server.kill()
+    with pytest.raises(SetupError, match=r"No Redis answers at redis://me:\*\*\*@127.0.0.1:\d+/0: .*refused") as caught:
+        attach(server.url.replace("//", "//me:secret@"))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_wrong_password_is_an_error_that_does_not_show_it(
+    start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+) -> None:
+    server = start_redis()
+    with closing(redis.Redis.from_url(server.url)) as client:
+        client.acl_setuser("me", enabled=True, passwords=["+right"], categories=["+@all"], keys=["*"])
+    with pytest.raises(SetupError, match="No Redis answers") as caught:
+        attach(server.url.replace("//", "//me:secret@"))
+    assert "secret" not in str(caught.value)
+    instance, keys = attach(server.url.replace("//", "//me:right@")), new_keys(1)
+    assert instance.store(keys, [0]).leading == instance.load(keys, [1]).leading == 1
+
+
+@pytest.mark.parametrize("url", ["redis://", "redis:///0", "redis://host/x", "redis+unix://", "redis+unix:///"])
+def test_urls_without_an_address_are_refused(url: str) -> None:
+    with pytest.raises(SetupError):
+        RedisConnector(url)
+
+
+def test_a_server_that_dies_and_restarts(start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
+    server = start_redis()
+    instance, keys = attach(f"{server.url}?timeout=20"), new_keys(2)
+    assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
+
+    server.kill()
+    assert instance.store(keys, [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
+    assert instance.load(keys, [4, 5]).outcomes == [Outcome.UNAVAILABLE] * 2
+    assert instance.match(keys) == 0
+
+    server.start()
+    assert instance.load(keys, [4, 5]).outcomes == [Outcome.MISSING] * 2  # on the first attempt
+    assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
+
+
+def test_a_server_killed_during_transfers(
+    start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    server = start_redis()
+    instance, keys = attach(f"{server.url}?timeout=5", layout_of(1 << 20), blocks=128), new_keys(64)
+    before = instance.rows[:64].copy()
+    store = instance.connector.store(keys, range(64), lease_s=60)
+    load = instance.connector.load(keys, range(64, 128))
+    time.sleep(0.02)
+    server.kill()
+    assert set(store.result(60).outcomes) <= {Outcome.OK, Outcome.UNAVAILABLE}
+    for row, outcome in enumerate(load.result(60).outcomes):
+        assert outcome in (Outcome.OK, Outcome.MISSING, Outcome.UNAVAILABLE)
+        if outcome is Outcome.OK:
+            np.testing.assert_array_equal(instance.rows[64 + row], before[row])
+
+
+def test_a_hanging_server_costs_no_more_than_the_timeout(
+    start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+) -> None:
+    server = start_redis()
+    instance, keys = attach(f"{server.url}?timeout=0.5"), new_keys(2)
+    with closing(redis.Redis.from_url(server.url)) as client:
+        client.client_pause(600_000)
+    assert instance.load(keys, [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
+    assert instance.match(keys) == 0
+
+
+def test_a_full_server_ends_full_and_keeps_no_partial_blocks(
+    start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    server = start_redis("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    instance, keys = attach(f"{server.url}?value_bytes=256KiB", layout_of(1 << 20), blocks=32), new_keys(16)
+    outcomes = instance.store(keys, range(16)).outcomes
+    assert set(outcomes) == {Outcome.OK, Outcome.FULL}
+    with closing(redis.Redis.from_url(server.url)) as client:
+        assert client.dbsize() == 5 * sum(outcome is Outcome.OK for outcome in outcomes)
+    for key, outcome, row in zip(keys, outcomes, range(16), strict=True):
+        assert instance.match([key]) == (outcome is Outcome.OK)
+        if outcome is Outcome.OK:
+            assert instance.load([key], [16 + row]).outcomes == [Outcome.OK]
+            np.testing.assert_array_equal(instance.rows[16 + row], instance.rows[row])
+
+
+def test_blocks_expire(start_redis: StartRedis, attach: Attach, new_keys: NewKeys) -> None:
+    instance, keys = attach(f"{start_redis().url}?ttl=0.3"), new_keys(2)
+    instance.store(keys[:1], [0], lease_s=0.1)
+    instance.store(keys[1:], [1], lease_s=60)
+    time.sleep(0.5)
+    assert (instance.match(keys[:1]), instance.match(keys[1:])) == (0, 1)
+
+
+def test_stores_to_a_read_only_server_are_unavailable(
+    start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+) -> None:
+    server = start_redis()
+    instance, keys = attach(server.url), new_keys(1)
+    instance.store(keys, [0])
+    with closing(redis.Redis.from_url(server.url)) as client:
+        client.replicaof("127.0.0.1", str(os.getpid() % 1000 + 1))  # a replica without a primary
+    assert instance.store(keys, [0]).outcomes == [Outcome.UNAVAILABLE]
+    assert instance.store(new_keys(1), [0]).outcomes == [Outcome.UNAVAILABLE]
