@@ -13,6 +13,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import Raw
+
 from pdserve.config import InstanceConfig, parse_size
 from pdserve.control.frame_connection import MAX_FRAME_BYTES
 from pdserve.decode.decoder import Decoder
@@ -29,6 +31,7 @@ from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
+from pdserve.output import Output, pack
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.ranks.followers import Followers
@@ -36,7 +39,7 @@ from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
 from pdserve.request import Request
 from pdserve.roles.fetcher import Fetcher
-from pdserve.roles.job import Job, error_message
+from pdserve.roles.job import Job, failure
 from pdserve.roles.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -326,8 +329,7 @@ class Instance:
             self.decoder.submit(job, converted, others)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
-        rejection = pb.Output(request_id=request_id, error=error_message(error))
-        self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[rejection])))
+        self._send(link, pb.InstanceFrame(outputs=pack([Output(request_id=request_id, error=failure(error))])))
 
     def _with_job(self, link: str, request_id: str, action: Callable[[Job], None]) -> None:
         job = self._jobs.get((link, request_id))
@@ -345,36 +347,36 @@ class Instance:
 
     def _send_outputs(self) -> None:
         """Send all urgent outputs, one frame per router, or several if they are large."""
-        frames: dict[str, pb.InstanceFrame] = {}
+        frames: dict[str, list[Output | Raw]] = {}
         sizes: dict[str, int] = {}
         now = self.now()
         for job in [*self._by_sequence.values(), *self._closed_jobs]:
             if (output := job.take_output()) is None:
                 continue
-            for stamp in output.stamps:
-                stamp.seconds = now - stamp.seconds
+            for stage, at in output.stamps.items():
+                output.stamps[stage] = now - at
+            packed: Output | Raw = output
             if job.may_be_large:
-                size = output.ByteSize()
+                packed = Raw(pack(output))
+                size = len(packed)
                 if size > MAX_FRAME_BYTES // 2:
-                    output = self._refuse_output(job, size)
+                    packed = self._refuse_output(job, size)
                 sizes[job.link] = sizes.get(job.link, 0) + size
                 if sizes[job.link] > LARGE_FRAME_BYTES and job.link in frames:
-                    self._send(job.link, frames.pop(job.link))
+                    self._send(job.link, pb.InstanceFrame(outputs=pack(frames.pop(job.link))))
                     sizes[job.link] = size
-            if (frame := frames.get(job.link)) is None:
-                frame = frames[job.link] = pb.InstanceFrame()
-            frame.step.outputs.append(output)
-        for link, frame in frames.items():
-            self._send(link, frame)
+            frames.setdefault(job.link, []).append(packed)
+        for link, outputs in frames.items():
+            self._send(link, pb.InstanceFrame(outputs=pack(outputs)))
         self._closed_jobs = {job: None for job in self._closed_jobs if job.has_unsent}
         self._has_unsent = any(job.has_unsent for job in (*self._by_sequence.values(), *self._closed_jobs))
 
-    def _refuse_output(self, job: Job, size: int) -> pb.Output:
+    def _refuse_output(self, job: Job, size: int) -> Output:
         """End a request whose output no frame can hold, and return the error in its place."""
         if not job.ended:
             self._cancel(job)
         error = RequestError(f"the answer takes {size} bytes at once, more than a frame holds", kind="answer_too_large")
-        return pb.Output(request_id=job.seq.request_id, error=error_message(error))
+        return Output(request_id=job.seq.request_id, error=failure(error))
 
     def _update_heartbeat(self) -> None:
         now = self.now()
@@ -408,7 +410,7 @@ class Instance:
         if self._jobs.get(key) is job:
             del self._jobs[key]
         if job.cancelled:
-            job.pending_output().stamps.add(stage=RELEASED, seconds=self.now())
+            job.pending_output().stamps[RELEASED] = self.now()
         self._closed_jobs[job] = None
 
     def count_prompt_sources(self, job: Job) -> None:

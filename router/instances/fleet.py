@@ -15,6 +15,7 @@ from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION
 from pdserve.costs import Costs
 from pdserve.keys import KEY_BYTES
+from pdserve.output import Output, unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.compatibility import conflict_between, kind_of
 from pdserve.router.instances.frame_checks import MAX_NAME_CHARS, ROLES, InvalidFrame, frame_fault, hello_fault
@@ -173,7 +174,7 @@ class InstanceHandle:
 class FleetListener(Protocol):
     """Receives the fleet's events. Implemented by the dispatcher."""
 
-    def on_output(self, instance: InstanceHandle, output: pb.Output) -> None:
+    def on_output(self, instance: InstanceHandle, output: Output) -> None:
         """Handle the output of one request from one engine step.
 
         Raises:
@@ -245,8 +246,9 @@ class Fleet:
             )
 
     def record_success(self, instance: InstanceHandle) -> None:
-        """Close the instance's circuit breaker, since it has just produced a token."""
-        if not self._output_faults.by_instance or not self._output_faults.is_suspect(instance.id, self.now()):
+        """Record that an instance has just produced a token, which closes its circuit breaker."""
+        instance.last_token_at = self.awake_now()
+        if self.breakers.records and not self._output_faults.is_suspect(instance.id, self.now()):
             self.breakers.record_success(instance.id)
 
     def record_invalid_output(self, instance: InstanceHandle, request_id: str, client: str) -> None:
@@ -344,8 +346,13 @@ class Fleet:
         instance.last_frame_at, instance.lease_renewed_at = self.now(), self._clock.time
         assert self.listener is not None
         match kind:
-            case "step":
-                for output in frame.step.outputs:
+            case "outputs":
+                try:
+                    outputs = unpack(frame.outputs)
+                except ValueError as error:
+                    instance.may_be_poisoned = True  # any of its requests may be the cause
+                    raise InvalidFrame(f"outputs that cannot be read: {error}") from error
+                for output in outputs:
                     self.listener.on_output(instance, output)
             case "draining":
                 extra = {"event": "draining", "instance": instance.id}

@@ -121,7 +121,7 @@ def test_tokens_do_not_queue_behind_kv_events() -> None:
         async with harness.router() as router:
             while not harness.kv_events._subscribers or len(harness.kv_events._subscribers[0]) == BLOCKS:
                 await asyncio.sleep(0)
-            harness.links.broadcast(pb.InstanceFrame(step=pb.Step()))
+            harness.links.broadcast(pb.InstanceFrame(outputs=b""))
             await wait_until_synced(harness, router)
             kinds = [frame.WhichOneof("frame") for frame in router.frames]
             assert kinds.count("blocks") == 3 and "step" in kinds[: -kinds[::-1].index("blocks") - 1]

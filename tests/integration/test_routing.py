@@ -18,9 +18,11 @@ import pytest
 from pdserve.config import InstanceConfig
 from pdserve.costs import Costs
 from pdserve.instance.instance import Instance
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.scheduling.policy import POLICIES
+from tests.outputs import is_stored, outputs_of
 
 
 def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., Path]) -> None:
@@ -30,8 +32,8 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
         num_blocks=64,
         max_num_batched_tokens=32,
     )
-    outputs: list[pb.Output] = []
-    instance = Instance(config, lambda link, frame: outputs.extend(frame.step.outputs))
+    outputs: list[Output] = []
+    instance = Instance(config, lambda link, frame: outputs.extend(outputs_of(frame)))
 
     def run_until(done: Callable[[], bool]) -> None:
         while not done():
@@ -59,7 +61,7 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
         "one request has its first token, the other waits for KV"
     )
     assert instance.other_load("c").requests == 3
-    run_until(lambda: any(output.stored.final for output in outputs))
+    run_until(lambda: any(is_stored(output) for output in outputs))
     instance.cancel("b", str(pb.DECODE))
     run_until(lambda: instance.num_jobs == 0)
     heartbeat = instance.heartbeat

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
+from tests.outputs import is_stored
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
@@ -28,7 +30,7 @@ class Pair:
         """Compute and store all prompts."""
         for i, prompt in enumerate(PROMPTS):
             self.prefill.submit(str(i), prompt, TOKENS, pb.PREFILL)
-        self.prefill.run_until(lambda outputs: sum(output.stored.final for output in outputs) == len(PROMPTS))
+        self.prefill.run_until(lambda outputs: sum(is_stored(output) for output in outputs) == len(PROMPTS))
         self.prefill.run_until_idle()
 
     def reserve(self) -> None:
@@ -53,7 +55,7 @@ class Pair:
                 message.first_token = output.token_ids[0]
             decode.hand_over("router", message)
 
-        def done(outputs: list[pb.Output]) -> bool:
+        def done(outputs: list[Output]) -> bool:
             self.max_held = max(self.max_held, decode.engine.pool.num_held)
             return sum(bool(output.finish_reason) for output in outputs) == len(PROMPTS)
 
@@ -97,7 +99,7 @@ def test_small_pool_decodes_prompts_that_would_not_fit_together(
     assert pair.max_held <= (blocks + 1) * len(PROMPTS) and pair.decode.instance.engine.scheduler.num_preemptions == 0
     unneeded = first * block_size * len(PROMPTS)
     assert pair.prompt_tokens() == {"computed": 0, "loaded": 330 * len(PROMPTS) - unneeded, "unneeded": unneeded}
-    moved = [output.moved for output in pair.decode.outputs if output.HasField("moved")]
+    moved = [output.moved for output in pair.decode.outputs if output.moved is not None]
     layout = pair.decode.instance.engine.layout
     assert [(one.blocks, one.bytes) for one in moved] == [(blocks, blocks * layout.block_bytes)] * len(PROMPTS)
     if block_size == 16:
