@@ -67,7 +67,7 @@ def test_preemption_changes_no_token(
         tight.outputs.clear()
         assert tight.instance.engine.scheduler.num_preemptions > before
         tight.instance.run_once(wait=False)  # publishes the counters
-        counters = tight.instance.heartbeat.counters
+        counters = tight.instance.reporter.status.heartbeat.counters
         assert (counters.get('swapped_blocks{direction="out"}', 0) > 0) == (swap_space > 0)
         if phase == pb.DECODE:  # otherwise arriving prompts are looked up as well
             assert any(name.startswith("store_hits") for name in counters) == (swap_space == 0)
