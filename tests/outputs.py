@@ -12,3 +12,8 @@ def outputs_of(frame: pb.InstanceFrame) -> list[Output]:
 def is_stored(output: Output) -> bool:
     """Return whether prefill has stored all KV of its prompt, or all that it ever will."""
     return output.stored is not None and output.stored.final
+
+
+def num_stored(output: Output | None) -> int:
+    """Return how many leading blocks of its prompt prefill has stored, as far as the output tells."""
+    return 0 if output is None or output.stored is None else output.stored.num_blocks

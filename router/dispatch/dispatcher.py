@@ -28,7 +28,6 @@ from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import InvalidFrame, content_fault, output_fault, times_fault
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import Load, PlacementRequest
-from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline, TimelineLog, p99
@@ -43,6 +42,11 @@ CLIENT_ERRORS = (
     "too_few_answers",
 )  # kinds of errors of instances that the request has caused
 MAX_DROPS = 1  # instances that a request may cost until it is not tried on a further one
+# Migrations after faults of requests that have migrated before (as in Twitter's Finagle). The first one of a request is free:
+# when an instance dies, all of its streams have to move. Without a limit on the others, one that fails everywhere, or an
+# outage that spreads, would make the fleet compute everything several times.
+RETRIES_PER_REQUEST = 0.1  # that each new request adds to the budget
+MAX_RETRIES = 100.0  # in the budget
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NOTHING_STORED = Stored()
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
@@ -82,8 +86,8 @@ class Dispatcher:
         )
         self._lost_numerics: set[tuple[str, str, str]] = set()  # of the instances lost since there was none
         self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4)
-        self._retry_budget = RetryBudget()
-        metrics.retry_budget.set_function(lambda: self._retry_budget.balance)
+        self._retry_budget = MAX_RETRIES
+        metrics.retry_budget.set_function(lambda: self._retry_budget)
         self.slo = Slo.parse(config.slo)
         fleet.listener = self
         fleet.on_joined = self.on_joined
@@ -123,7 +127,7 @@ class Dispatcher:
         for state in states:
             if rejection is None:
                 self._open_ids.add(state.request.request_id)
-                self._retry_budget.deposit()
+                self._retry_budget = min(MAX_RETRIES, self._retry_budget + RETRIES_PER_REQUEST)
             else:
                 state.timeline.refuse(str(rejection), self._now())
             self.timelines.add(state.timeline)
@@ -253,8 +257,8 @@ class Dispatcher:
         now, is_final = self._now(), instance is state.final_instance
         if output.stamps or has_scores or output.sources is not None or output.moved is not None:
             state.record_output(instance, output, now)
-        if instance is state.decode and Stage.KV_READY in output.stamps:
-            self._record_handover(state, state.prefill, instance)
+        if instance is state.decode and Stage.KV_READY in output.stamps and state.timeline.loaded.seconds:
+            self._selector.record_handover(state.prefill.hello, instance.hello, state.timeline.loaded.blocks)
         if output.token_ids:
             self.fleet.record_success(instance)
         if output.error is not None:
@@ -336,8 +340,9 @@ class Dispatcher:
         The time in which this router was stalled itself does not count.
         """
         now = self.fleet.awake_now()
-        self._waiting.end_overdue(now)
-        self._waiting.place()  # a role has changed, or a circuit breaker allows a trial
+        if self._waiting.groups:
+            self._waiting.end_overdue(now)
+            self._waiting.place()  # a role has changed, or a circuit breaker allows a trial
         for state in list(self.states.values()):
             if state.machine.state is State.WAITING:
                 continue
@@ -406,15 +411,6 @@ class Dispatcher:
         else:
             self.handle(state, Event.PREFILL_FAILED if is_split_prefill else Event.DECODE_FAILED, error)
 
-    def _record_handover(self, state: RequestState, prefill: InstanceHandle, decode: InstanceHandle) -> None:
-        """Record whether decode found the blocks that prefill had stored."""
-        loaded = state.timeline.loaded
-        if not loaded.seconds:
-            return  # decode had all blocks in its pool, or none were stored
-        if not loaded.blocks:
-            self._metrics.failed_handovers.labels(prefill=prefill.id, decode=decode.id).inc()
-        self._selector.record_handover(prefill.hello, decode.hello, loaded.blocks)
-
     def _record_late_output(self, instance: InstanceHandle, output: Output) -> None:
         """Record stamps that arrive after the end of a request.
 
@@ -477,10 +473,12 @@ class Dispatcher:
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
         state.move(error, self._now())
         self.states[state.id] = state
-        if error.kind != "drained" and not self._retry_budget.try_withdraw(previous_migrations):
-            message = f"{error}, and the budget for repeated migrations is exhausted"
-            self.handle(state, Event.REJECTED, Unavailable(message, kind=error.kind, retry_after_s=1))
-            return
+        if error.kind != "drained" and previous_migrations:
+            if self._retry_budget < 1:
+                message = f"{error}, and the budget for repeated migrations is exhausted"
+                self.handle(state, Event.REJECTED, Unavailable(message, kind=error.kind, retry_after_s=1))
+                return
+            self._retry_budget -= 1
         try:
             self._resume(state, failed)
         except Unavailable as unplaced:

@@ -66,9 +66,9 @@ class InstanceSelector:
         # Its last token alone leaves a request no decode phase, unless it is that of a beam search.
         num_output = state.remaining_tokens + bool(state.request.sampling.beam_width)
         context, version = state.num_tokens + num_output, state.newest_field[0]
-        eligible = {role: self._eligible(role, avoid, context, version) for role in ("prefill", "decode")}
-        roles = [role for role in eligible if eligible[role]]
-        if not roles:
+        prefills = self._eligible("prefill", avoid, context, version)
+        decodes = self._eligible("decode", avoid, context, version)
+        if not prefills and not decodes:
             missing = self.missing_roles(avoid) or f"no instance for {context} tokens"
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
         self._turn += 1
@@ -80,14 +80,14 @@ class InstanceSelector:
             state.request.session,
             cached,
             num_output,
-            prefills_itself=len(roles) == 1 or all([one.role == "both" for one in eligible["prefill"]]),
+            prefills_itself=not prefills or not decodes or all([one.role == "both" for one in prefills]),
             stored=stored,
         )
-        if len(roles) == 1:
-            selection = self._select_single_role(request, roles[0], eligible[roles[0]])
+        if not prefills or not decodes:
+            selection = self._select_single_role(request, "prefill" if prefills else "decode", prefills or decodes)
         else:
             self._last_missing_role = ""
-            selection = self._select_pair(request, eligible, scores_prompt)
+            selection = self._select_pair(request, prefills, decodes, scores_prompt)
         for role, decision in selection.decisions:
             self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
         return selection
@@ -103,7 +103,11 @@ class InstanceSelector:
         return f"no {' and no '.join(roles)} instance{exclusion}"
 
     def record_handover(self, prefill: pb.Hello, decode: pb.Hello, blocks: int) -> None:
-        """Record how many blocks `decode` loaded of those that `prefill` had stored: it shows whether they share a store."""
+        """Record how many blocks `decode` loaded of those that `prefill` had stored, once it has tried to load any: it shows
+        whether they share a store.
+        """
+        if not blocks:
+            self._metrics.failed_handovers.labels(prefill=prefill.instance_id, decode=decode.instance_id).inc()
         if self._reachability.record_handover((prefill.instance_id, decode.instance_id), blocks, self._fleet.now()):
             log.warning(
                 "%s (%s://) found none of the blocks that %s (%s://) had stored, in %d consecutive hand-overs: their "
@@ -131,23 +135,26 @@ class InstanceSelector:
         return Selection(request, instance, None, Placement(role, f"no_{missing}_instance"), [(role, decision)])
 
     def _select_pair(
-        self, request: PlacementRequest, eligible: dict[str, list[InstanceHandle]], scores_prompt: bool
+        self,
+        request: PlacementRequest,
+        prefills: list[InstanceHandle],
+        decodes: list[InstanceHandle],
+        scores_prompt: bool,
     ) -> Selection:
         """Pick the decode instance, then a prefill instance that can hand over to it, then the placement."""
-        partners = eligible["prefill"]
         if request.output_tokens == 1:  # nothing is left to decode after the first token
-            decision, instance = self._decide("prefill", request, partners)
+            decision, instance = self._decide("prefill", request, prefills)
             return Selection(request, instance, None, Placement("prefill", "one_token"), [("prefill", decision)])
-        decision, decode = self._decide("decode", request._replace(decode=True), eligible["decode"])
+        decision, decode = self._decide("decode", request._replace(decode=True), decodes)
         decisions = [("decode", decision)]
         if scores_prompt:
             way = "both" if decode.role == "both" else "decode"
             return Selection(request, decode, None, Placement(way, "prompt_logprobs"), decisions)
         if decode.role == "both" or self._reachability.unreachable_until:
-            partners = self._prefill_partners(decode, partners)
-        if partners == [decode]:
+            prefills = self._prefill_partners(decode, prefills)
+        if prefills == [decode]:
             return Selection(request, decode, None, Placement("both", "no_prefill_instance"), decisions)
-        decision, prefill = self._decide("prefill", request, partners)
+        decision, prefill = self._decide("prefill", request, prefills)
         if decode.role == "both":
             placement = Placement("both" if prefill is decode else "split", "policy")
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
-from tests.outputs import is_stored
+from tests.outputs import is_stored, num_stored
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
@@ -122,7 +122,7 @@ def test_hanging_store_fails_only_its_own_operations(
     prefill.run_until_idle()
     for i, prompt in enumerate(PROMPTS[:3]):
         assert prefill.tokens(str(i)) == generate(path, [prompt], 1)[0]
-    assert not any(output.stored.num_blocks for output in prefill.outputs)
+    assert not any(map(num_stored, prefill.outputs))
     assert prefill.instance.engine.pool.num_held == 0
     failed = prefill.instance.connector.stats().failures
     assert {outcome.value for _, outcome in failed} <= {"unavailable", "cancelled"}

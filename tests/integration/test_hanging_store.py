@@ -16,7 +16,7 @@ import redis
 
 from pdserve.counters import series
 from pdserve.proto import pdserve_pb2 as pb
-from tests.outputs import is_stored
+from tests.outputs import is_stored, num_stored
 
 OUT = series("kv_store_out", connector="redis")
 
@@ -41,7 +41,7 @@ def test_requests_go_on_without_a_store_that_hangs(
         driver.run_until(lambda outputs: any(o.request_id == name and is_stored(o) for o in outputs))
         driver.run_until_idle()
         assert driver.tokens(name) == generate(path, [prompt], 1)[0]
-        stored: list[int] = [output.stored.num_blocks for output in driver.outputs if output.request_id == name]
+        stored: list[int] = [num_stored(output) for output in driver.outputs if output.request_id == name]
         return max(stored)
 
     def heartbeat() -> dict[str, float]:
@@ -117,7 +117,7 @@ def test_an_instance_starts_without_a_store_that_does_not_answer(
         driver.run_until(lambda outputs: any(o.request_id == name and is_stored(o) for o in outputs))
         driver.run_until_idle()
         assert driver.tokens(name) == generate(path, [prompt], 1)[0]
-        stored: list[int] = [output.stored.num_blocks for output in driver.outputs if output.request_id == name]
+        stored: list[int] = [num_stored(output) for output in driver.outputs if output.request_id == name]
         return max(stored)
 
     assert serve() == 0

@@ -162,7 +162,9 @@ def test_converted_blocks_already_in_the_pool_are_not_loaded(
         last = pb.HandOver(request_id=name, final=True, first_token=prefill.tokens(name)[0])
         decode.instance.hand_over("router", last)
         decode.run_until(lambda outputs: bool(outputs) and bool(outputs[-1].finish_reason))
-        moved.append(max(output.moved.blocks for output in decode.outputs if output.request_id == name))
+        moved.append(
+            max(output.moved.blocks for output in decode.outputs if output.request_id == name and output.moved)
+        )
         prefill.outputs.append(Output())
         decode.outputs.append(Output())
     assert moved == [4, 2]

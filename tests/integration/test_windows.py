@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.output import Output
+from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from tests.outputs import is_stored
@@ -47,7 +47,7 @@ class Pair:
         """Report to decode what prefill has reported, as the router does, and run it to the end."""
         decode = self.decode.instance
         for output in self.prefill.outputs:
-            stored = output.stored
+            stored = output.stored or Stored()
             message = pb.HandOver(
                 request_id=output.request_id, num_blocks=stored.num_blocks, tickets=stored.tickets, final=stored.final
             )

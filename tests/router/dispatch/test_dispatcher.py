@@ -15,6 +15,7 @@ from pdserve.errors import Conflict, NotFound, Overloaded, RequestError, Unavail
 from pdserve.output import Failure, Moved, Output, Sources, Stored, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, TokenLogprobs
+from pdserve.router.dispatch.dispatcher import MAX_RETRIES
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.routed_request import RoutedRequest
@@ -166,7 +167,7 @@ def test_draining_decode_migrates_its_streams_if_another_decode_exists(make_clus
 
 def test_drains_do_not_count_against_the_migration_limits(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "decode", "decode")
-    cluster.dispatcher._retry_budget.balance = 0.0
+    cluster.dispatcher._retry_budget = 0.0
     prefill = cluster.instances[0]
     state = cluster.open(max_tokens=20)
     for move in range(6):
@@ -450,7 +451,7 @@ def test_slo_rejection_leaves_no_state_and_spares_running_requests(make_cluster:
 
 def test_repeated_migrations_need_retry_budget(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "decode")
-    cluster.dispatcher._retry_budget.balance = 1.0
+    cluster.dispatcher._retry_budget = 1.0
     states = [cluster.open(f"r{number}") for number in range(2)]
     for number in range(2, 4):
         here = states[0].final_instance
@@ -460,7 +461,10 @@ def test_repeated_migrations_need_retry_budget(make_cluster: type[Cluster]) -> N
     assert len(moved.timeline.migrations) == 2 and not moved.machine.is_over
     with pytest.raises(Unavailable, match=r"decode-2 was lost .* the budget for repeated migrations is exhausted"):
         cluster.tokens(ended)
-    assert b"pdserve_retry_budget 0." in cluster.dispatcher._metrics.text()
+    assert b"pdserve_retry_budget 0.2" in cluster.dispatcher._metrics.text(), "each new request adds a tenth"
+    cluster.dispatcher._retry_budget = MAX_RETRIES
+    cluster.open("more")
+    assert b"pdserve_retry_budget 100.0" in cluster.dispatcher._metrics.text(), "and no more than the most"
 
 
 EVENTS = st.lists(
