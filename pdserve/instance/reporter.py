@@ -79,11 +79,12 @@ class Reporter:
         self._now = now
         self._watch: ProfileWatch | None = None
         self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
+        made_at = now()
         for work, seconds in warm_up(engine):
             self.meter.calibrate_step(work, seconds)
         for blocks, seconds in measure_swaps(engine):
             self.meter.calibrate_swap(blocks, seconds)
-        self._update_costs(now())
+        self._update_costs(made_at)
 
     def count(self, name: str, value: float, **labels: str) -> None:
         """Add `value` to a counter of `pdserve.counters`."""

@@ -125,7 +125,7 @@ def test_tokens_do_not_queue_behind_kv_events() -> None:
             harness.links.broadcast(pb.InstanceFrame(outputs=b""))
             await wait_until_synced(harness, router)
             kinds = [frame.WhichOneof("frame") for frame in router.frames]
-            assert kinds.count("blocks") == 3 and "step" in kinds[: -kinds[::-1].index("blocks") - 1]
+            assert kinds.count("blocks") == 3 and "outputs" in kinds[: -kinds[::-1].index("blocks") - 1]
         harness.serving.cancel()
 
     run(scenario())
