@@ -210,7 +210,9 @@ class RequestState:
         self.emitted += output.token_ids
         self.num_tokens += count
         self.remaining_tokens -= count
-        self.timeline.output_tokens += count + sum([len(answer.token_ids) for answer in output.hypotheses])
+        self.timeline.output_tokens += count
+        for answer in output.hypotheses:
+            self.timeline.output_tokens += len(answer.token_ids)
         self.timeline.finish_reason = output.finish_reason or ""
         if self._outputs and self.request.whole:
             self._outputs[0].extend(output)

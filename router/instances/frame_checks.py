@@ -122,8 +122,9 @@ def _heartbeat_fault(heartbeat: pb.Heartbeat, num_blocks: int) -> str:
     lengths = len(costs.prefill), len(costs.decode), len(costs.transfer)
     if lengths not in ((3, 3, 2), (0, 0, 0)):
         return f"its cost models have {lengths} coefficients instead of (3, 3, 2)"
-    if not all(0 <= value <= MAX_SECONDS for model in (costs.prefill, costs.decode, costs.transfer) for value in model):
-        return f"a coefficient of its cost models is not from 0 to {MAX_SECONDS:g} seconds"
+    for value in (*costs.prefill, *costs.decode, *costs.transfer):
+        if not 0 <= value <= MAX_SECONDS:
+            return f"a coefficient of its cost models is not from 0 to {MAX_SECONDS:g} seconds"
     return ""
 
 
