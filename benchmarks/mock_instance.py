@@ -24,6 +24,7 @@ from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import RouterLinks
 from pdserve.keys import Layout
 from pdserve.lifetime import Stage
+from pdserve.output import Output, Sources, Stored, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
 from pdserve.roles.job import BATCHED_TOKENS
@@ -99,11 +100,12 @@ class MockInstance:
 
     def __init__(self, step_s: float) -> None:
         self.kv_events = KVEventPublisher()
+        self.reporter = self.status = self
         self.num_heartbeats = 0
         self._step_s = step_s
         self._reserved: dict[tuple[str, str], Answer] = {}  # until prefill has the first token
         self._running: dict[tuple[str, str], Answer] = {}
-        self._outputs: dict[str, list[pb.Output]] = {}  # by link; they go into its next frame
+        self._outputs: dict[str, list[Output]] = {}  # by link; they go into its next frame
         self._awake = asyncio.Event()
         self._steps = 0
 
@@ -156,13 +158,13 @@ class MockInstance:
         else:
             output = self._say(key, Stage.PREFILL_STARTED, Stage.KV_STORED)
             output.token_ids.append(TOKEN)
-            num_tokens = output.tokens.computed = len(request.prompt)
-            output.stored.num_blocks, output.stored.final = -(-num_tokens // BLOCK_SIZE), True
-            output.finish_reason = "length" if tokens == 1 else ""
+            output.sources = Sources(computed=len(request.prompt))
+            output.stored = Stored(num_blocks=-(-len(request.prompt) // BLOCK_SIZE), final=True)
+            output.finish_reason = "length" if tokens == 1 else None
 
-    def _say(self, key: tuple[str, str], *stages: Stage) -> pb.Output:
+    def _say(self, key: tuple[str, str], *stages: Stage) -> Output:
         link, request_id = key
-        output = pb.Output(request_id=request_id, stamps=[pb.Stamp(stage=stage) for stage in stages])
+        output = Output(request_id=request_id, stamps={stage.value: 0.0 for stage in stages})
         self._outputs.setdefault(link, []).append(output)
         self._awake.set()
         return output
@@ -173,10 +175,10 @@ class MockInstance:
                 self._awake.clear()
                 await self._awake.wait()
             for link, outputs in self._step().items():
-                links.send(link, pb.InstanceFrame(step=pb.Step(outputs=outputs)))
+                links.send(link, pb.InstanceFrame(outputs=pack(outputs)))
             await asyncio.sleep(self._step_s)  # other requests join the batch meanwhile
 
-    def _step(self) -> dict[str, list[pb.Output]]:
+    def _step(self) -> dict[str, list[Output]]:
         """Return the outputs of one step by link."""
         self._steps += 1
         outputs, self._outputs = self._outputs, {}
@@ -184,11 +186,11 @@ class MockInstance:
             if not (tokens := answer.step()):
                 continue
             last = not answer.left
-            output = pb.Output(
+            output = Output(
                 request_id=request_id,
                 token_ids=[TOKEN] * tokens,
-                finish_reason="length" if last else "",
-                stamps=[pb.Stamp(stage=Stage.FINISHED)] if last else [],
+                finish_reason="length" if last else None,
+                stamps={Stage.FINISHED.value: 0.0} if last else {},
             )
             outputs.setdefault(link, []).append(output)
         self._running = {key: answer for key, answer in self._running.items() if answer.left}

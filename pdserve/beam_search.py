@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct
 
-from pdserve.request import TokenLogprobs
+from pdserve.request import Count, TokenLogprobs
 
 _Node = tuple[
     int, list[TokenLogprobs], "_Node | None"
@@ -27,8 +28,7 @@ class Branch:
     token: int
 
 
-@dataclass(frozen=True)
-class Hypothesis:
+class Hypothesis(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """An answer.
 
     Attributes:
@@ -39,7 +39,7 @@ class Hypothesis:
         logprobs: one entry for each token if candidates came with them, else empty.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[Count, ...]
     score: float
     finish_reason: str
     logprobs: tuple[TokenLogprobs, ...] = ()

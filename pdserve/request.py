@@ -4,7 +4,6 @@ import math
 import re
 from array import array
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 import msgspec
@@ -19,10 +18,10 @@ MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 64
 MAX_BAD_WORDS = 256  # each is looked for with and without a space before it
 ARRIVALS_PER_PRIORITY = 1000  # in every queue, one priority level outranks this many earlier arrivals
+Count = Annotated[int, Meta(ge=0)]
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Log probability of a token under the unmodified model: before temperature, bias, penalties and grammar.
 
     Attributes:
@@ -32,8 +31,8 @@ class TokenLogprobs:
     """
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    rank: int = 0
+    top: tuple[tuple[Count, float], ...] = ()
+    rank: Count = 0
 
 
 if TYPE_CHECKING:

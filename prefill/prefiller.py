@@ -217,7 +217,7 @@ class Prefiller:
         job.record_transfer(result, self._context.now())
         for one in state.running:
             if result.ticket:
-                one.pending_output().stored.tickets.append(result.ticket)
+                one.pending_stored().tickets.append(result.ticket)
         self._announce(state)
         if job.ended and state.stores_are_over and not state.has_gap:  # decode followed, and finished before this
             job.report_transfers(self._engine.layout.bytes_on_all_ranks)
@@ -253,7 +253,7 @@ class Prefiller:
         for job in state.running:
             if job.transferred_blocks:
                 job.report_transfers(self._engine.layout.bytes_on_all_ranks)
-            announcement = job.pending_output().stored
+            announcement = job.pending_stored()
             announcement.num_blocks, announcement.coming = stored, coming
             announcement.final = final
             if final:

@@ -17,9 +17,9 @@ PREFILL: Phase
 DECODE: Phase
 
 class InstanceFrame(_message.Message):
-    __slots__ = ("hello", "step", "heartbeat", "draining", "blocks", "failed", "others", "token")
+    __slots__ = ("hello", "outputs", "heartbeat", "draining", "blocks", "failed", "others", "token")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -27,14 +27,14 @@ class InstanceFrame(_message.Message):
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
-    step: Step
+    outputs: bytes
     heartbeat: Heartbeat
     draining: Draining
     blocks: Blocks
     failed: Failed
     others: Load
     token: str
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., outputs: _Optional[bytes] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -182,114 +182,6 @@ class Load(_message.Message):
     prefills: int
     attended_tokens: int
     def __init__(self, requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., prefills: _Optional[int] = ..., attended_tokens: _Optional[int] = ...) -> None: ...
-
-class Step(_message.Message):
-    __slots__ = ("outputs",)
-    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
-    outputs: _containers.RepeatedCompositeFieldContainer[Output]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
-
-class Output(_message.Message):
-    __slots__ = ("request_id", "token_ids", "finish_reason", "error", "stamps", "stored", "tokens", "moved", "logprobs", "hypotheses", "embedding", "searching", "prompt_logprobs")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    STAMPS_FIELD_NUMBER: _ClassVar[int]
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MOVED_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
-    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
-    SEARCHING_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    finish_reason: str
-    error: Error
-    stamps: _containers.RepeatedCompositeFieldContainer[Stamp]
-    stored: Stored
-    tokens: Tokens
-    moved: Moved
-    logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
-    hypotheses: _containers.RepeatedCompositeFieldContainer[Hypothesis]
-    embedding: bytes
-    searching: bool
-    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., stamps: _Optional[_Iterable[_Union[Stamp, _Mapping]]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., hypotheses: _Optional[_Iterable[_Union[Hypothesis, _Mapping]]] = ..., embedding: _Optional[bytes] = ..., searching: _Optional[bool] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ...) -> None: ...
-
-class Hypothesis(_message.Message):
-    __slots__ = ("token_ids", "score", "finish_reason", "logprobs")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    score: float
-    finish_reason: str
-    logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., score: _Optional[float] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ...) -> None: ...
-
-class Logprobs(_message.Message):
-    __slots__ = ("logprob", "top_ids", "top_logprobs", "rank")
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    logprob: float
-    top_ids: _containers.RepeatedScalarFieldContainer[int]
-    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    rank: int
-    def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., rank: _Optional[int] = ...) -> None: ...
-
-class Error(_message.Message):
-    __slots__ = ("kind", "message")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    kind: str
-    message: str
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
-
-class Stamp(_message.Message):
-    __slots__ = ("stage", "seconds")
-    STAGE_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    stage: str
-    seconds: float
-    def __init__(self, stage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
-
-class Stored(_message.Message):
-    __slots__ = ("num_blocks", "final", "tickets", "coming")
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    FINAL_FIELD_NUMBER: _ClassVar[int]
-    TICKETS_FIELD_NUMBER: _ClassVar[int]
-    COMING_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
-    final: bool
-    tickets: _containers.RepeatedScalarFieldContainer[bytes]
-    coming: int
-    def __init__(self, num_blocks: _Optional[int] = ..., final: _Optional[bool] = ..., tickets: _Optional[_Iterable[bytes]] = ..., coming: _Optional[int] = ...) -> None: ...
-
-class Tokens(_message.Message):
-    __slots__ = ("computed", "local_hit", "loaded")
-    COMPUTED_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_HIT_FIELD_NUMBER: _ClassVar[int]
-    LOADED_FIELD_NUMBER: _ClassVar[int]
-    computed: int
-    local_hit: int
-    loaded: int
-    def __init__(self, computed: _Optional[int] = ..., local_hit: _Optional[int] = ..., loaded: _Optional[int] = ...) -> None: ...
-
-class Moved(_message.Message):
-    __slots__ = ("blocks", "bytes", "seconds")
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    blocks: int
-    bytes: int
-    seconds: float
-    def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
     __slots__ = ("welcome", "submit", "hand_over", "cancel", "drain", "refused", "heard")

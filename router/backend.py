@@ -5,40 +5,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.beam_search import Hypothesis
-from pdserve.request import TokenLogprobs
+from pdserve.output import Output
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.timeline import Timeline
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Consecutive new tokens of a stream.
-
-    Attributes:
-        token_ids: the tokens; may be empty in the last chunk.
-        finish_reason: set in the last chunk: `stop` (EOS or a stop token, which is the last id) or `length`.
-        logprobs: one entry per token if the request asks for them, else empty.
-        prompt_logprobs: in the first chunk, one entry per token of the prompt but the first, if the request asks for them.
-        hypotheses: of a beam search, in its only chunk, which has no tokens: the answers, best first.
-        embedding: float32 numbers, in the only chunk of a request for one.
-    """
-
-    token_ids: list[int]
-    finish_reason: str | None = None
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    hypotheses: Sequence[Hypothesis] = ()
-    embedding: bytes = b""
-
-    def extend(self, other: "Chunk") -> None:
-        """Append the chunk that follows this one."""
-        self.token_ids += other.token_ids
-        if other.logprobs:
-            if not isinstance(self.logprobs, list):
-                self.logprobs = list(self.logprobs)
-            self.logprobs.extend(other.logprobs)
-        self.finish_reason = other.finish_reason
 
 
 @dataclass(frozen=True)
@@ -67,21 +36,21 @@ class TokenStream(Protocol):
     """The tokens of one request, with one reader: `take` never waits, and `on_readable` is called when it has something.
 
     Attributes:
-        on_readable: called without arguments when there are chunks or an error to take; the reader sets it. It only wakes the
-            reader, which acts later: the call comes from the middle of processing an output.
+        on_readable: called without arguments when there are outputs or an error to take; the reader sets it. It only wakes
+            the reader, which acts later: the call comes from the middle of processing an output.
     """
 
     timeline: Timeline
     on_readable: Callable[[], object]
 
-    def take(self) -> list[Chunk]:
-        """Return the chunks that have arrived since the last call; empty if there is nothing to read yet.
+    def take(self) -> list[Output]:
+        """Return the outputs that have arrived since the last call; empty if there is nothing to read yet.
 
-        A request with `whole` has nothing to read before its end or an error. After the chunk with a finish reason, the
+        A request with `whole` has nothing to read before its end or an error. After the one with a finish reason, the
         stream is over.
 
         Raises:
-            RequestError: the request has failed, and all of its chunks have been taken.
+            RequestError: the request has failed, and all of its outputs have been taken.
         """
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
@@ -92,8 +61,8 @@ class TokenStream(Protocol):
         """
 
 
-async def read(stream: TokenStream) -> AsyncIterator[list[Chunk]]:
-    """Yield the chunks of a stream as they arrive, all that there are at once, up to the one with a finish reason.
+async def read(stream: TokenStream) -> AsyncIterator[list[Output]]:
+    """Yield the outputs of a stream as they arrive, all that there are at once, up to the one with a finish reason.
 
     Raises:
         RequestError: the request has failed.
@@ -101,13 +70,13 @@ async def read(stream: TokenStream) -> AsyncIterator[list[Chunk]]:
     readable = asyncio.Event()
     stream.on_readable = readable.set
     while True:
-        chunks = stream.take()
-        if not chunks:
+        outputs = stream.take()
+        if not outputs:
             readable.clear()
             await readable.wait()
             continue
-        yield chunks
-        if chunks[-1].finish_reason is not None:
+        yield outputs
+        if outputs[-1].finish_reason is not None:
             return
 
 

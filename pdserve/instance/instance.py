@@ -13,6 +13,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import Raw
+
 from pdserve.config import InstanceConfig, parse_size
 from pdserve.control.frame_connection import MAX_FRAME_BYTES
 from pdserve.decode.decoder import Decoder
@@ -30,6 +32,7 @@ from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
+from pdserve.output import Output, pack
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.ranks.followers import Followers
@@ -37,7 +40,7 @@ from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
 from pdserve.request import Request
 from pdserve.roles.fetcher import Fetcher
-from pdserve.roles.job import Job, error_message
+from pdserve.roles.job import Job, failure
 from pdserve.roles.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -111,7 +114,15 @@ class Instance:
             pool, self.engine.layout, config.connector if converts else None, on_all_ranks
         )
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
-        self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, self.now())
+        self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, now)
+        # What the roles report, for `InstanceContext`.
+        self.count, self.count_prompt_sources = self.reporter.count, self.reporter.count_prompt_sources
+        self.record_transfer = self.reporter.record_transfer
+        self._roles: dict[int, Prefiller | Decoder] = {
+            pb.PREFILL: self.prefiller,
+            pb.DECODE: self.decoder,
+            pb.BOTH: self.decoder,
+        }
         self._jobs: dict[tuple[str, str], Job] = {}
         # Also holds jobs with unfinished stores whose request id has been used again since.
         self._by_sequence: dict[object, Job] = {}
@@ -171,15 +182,15 @@ class Instance:
 
     def submit(self, link: str, message: pb.Submit) -> None:
         """Start a request. An invalid one is answered with an error output."""
-        self._inbox.put(lambda: self._submit(link, message))
+        self._inbox.put(partial(self._submit, link, message))
 
     def hand_over(self, link: str, message: pb.HandOver) -> None:
         """Pass the progress of prefill to the decode role. Ignored if the request has ended."""
-        self._inbox.put(lambda: self._with_job(link, message.request_id, lambda j: self.decoder.hand_over(j, message)))
+        self._inbox.put(partial(self._hand_over, link, message))
 
     def cancel(self, link: str, request_id: str) -> None:
         """Cancel a request. Ignored if it has ended."""
-        self._inbox.put(lambda: self._with_job(link, request_id, self._cancel))
+        self._inbox.put(lambda: self._cancel(self._jobs.get((link, request_id))))
 
     def drop_link(self, link: str) -> None:
         """Cancel all requests of a router that has disconnected."""
@@ -188,15 +199,6 @@ class Instance:
     def count_threadsafe(self, name: str) -> None:
         """Increment a counter from another thread."""
         self._inbox.put(lambda: self.count(name, 1))
-
-    def other_load(self, link: str) -> pb.Load:
-        """Return the remaining work of the requests of all routers except one."""
-        return self.reporter.other_load(link)
-
-    @property
-    def heartbeat(self) -> pb.Heartbeat:
-        """The current heartbeat. It is replaced and never modified."""
-        return self.reporter.status.heartbeat
 
     @property
     def seconds_in_turn(self) -> float:
@@ -250,7 +252,7 @@ class Instance:
         stopped = self.now()
         for seq in result.resumed:
             job = self._by_sequence[seq]
-            self._role_of(job).on_resumed(job)
+            self._roles[job.phase].on_resumed(job)
         for seq in result.advanced:
             job = self._by_sequence[seq]
             failure = seq.plugin_failure or (seq.constraint and seq.constraint.failure)
@@ -258,7 +260,7 @@ class Instance:
                 self._reject(job.link, seq.request_id, failure)
                 self._cancel(job)
                 continue
-            self._role_of(job).on_step(job, result.outcome.get(seq) or Accepted(), started)
+            self._roles[job.phase].on_step(job, result.outcome.get(seq) or Accepted(), started)
         self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         if self._event_publisher is not None:
             self._event_publisher.flush()
@@ -269,9 +271,6 @@ class Instance:
             self._heartbeat_updated_at = started
             self._update_heartbeat()
         return result.idle and not self._has_unsent
-
-    def _role_of(self, job: Job) -> Prefiller | Decoder:
-        return self.prefiller if job.phase == pb.PREFILL else self.decoder
 
     def _check_idle(self, now: float) -> None:
         """Assert that an idle instance holds no block. A leak ends the process instead of slowly starving it."""
@@ -316,10 +315,11 @@ class Instance:
             for request_id in (message.request_id, *(member.request_id for member in message.members)):
                 self._reject(link, request_id, refusal)
             return
-        siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
         new_job = partial(Job, link=link, phase=message.phase, multi_turn=request.multi_turn, whole=request.whole)
-        job = new_job(seq=seq)
-        others = [new_job(seq=one, leader=job) for one in siblings]
+        job, others = new_job(seq=seq), []
+        if message.members:
+            siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
+            others = [new_job(seq=one, leader=job) for one in siblings]
         for one in (job, *others):
             self._jobs[link, one.seq.request_id] = self._by_sequence[one.seq] = one
         if job.phase == pb.PREFILL:
@@ -328,17 +328,16 @@ class Instance:
             self.decoder.submit(job, converted, others)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
-        rejection = pb.Output(request_id=request_id, error=error_message(error))
-        self._send(link, pb.InstanceFrame(step=pb.Step(outputs=[rejection])))
+        self._send(link, pb.InstanceFrame(outputs=pack([Output(request_id=request_id, error=failure(error))])))
 
-    def _with_job(self, link: str, request_id: str, action: Callable[[Job], None]) -> None:
-        job = self._jobs.get((link, request_id))
+    def _hand_over(self, link: str, message: pb.HandOver) -> None:
+        if (job := self._jobs.get((link, message.request_id))) is not None:
+            self.decoder.hand_over(job, message)
+
+    def _cancel(self, job: Job | None) -> None:
         if job is not None:
-            action(job)
-
-    def _cancel(self, job: Job) -> None:
-        job.mark_cancelled()
-        self._role_of(job).cancel(job)
+            job.mark_cancelled()
+            self._roles[job.phase].cancel(job)
 
     def _cancel_all(self, link: str) -> None:
         for job in list(self._by_sequence.values()):
@@ -347,36 +346,40 @@ class Instance:
 
     def _send_outputs(self) -> None:
         """Send all urgent outputs, one frame per router, or several if they are large."""
-        frames: dict[str, pb.InstanceFrame] = {}
+        frames: dict[str, list[Output | Raw]] = {}
         sizes: dict[str, int] = {}
         now = self.now()
         for job in [*self._by_sequence.values(), *self._closed_jobs]:
             if (output := job.take_output()) is None:
                 continue
-            for stamp in output.stamps:
-                stamp.seconds = now - stamp.seconds
+            for stage, at in output.stamps.items():
+                output.stamps[stage] = now - at
+            packed: Output | Raw = output
             if job.may_be_large:
-                size = output.ByteSize()
+                packed = Raw(pack(output))
+                size = len(packed)
                 if size > MAX_FRAME_BYTES // 2:
-                    output = self._refuse_output(job, size)
+                    packed = self._refuse_output(job, size)
                 sizes[job.link] = sizes.get(job.link, 0) + size
                 if sizes[job.link] > LARGE_FRAME_BYTES and job.link in frames:
-                    self._send(job.link, frames.pop(job.link))
+                    self._send(job.link, pb.InstanceFrame(outputs=pack(frames.pop(job.link))))
                     sizes[job.link] = size
-            if (frame := frames.get(job.link)) is None:
-                frame = frames[job.link] = pb.InstanceFrame()
-            frame.step.outputs.append(output)
-        for link, frame in frames.items():
-            self._send(link, frame)
-        self._closed_jobs = {job: None for job in self._closed_jobs if job.has_unsent}
-        self._has_unsent = any(job.has_unsent for job in (*self._by_sequence.values(), *self._closed_jobs))
+            frames.setdefault(job.link, []).append(packed)
+        for link, outputs in frames.items():
+            self._send(link, pb.InstanceFrame(outputs=pack(outputs)))
+        self._has_unsent = False
+        for job in [*self._by_sequence.values(), *self._closed_jobs]:
+            if job.has_unsent:
+                self._has_unsent = True
+            else:
+                self._closed_jobs.pop(job, None)
 
-    def _refuse_output(self, job: Job, size: int) -> pb.Output:
+    def _refuse_output(self, job: Job, size: int) -> Output:
         """End a request whose output no frame can hold, and return the error in its place."""
         if not job.ended:
             self._cancel(job)
         error = RequestError(f"the answer takes {size} bytes at once, more than a frame holds", kind="answer_too_large")
-        return pb.Output(request_id=job.seq.request_id, error=error_message(error))
+        return Output(request_id=job.seq.request_id, error=failure(error))
 
     def _update_heartbeat(self) -> None:
         now = self.now()
@@ -401,24 +404,14 @@ class Instance:
     def add_done_callback(self, future: Future[T], callback: Callable[[T], None]) -> None:
         future.add_done_callback(lambda done: self._inbox.put(lambda: callback(done.result())))
 
-    def record_transfer(self, blocks: int, seconds: float) -> None:
-        self.reporter.record_transfer(blocks, seconds, self.now())
-
     def close_job(self, job: Job) -> None:
         del self._by_sequence[job.seq]
         key = job.link, job.seq.request_id
         if self._jobs.get(key) is job:
             del self._jobs[key]
         if job.cancelled:
-            job.pending_output().stamps.add(stage=RELEASED, seconds=self.now())
+            job.pending_output().stamps[RELEASED] = self.now()
         self._closed_jobs[job] = None
-
-    def count_prompt_sources(self, job: Job) -> None:
-        for source, tokens in job.prompt_sources().items():
-            self.count("prompt_tokens_by_source", tokens, source=source)
-
-    def count(self, name: str, value: float, **labels: str) -> None:
-        self.reporter.count(name, value, **labels)
 
 
 def _max_blocks(config: InstanceConfig, engine: Engine) -> int:

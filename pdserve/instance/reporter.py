@@ -1,7 +1,7 @@
 """Status of an instance: counters, metrics, cost models, the heartbeat, and the work that its requests still need."""
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -50,8 +50,10 @@ class Status:
 class Reporter:
     """Collects what an instance reports. Runs on the engine thread, except that any thread may call `other_load`.
 
+    The cost models are calibrated by a warm-up of the engine before this is made.
+
     Args:
-        now: time in seconds, monotonic. The cost models are calibrated by a warm-up of the engine before this returns.
+        now: monotonic clock in seconds.
 
     Attributes:
         status: content of the current heartbeat. `update` replaces it and never modifies it, so any thread may read it.
@@ -60,7 +62,12 @@ class Reporter:
     """
 
     def __init__(
-        self, engine: Engine, connector: Connector, transfers: Transfers, layout_converter: LayoutConverter, now: float
+        self,
+        engine: Engine,
+        connector: Connector,
+        transfers: Transfers,
+        layout_converter: LayoutConverter,
+        now: Callable[[], float],
     ) -> None:
         self.status = Status(0, 0, 0, pb.Costs(), {})
         self.counts: dict[str, float] = {}
@@ -69,18 +76,25 @@ class Reporter:
         self._connector = connector
         self._transfers = transfers
         self._layout_converter = layout_converter
+        self._now = now
         self._watch: ProfileWatch | None = None
         self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
+        made_at = now()
         for work, seconds in warm_up(engine):
             self.meter.calibrate_step(work, seconds)
         for blocks, seconds in measure_swaps(engine):
             self.meter.calibrate_swap(blocks, seconds)
-        self._update_costs(now)
+        self._update_costs(made_at)
 
     def count(self, name: str, value: float, **labels: str) -> None:
         """Add `value` to a counter of `pdserve.counters`."""
         key = series(name, **labels)
         self.counts[key] = self.counts.get(key, 0) + value
+
+    def count_prompt_sources(self, job: Job) -> None:
+        """Count the tokens of a prompt by the source of their KV."""
+        for source, tokens in job.prompt_sources().items():
+            self.count("prompt_tokens_by_source", tokens, source=source)
 
     def watch(self, profile: Profile) -> None:
         """Compare steps with a profile from now on, in a metric and in the log."""
@@ -104,15 +118,19 @@ class Reporter:
                 self.meter.record_swap(blocks, result.swap_seconds, now)
                 self.count("swapped_blocks", blocks, direction=direction)
 
-    def record_transfer(self, blocks: int, seconds: float, now: float) -> None:
+    def record_transfer(self, blocks: int, seconds: float) -> None:
         """Add a finished transfer to the cost models."""
         if blocks:
-            self.meter.record_transfer(blocks * self._engine.layout.block_bytes, seconds, now)
+            self.meter.record_transfer(blocks * self._engine.layout.block_bytes, seconds, self._now())
 
     def other_load(self, link: str) -> pb.Load:
         """Return the remaining work of the requests of all routers except one."""
-        loads = [load for other, loads in self._remaining_load.items() if other != link for load in loads]
-        return pb.Load(**{field: sum(getattr(load, field) for load in loads) for field in LOAD_FIELDS})
+        total = dict.fromkeys(LOAD_FIELDS, 0)
+        for other, loads in self._remaining_load.items():
+            for load in loads if other != link else ():
+                for field in LOAD_FIELDS:
+                    total[field] += getattr(load, field)
+        return pb.Load(**total)
 
     def has_old_costs(self, now: float) -> bool:
         """Return True if the next update fits the cost models again."""
@@ -127,12 +145,16 @@ class Reporter:
         if self.has_old_costs(now):
             self._update_costs(now)
         num_running = len(jobs) - num_waiting
-        counters = self.counts | self._pool_metrics() | self._transfer_metrics()
+        counters = self.counts | self._metrics()
         counters |= {"num_requests_waiting": num_waiting, "num_requests_running": num_running}
         if self._watch is not None:
             counters |= {series("profile_ratio", phase=phase): ratio for phase, ratio in self._watch.ratios.items()}
         self.status = Status(num_waiting, num_running, self._engine.pool.num_free, self._costs, counters)
-        self._remaining_load = _remaining_load(jobs)
+        remaining: dict[str, list[pb.Load]] = {}
+        for job in jobs:
+            if not job.ended:
+                remaining.setdefault(job.link, []).append(job.remaining_load())
+        self._remaining_load = remaining
 
     def _update_costs(self, now: float) -> None:
         costs = self.meter.costs(now)
@@ -140,14 +162,11 @@ class Reporter:
         self._engine.scheduler.use_costs(costs)
         self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
 
-    def _pool_metrics(self) -> dict[str, float]:
-        """Return the metrics of pool, scheduler and step pipeline, by series."""
+    def _metrics(self) -> dict[str, float]:
+        """Return the metrics of pool, scheduler, step pipeline, transfers and each store, by series."""
         scheduler, pool, pipeline = self._engine.scheduler, self._engine.pool, self._engine.runner.pipeline
-        ahead = {}
-        if pipeline is not None:
-            ahead["steps_launched_ahead"] = pipeline.num_launched
-            ahead["rows_launched_in_vain"] = pipeline.num_dropped_rows
-        return ahead | {
+        stats, block_bytes = self._connector.stats(), self._engine.layout.bytes_on_all_ranks
+        metrics: dict[str, float] = {
             "prefix_cache_queries": scheduler.prefix_queries,
             "prefix_cache_hits": scheduler.prefix_hits,
             "num_preemptions": scheduler.num_preemptions,
@@ -155,15 +174,12 @@ class Reporter:
             "kv_cache_blocks": pool.num_blocks,
             "kv_cache_blocks_held": pool.num_held,
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
-        }
-
-    def _transfer_metrics(self) -> dict[str, float]:
-        """Return the metrics of transfers and of each store, by series."""
-        stats, block_bytes = self._connector.stats(), self._engine.layout.bytes_on_all_ranks
-        metrics: dict[str, float] = {
             "kv_transfer_bytes_in_flight": self._transfers.in_flight * block_bytes,
             "kv_transfer_bytes_waiting": self._transfers.waiting * block_bytes,
         }
+        if pipeline is not None:
+            metrics["steps_launched_ahead"] = pipeline.num_launched
+            metrics["rows_launched_in_vain"] = pipeline.num_dropped_rows
         scheme = self._connector.scheme
         parts = {scheme: stats, **stats.parts}
         if (converted := self._layout_converter.stats()) is not None:
@@ -183,12 +199,3 @@ class Reporter:
 def _transfer_series(connector: str, direction: str) -> list[str]:
     names = ("kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_blocks")
     return [series(name, connector=connector, direction=direction) for name in names]
-
-
-def _remaining_load(jobs: Iterable[Job]) -> dict[str, list[pb.Load]]:
-    """Return the remaining work of each job that has not ended, by link."""
-    remaining: dict[str, list[pb.Load]] = {}
-    for job in jobs:
-        if not job.ended:
-            remaining.setdefault(job.link, []).append(job.remaining_load())
-    return remaining

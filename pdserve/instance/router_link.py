@@ -92,7 +92,7 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
             await self.writable.wait()
             now = self._loop.time()
             if now >= next_heartbeat_at:
-                heartbeat = self._instance.heartbeat
+                heartbeat = self._instance.reporter.status.heartbeat
                 renewals = renewals + 1 if heartbeat == last_heartbeat and renewals < MAX_RENEWALS else 0
                 if renewals:
                     self.send(pb.InstanceFrame(others=last_sent))
@@ -101,7 +101,7 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
                     self.send(pb.InstanceFrame(heartbeat=heartbeat))
                 next_heartbeat_at = now + HEARTBEAT_INTERVAL_S
             if now >= next_update_at:
-                if (load := self._instance.other_load(self.name)) != last_sent:
+                if (load := self._instance.reporter.other_load(self.name)) != last_sent:
                     last_sent = load
                     self.send(pb.InstanceFrame(others=load))
                 if pending:

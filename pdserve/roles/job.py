@@ -15,6 +15,7 @@ from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
+from pdserve.output import Failure, Moved, Output, Sources, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import TokenLogprobs
 
@@ -53,7 +54,7 @@ class Job:
     multi_turn: bool = False
     whole: bool = False
     keys: list[bytes] = field(default_factory=list)
-    output: pb.Output | None = None
+    output: Output | None = None
     urgent: bool = False
     stamped: set[Stage] = field(default_factory=set)
     open_transfers: int = 0
@@ -65,11 +66,11 @@ class Job:
     ended: bool = False
     cancelled: bool = False
 
-    def pending_output(self, *, urgent: bool = True) -> pb.Output:
+    def pending_output(self, *, urgent: bool = True) -> Output:
         """Return the output for the next frame, creating it if needed."""
         self.urgent = self.urgent or urgent
         if self.output is None:
-            self.output = pb.Output(request_id=self.seq.request_id)
+            self.output = Output(request_id=self.seq.request_id)
         return self.output
 
     @cached_property
@@ -79,7 +80,7 @@ class Job:
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         return has_logprobs or sampling.embed or sampling.beam_width > 0
 
-    def take_output(self) -> pb.Output | None:
+    def take_output(self) -> Output | None:
         """Return what the next frame has of this request; None if nothing is due.
 
         The log probabilities of a long prompt come in pieces, one for each call, and the output with the last: neither this
@@ -91,8 +92,8 @@ class Job:
             size = max(1, LOGPROBS_PER_OUTPUT // (1 + (self.seq.sampling.prompt_logprobs or 0)))
             piece, self.scores = self.scores[:size], self.scores[size:]
             if self.scores:
-                return pb.Output(request_id=self.seq.request_id, prompt_logprobs=map(_logprobs, piece))
-            self.output.prompt_logprobs.extend(map(_logprobs, piece))
+                return Output(request_id=self.seq.request_id, prompt_logprobs=piece)
+            self.output.prompt_logprobs = piece
         output, self.output, self.urgent = self.output, None, False
         return output
 
@@ -104,15 +105,15 @@ class Job:
     def mark_cancelled(self) -> None:
         """Drop unsent tokens. Unsent stamps, as of a store that ended just before, still complete the timeline."""
         self.cancelled, self.scores = True, []
-        if self.output is not None:
-            for field_name in ("token_ids", "logprobs", "stored", "finish_reason", "hypotheses", "embedding"):
-                self.output.ClearField(field_name)
+        if (old := self.output) is not None:
+            self.output = Output(request_id=old.request_id, error=old.error, stamps=old.stamps)
+            self.output.sources, self.output.moved, self.output.searching = old.sources, old.moved, old.searching
 
     def stamp(self, stage: Stage, now: float) -> None:
         """Report when a stage was reached. Only the first stamp of a stage counts."""
         if stage not in self.stamped:
             self.stamped.add(stage)
-            self.pending_output().stamps.add(stage=stage.value, seconds=now)  # made relative when the frame is sent
+            self.pending_output().stamps[stage.value] = now  # made relative when the frame is sent
 
     def record_transfer(self, result: Result, now: float) -> None:
         """Add a transfer that has just ended to the totals. Time shared by several transfers counts once."""
@@ -122,13 +123,15 @@ class Job:
 
     def report_transfers(self, block_bytes: int) -> None:
         """Report the transfer totals. Called along with other output, because they are not worth a frame of their own."""
-        self.pending_output().moved.CopyFrom(
-            pb.Moved(
-                blocks=self.transferred_blocks,
-                bytes=self.transferred_blocks * block_bytes,
-                seconds=round(self.transfer_seconds, 9),  # routers refuse fractions of a nanosecond
-            )
-        )
+        num_bytes = self.transferred_blocks * block_bytes
+        seconds = round(self.transfer_seconds, 9)  # routers refuse fractions of a nanosecond
+        self.pending_output().moved = Moved(self.transferred_blocks, num_bytes, seconds)
+
+    def pending_stored(self) -> Stored:
+        """Return what the next frame tells of the prompt's stores, creating it if needed."""
+        output = self.pending_output()
+        output.stored = output.stored or Stored()
+        return output.stored
 
     def prompt_sources(self) -> dict[str, int]:
         """Return the number of prompt tokens by the source of their KV."""
@@ -140,7 +143,7 @@ class Job:
         """Report the sources to the router. Only the instance that prefills the prompt does so."""
         sources = self.prompt_sources()
         sources["loaded"] += sources.pop("unneeded")  # to the router, both are cached tokens
-        self.pending_output().tokens.CopyFrom(pb.Tokens(**sources))
+        self.pending_output().sources = Sources(**sources)
 
     def remaining_load(self) -> pb.Load:
         """Return the work that the request still needs on this instance."""
@@ -164,23 +167,17 @@ class Job:
         is_first = len(self.seq) == self.seq.num_initial + len(accepted.tokens)
         if is_first or len(output.token_ids) >= BATCHED_TOKENS:
             self.urgent = True
-        output.logprobs.extend(map(_logprobs, accepted.logprobs))
+        output.logprobs.extend(accepted.logprobs)
         if is_first and self.leader is None:
             self.scores = [of_prompt for _, of_prompt in sorted(self.seq.prompt_scores.items())]
 
     def report_answers(self, answers: SequenceABC[Hypothesis]) -> None:
         """Report the answers of a beam search that is over."""
-        for answer in answers:
-            self.pending_output().hypotheses.add(
-                token_ids=answer.token_ids,
-                score=answer.score,
-                finish_reason=answer.finish_reason,
-                logprobs=map(_logprobs, answer.logprobs),
-            )
+        self.pending_output().hypotheses = [*answers]
 
     def reject(self, error: RequestError) -> None:
         """Report that the request has failed, which ends it."""
-        self.pending_output().error.CopyFrom(error_message(error))
+        self.pending_output().error = failure(error)
         self.ended = True
 
     def report_embedding(self, now: float) -> None:
@@ -196,14 +193,9 @@ class Job:
         self.ended = True
 
 
-def error_message(error: RequestError) -> pb.Error:
+def failure(error: RequestError) -> Failure:
     """Return an error for a frame. What UTF-8 cannot express, as a plug-in's message about a client's text, is replaced."""
-    return pb.Error(kind=error.kind, message=str(error).encode(errors="replace").decode())
-
-
-def _logprobs(one: TokenLogprobs) -> pb.Logprobs:
-    ids, values = [token for token, _ in one.top], [value for _, value in one.top]
-    return pb.Logprobs(logprob=one.logprob, top_ids=ids, top_logprobs=values, rank=one.rank)
+    return Failure(error.kind, str(error).encode(errors="replace").decode())
 
 
 class InstanceContext(Protocol):

@@ -286,7 +286,7 @@ class SimulatedInstance:
             return
         self._status = status
         several = len(self._links) > 1  # one router needs no news of its own load
-        loads = [(link, self.thread.other_load(name)) for name, link in self._links.items()] if several else []
+        loads = [(link, self.thread.reporter.other_load(name)) for name, link in self._links.items()] if several else []
 
         def show() -> None:
             self._shown = status

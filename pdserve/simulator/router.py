@@ -10,6 +10,7 @@ from pdserve.bench.requests import Sample
 from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.keys import Tokens
+from pdserve.output import unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams, check_length
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -124,8 +125,8 @@ class SimulatedRouter:
         """Handle a frame when the thread is done with it. If it has the tokens of several steps, `times` tells when each of
         them arrived."""
         times, now = times or [self.clock.time], self.clock.time
-        if frame.WhichOneof("frame") == "step":
-            seconds = sum(len(one.token_ids) for one in frame.step.outputs) * self.model.router_token_s
+        if frame.WhichOneof("frame") == "outputs":
+            seconds = sum(len(one.token_ids) for one in unpack(frame.outputs)) * self.model.router_token_s
             times = [self.thread.add(at, seconds / len(times)) for at in times] if seconds else times
         handled_at = connection.handled_until = max(now, times[-1], connection.handled_until)
         if handled_at > now:

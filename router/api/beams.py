@@ -5,10 +5,11 @@ from typing import Any
 
 from pdserve.beam_search import Hypothesis
 from pdserve.errors import InvalidParameter, RequestError
+from pdserve.output import Output
 from pdserve.request import SamplingParams
 from pdserve.router.api.parsing import or_default
 from pdserve.router.api.schemas import SamplingBody
-from pdserve.router.backend import Chunk, ModelInfo, TokenStream
+from pdserve.router.backend import ModelInfo, TokenStream
 
 MAX_LOGPROBS_AT_ONCE = 1 << 15  # of all answers, the top tokens included: they come in one output
 # Fields that a beam search cannot honour, and what a client can do.
@@ -113,7 +114,7 @@ class _Search:
         self._hypotheses: list[Hypothesis] = []
         stream.on_readable = self._wake
 
-    def take(self, index: int) -> list[Chunk]:
+    def take(self, index: int) -> list[Output]:
         if not self._hypotheses:
             chunks = self.stream.take()
             self._hypotheses = [one for chunk in chunks for one in chunk.hypotheses]
@@ -123,7 +124,7 @@ class _Search:
                 message = f"the beam search ended with {len(self._hypotheses)} of {len(self.answers)} answers"
                 raise RequestError(message, kind="internal_error")
         found = self._hypotheses[index]
-        return [Chunk(list(found.token_ids), found.finish_reason, found.logprobs)]
+        return [Output(list(found.token_ids), found.finish_reason, list(found.logprobs))]
 
     def _wake(self) -> None:
         for answer in self.answers:
@@ -139,7 +140,7 @@ class AnswerStream:
         self._search = search
         self._index = index
 
-    def take(self) -> list[Chunk]:
+    def take(self) -> list[Output]:
         return self._search.take(self._index)
 
     def cancel(self, finish_reason: str = "cancelled") -> None:

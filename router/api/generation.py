@@ -6,13 +6,16 @@ those still running, so that no instance generates tokens that nothing reads.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
+from pdserve.output import Output
 from pdserve.request import TokenLogprobs
 from pdserve.router.api.beams import answer_streams
 from pdserve.router.api.requests import ParsedRequest
-from pdserve.router.backend import Backend, Chunk, TokenStream, read
+from pdserve.router.backend import Backend, TokenStream, read
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
@@ -85,7 +88,7 @@ class Choice:
                     self.stream.cancel(self.text.finish_reason)
                 return
 
-    def _deltas(self, chunks: list[Chunk]) -> Iterator[Delta]:
+    def _deltas(self, chunks: list[Output]) -> Iterator[Delta]:
         """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances."""
         for chunk in chunks:
             output, token_ids = self._parse(chunk)
@@ -110,20 +113,20 @@ class Choice:
             if self.text.finish_reason is not None:
                 return
 
-    def _parse(self, chunk: Chunk) -> tuple[ParsedOutput, list[int]]:
+    def _parse(self, chunk: Output) -> tuple[ParsedOutput, list[int]]:
         """Return what the chunk adds, and its token ids up to the end of the choice."""
         if self.parser is None:
             text, token_ids = self.text.push(chunk)
             return (ParsedOutput(), []) if self.echo_only else (ParsedOutput(text), token_ids)
         output, token_ids = ParsedOutput(), list[int]()
         while len(token_ids) < len(chunk.token_ids) - 1 and self.parser.may_reason:
-            self._parse_part(Chunk([chunk.token_ids[len(token_ids)]]), output, token_ids)
+            self._parse_part(Output([chunk.token_ids[len(token_ids)]]), output, token_ids)
             if self.text.finish_reason is not None:
                 return output, token_ids
-        self._parse_part(replace(chunk, token_ids=chunk.token_ids[len(token_ids) :]), output, token_ids)
+        self._parse_part(structs.replace(chunk, token_ids=chunk.token_ids[len(token_ids) :]), output, token_ids)
         return output, token_ids
 
-    def _parse_part(self, part: Chunk, output: ParsedOutput, token_ids: list[int]) -> None:
+    def _parse_part(self, part: Output, output: ParsedOutput, token_ids: list[int]) -> None:
         """Parse a part of a chunk, and append to its output and its ids up to the end of the choice."""
         assert self.parser is not None
         text, taken = self.text.push(part)

@@ -1,12 +1,13 @@
 """Log probabilities in OpenAI's two formats: one for completions, another for chat."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from msgspec import structs
+
+from pdserve.output import Output
 from pdserve.request import TokenLogprobs
-from pdserve.router.backend import Chunk
 from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -47,8 +48,8 @@ def echoed_logprobs(
 ) -> dict[str, Any]:
     """Return the `logprobs` object of an echoed prompt. Its first token has none; `logprobs` has an entry per other token."""
     text = TextStream(tokenizer, track_offsets=True)
-    text.push(Chunk(list(ids)))
-    cut = [replace(entry, top=entry.top[:num_top]) for entry in logprobs]
+    text.push(Output(list(ids)))
+    cut = [structs.replace(entry, top=entry.top[:num_top]) for entry in logprobs]
     prompt = completion_logprobs(tokenizer, ids, [TokenLogprobs(0.0), *cut], text.text_offsets)
     prompt["token_logprobs"][0] = prompt["top_logprobs"][0] = None
     return prompt

@@ -8,8 +8,8 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 """
 
 import logging
-from collections.abc import Sequence, Set
-from itertools import count, repeat
+from collections.abc import Sequence
+from itertools import count
 
 from msgspec import structs
 
@@ -17,22 +17,20 @@ from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, RequestError, Unavailable
 from pdserve.keys import Layout
 from pdserve.lifetime import RELEASED, Stage
+from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.backend import Chunk, ModelInfo
+from pdserve.router.backend import ModelInfo
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector
 from pdserve.router.dispatch.waiting import WaitingGroup, WaitingRequests
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
-from pdserve.router.instances.frame_checks import InvalidFrame
-from pdserve.router.instances.output_checks import content_fault, output_fault, times_fault, tokens_fault
+from pdserve.router.instances.frame_checks import InvalidFrame, content_fault, output_fault, times_fault
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import Load, PlacementRequest
-from pdserve.router.scheduling.retry_budget import RetryBudget
 from pdserve.router.scheduling.slo_admission import check_slo
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog, TransferStats
-from pdserve.router.telemetry.traffic import p99
+from pdserve.router.telemetry.timeline import Timeline, TimelineLog, p99
 from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
@@ -44,7 +42,13 @@ CLIENT_ERRORS = (
     "too_few_answers",
 )  # kinds of errors of instances that the request has caused
 MAX_DROPS = 1  # instances that a request may cost until it is not tried on a further one
+# Migrations after faults of requests that have migrated before (as in Twitter's Finagle). The first one of a request is free:
+# when an instance dies, all of its streams have to move. Without a limit on the others, one that fails everywhere, or an
+# outage that spreads, would make the fleet compute everything several times.
+RETRIES_PER_REQUEST = 0.1  # that each new request adds to the budget
+MAX_RETRIES = 100.0  # in the budget
 MAX_ERROR_CHARS = 4000  # of an instance's error message
+NOTHING_STORED = Stored()
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
 
@@ -82,8 +86,8 @@ class Dispatcher:
         )
         self._lost_numerics: set[tuple[str, str, str]] = set()  # of the instances lost since there was none
         self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4)
-        self._retry_budget = RetryBudget()
-        metrics.retry_budget.set_function(lambda: self._retry_budget.balance)
+        self._retry_budget = MAX_RETRIES
+        metrics.retry_budget.set_function(lambda: self._retry_budget)
         self.slo = Slo.parse(config.slo)
         fleet.listener = self
         fleet.on_joined = self.on_joined
@@ -123,7 +127,7 @@ class Dispatcher:
         for state in states:
             if rejection is None:
                 self._open_ids.add(state.request.request_id)
-                self._retry_budget.deposit()
+                self._retry_budget = min(MAX_RETRIES, self._retry_budget + RETRIES_PER_REQUEST)
             else:
                 state.timeline.refuse(str(rejection), self._now())
             self.timelines.add(state.timeline)
@@ -152,11 +156,12 @@ class Dispatcher:
         placement = self._route(first)
         for other in others:
             other.follow(first)
-        waited = self._now() - first.timeline.stamps[Stage.RECEIVED]
-        rejection = check_slo(self.slo, first.prefill.candidate, first.final_instance.candidate, placement, waited)
-        if rejection is not None:
-            self._metrics.refusals.labels(reason=rejection.kind).inc()
-            return rejection
+        if self.config.slo:
+            waited = self._now() - first.timeline.stamps[Stage.RECEIVED]
+            rejection = check_slo(self.slo, first.prefill.candidate, first.final_instance.candidate, placement, waited)
+            if rejection is not None:
+                self._metrics.refusals.labels(reason=rejection.kind).inc()
+                return rejection
         for state in states:
             state.timeline.stamp(Stage.ADMITTED, self._now())
         self._submit(first, others)
@@ -172,9 +177,9 @@ class Dispatcher:
         machine = HandOverMachine(
             self.fleet.awake_now(), self.config.handover_timeout_seconds, request.sampling.max_tokens
         )
-        state = RequestState(request, machine, on_cancel=lambda state: self.handle(state, Event.CANCELLED))
-        if (earlier := self.timelines.get(request.request_id)) is not None:
-            state.timeline.attempt = earlier.attempt + 1  # outputs of the earlier request may still arrive
+        earlier = self.timelines.get(request.request_id)
+        attempt = 0 if earlier is None else earlier.attempt + 1  # outputs of the earlier request may still arrive
+        state = RequestState(request, machine, attempt, lambda state: self.handle(state, Event.CANCELLED))
         state.timeline.stamp(Stage.RECEIVED, request.received or now)
         return state
 
@@ -212,40 +217,22 @@ class Dispatcher:
 
     # ---- FleetListener: called by the fleet -------------------------------------------------------------------
 
-    def on_output(self, instance: InstanceHandle, output: pb.Output) -> None:
-        request_id = output.request_id
-        state = self.states.get(request_id)
-        if state is None or request_id not in instance.requests:
-            if reason := times_fault(output):
-                raise InvalidFrame(reason)
-            self._record_late_output(instance, output)
-            return  # the request has finished, or was cancelled on this instance
-        token_ids = list(output.token_ids)
-        # Nearly all outputs of a stream are plain. Each field of a message that is not read saves up to half a microsecond.
-        fields = output.ListFields()
-        has_only_tokens = token_ids and len(fields) == len(("request_id", "token_ids"))
-        is_plain = has_only_tokens and state.is_plain and instance is state.final_instance
-        present = set() if is_plain else {field.name for field, _ in fields}
-        if is_plain:
-            reason = tokens_fault(token_ids, instance.vocab_size, state.remaining_tokens)
-        else:
-            max_tokens = state.remaining_tokens if instance is state.final_instance else 1
-            reason = output_fault(output, present, instance.hello, max_tokens, state.num_tokens)
-        if reason:
-            state.num_drops += 1
-            raise InvalidFrame(reason)
-        state.has_answered = True
-        try:
-            if is_plain:
-                self._record_success(instance)
-                self._on_decoded_tokens(state, instance, Chunk(token_ids))
-            elif reason := _content_fault(state, instance, output, present):
-                self._fail_for_content(state, instance, reason)
-            else:
+    def on_output(self, instance: InstanceHandle, output: Output) -> None:
+        state = self.states.get(output.request_id)
+        if state is None or output.request_id not in instance.requests:
+            self._record_late_output(instance, output)  # the request has finished, or was cancelled on this instance
+            return
+        max_tokens = state.remaining_tokens if instance is state.final_instance else 1
+        fault = output_fault(output, instance.hello, max_tokens, state.num_tokens)
+        if not fault:
+            state.has_answered = True
+            try:
                 self._handle_output(state, instance, output)
-        except IllegalTransition as error:
+            except IllegalTransition as error:
+                fault = str(error)
+        if fault:
             state.num_drops += 1
-            raise InvalidFrame(str(error)) from error
+            raise InvalidFrame(fault)
 
     def _fail_for_content(self, state: RequestState, instance: InstanceHandle, reason: str) -> None:
         """End a request whose output is invalid by what the model computed. It may be due to the client's input."""
@@ -254,30 +241,62 @@ class Dispatcher:
         message = f"{instance.id} has computed {reason}, so the answer is not passed on"
         self.handle(state, Event.REJECTED, RequestError(message, kind="invalid_output"))
 
-    def _handle_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
-        """Process an output of an instance that runs the request.
+    def _handle_output(self, state: RequestState, instance: InstanceHandle, output: Output) -> None:
+        """Process an output that is possible, of an instance that runs the request.
 
         Raises:
             IllegalTransition: the output is impossible in the state of the hand-over.
         """
-        now = self._now()
-        state.record_output(instance, output, now)
-        if output.stamps and instance is state.decode and any(s.stage == Stage.KV_READY for s in output.stamps):
-            self._record_handover(state, state.prefill, instance)
+        has_scores = bool(output.logprobs or output.prompt_logprobs)
+        has_answer = bool(output.hypotheses or output.embedding)
+        if (has_scores or has_answer or output.searching or not state.is_plain) and (
+            fault := _content_fault(state, instance, output)
+        ):
+            self._fail_for_content(state, instance, fault)
+            return
+        now, is_final = self._now(), instance is state.final_instance
+        if output.stamps or has_scores or output.sources is not None or output.moved is not None:
+            state.record_output(instance, output, now)
+        if instance is state.decode and Stage.KV_READY in output.stamps and state.timeline.loaded.seconds:
+            self._selector.record_handover(state.prefill.hello, instance.hello, state.timeline.loaded.blocks)
         if output.token_ids:
-            self._record_success(instance)
-        if output.HasField("error"):
+            self.fleet.record_success(instance)
+        if output.error is not None:
             kind = BadRequest if output.error.kind in CLIENT_ERRORS else RequestError
             self.handle(state, Event.REJECTED, kind(output.error.message[:MAX_ERROR_CHARS], kind=output.error.kind))
-        elif instance is state.decode or state.decode is None:
-            self._on_decode_output(state, instance, output)
-        else:
-            self._on_prefill_output(state, instance, output)
+            return
+        if not is_final:
+            self._hand_over(state, instance, output)
+        elif output.searching or (output.token_ids and state.machine.state is not State.DECODING):
+            self.handle(state, Event.DECODED)
+        if output.token_ids or has_answer:
+            gap = state.emit(output, now)
+            if gap is not None:
+                self._metrics.inter_token_latency.observe(gap)
+        if is_final and output.token_ids:
+            instance.assign(state.id, state.remaining_load(pb.DECODE))
+        if output.finish_reason is not None:
+            instance.unassign(state.id)
+            self.handle(state, Event.FINISHED)
+        elif not is_final and output.stored is not None and output.stored.final:
+            instance.unassign(state.id)
+            self.handle(state, Event.PREFILLED if state.request.sampling.beam_width else Event.STORED)
 
-    def _record_success(self, instance: InstanceHandle) -> None:
-        """Record that an instance has just produced a token."""
-        instance.last_token_at = self.fleet.awake_now()
-        self.fleet.record_success(instance)
+    def _hand_over(self, state: RequestState, instance: InstanceHandle, output: Output) -> None:
+        """Tell decode how far prefill is."""
+        stored = output.stored or NOTHING_STORED
+        message = pb.HandOver(
+            num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final, tickets=stored.tickets
+        )
+        if output.token_ids:
+            self.handle(state, Event.FIRST_TOKEN)  # first, because decode must not be told of a second one
+            message.first_token = output.token_ids[0]
+            instance.assign(state.id, NO_WORK_LEFT)
+        elif stored.num_blocks and instance.requests[state.id].prefills:
+            num_computed = max(state.cached.get(instance.id, 0), stored.num_blocks * instance.hello.block_size)
+            instance.assign(state.id, state.remaining_load(pb.PREFILL, num_computed))
+        if output.finish_reason is None and (output.token_ids or output.stored is not None):
+            state.send_handover(message)
 
     def on_lost(self, instance: InstanceHandle) -> None:
         self._selector.forget(instance)
@@ -321,8 +340,9 @@ class Dispatcher:
         The time in which this router was stalled itself does not count.
         """
         now = self.fleet.awake_now()
-        self._waiting.end_overdue(now)
-        self._waiting.place()  # a role has changed, or a circuit breaker allows a trial
+        if self._waiting.groups:
+            self._waiting.end_overdue(now)
+            self._waiting.place()  # a role has changed, or a circuit breaker allows a trial
         for state in list(self.states.values()):
             if state.machine.state is State.WAITING:
                 continue
@@ -381,47 +401,6 @@ class Dispatcher:
             extra = {"event": "failed", "request_id": state.request.request_id}
             log.warning("%s failed: %s", state.id, error, extra=extra)
 
-    def _on_prefill_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
-        if output.token_ids:
-            self.handle(state, Event.FIRST_TOKEN)  # first, because decode must not be told of a second one
-        stored = output.stored
-        message = pb.HandOver(
-            num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final, tickets=stored.tickets
-        )
-        if output.token_ids:
-            message.first_token = output.token_ids[0]
-            instance.assign(state.id, NO_WORK_LEFT)
-        elif output.stored.num_blocks and instance.requests[state.id].prefills:
-            num_computed = max(state.cached.get(instance.id, 0), output.stored.num_blocks * instance.hello.block_size)
-            instance.assign(state.id, state.remaining_load(pb.PREFILL, num_computed))
-        if not output.finish_reason and (output.token_ids or output.HasField("stored")):
-            state.send_handover(message)
-        if output.token_ids or output.embedding:
-            self._emit(state, state.chunk(output))
-        if output.finish_reason:
-            instance.unassign(state.id)
-            self.handle(state, Event.FINISHED)
-        elif output.stored.final:
-            instance.unassign(state.id)
-            self.handle(state, Event.PREFILLED if state.request.sampling.beam_width else Event.STORED)
-
-    def _on_decode_output(self, state: RequestState, instance: InstanceHandle, output: pb.Output) -> None:
-        if output.searching:
-            self.handle(state, Event.DECODED)
-        if output.token_ids:
-            self._on_decoded_tokens(state, instance, state.chunk(output))
-        elif output.hypotheses or output.embedding:
-            self._emit(state, state.chunk(output))
-        if output.finish_reason:
-            instance.unassign(state.id)
-            self.handle(state, Event.FINISHED)
-
-    def _on_decoded_tokens(self, state: RequestState, instance: InstanceHandle, chunk: Chunk) -> None:
-        if state.machine.state is not State.DECODING:
-            self.handle(state, Event.DECODED)
-        self._emit(state, chunk)
-        instance.assign(state.id, state.remaining_load(pb.DECODE))
-
     def _instance_failed(self, state: RequestState, instance: InstanceHandle, error: RequestError) -> None:
         """Handle the loss of one of the request's instances."""
         is_split_prefill = state.decode is not None and instance is state.prefill
@@ -432,41 +411,24 @@ class Dispatcher:
         else:
             self.handle(state, Event.PREFILL_FAILED if is_split_prefill else Event.DECODE_FAILED, error)
 
-    def _emit(self, state: RequestState, chunk: Chunk) -> None:
-        now = self._now()
-        if state.last_token_at is not None and (count := len(chunk.token_ids)):
-            gap = (now - state.last_token_at) / count
-            self._metrics.inter_token_latency.observe(gap)
-            state.gaps.extend(repeat(gap, count))
-        state.emit(chunk, now)
-
-    def _record_handover(self, state: RequestState, prefill: InstanceHandle, decode: InstanceHandle) -> None:
-        """Record whether decode found the blocks that prefill had stored."""
-        loaded = state.timeline.loaded
-        if not loaded.seconds:
-            return  # decode had all blocks in its pool, or none were stored
-        if not loaded.blocks:
-            self._metrics.failed_handovers.labels(prefill=prefill.id, decode=decode.id).inc()
-        self._selector.record_handover(prefill.hello, decode.hello, loaded.blocks)
-
-    def _record_late_output(self, instance: InstanceHandle, output: pb.Output) -> None:
+    def _record_late_output(self, instance: InstanceHandle, output: Output) -> None:
         """Record stamps that arrive after the end of a request.
 
         Decode may finish before prefill reports that all blocks are stored. After a cancellation, each instance reports when
         it has released the request's blocks.
         """
+        if fault := times_fault(output):
+            raise InvalidFrame(fault)
         timeline, now = self.timelines.get(output.request_id.partition("#")[0]), self._now()
         if timeline is None or timeline.submission_id != output.request_id:
             return
-        cancelled = timeline.finish_reason == "cancelled"
-        for stamp in output.stamps:
-            if stamp.stage == RELEASED and cancelled:
-                delay = now - stamp.seconds - timeline.stamps[Stage.FINISHED]
-                timeline.release_seconds[instance.id] = delay
-                self._metrics.release_latency.labels(role=instance.role).observe(delay)
-            elif stamp.stage == Stage.KV_STORED and instance.id == timeline.prefill_instance:
-                timeline.stamp(Stage.KV_STORED, now - stamp.seconds)
-                timeline.stored = TransferStats(output.moved.blocks, output.moved.bytes, output.moved.seconds)
+        if RELEASED in output.stamps and timeline.finish_reason == "cancelled":
+            delay = now - output.stamps[RELEASED] - timeline.stamps[Stage.FINISHED]
+            timeline.release_seconds[instance.id] = delay
+            self._metrics.release_latency.labels(role=instance.role).observe(delay)
+        if Stage.KV_STORED in output.stamps and instance.id == timeline.prefill_instance:
+            timeline.stamp(Stage.KV_STORED, now - output.stamps[Stage.KV_STORED])
+            timeline.stored = output.moved or timeline.stored
 
     def _finish(self, state: RequestState) -> None:
         """Remove a request whose machine is in a final state. No effect if it was removed before."""
@@ -475,7 +437,8 @@ class Dispatcher:
             return
         for instance in state.holders:
             instance.unassign(state.id)
-        self._waiting.record_end(state, "cancelled")
+        if timeline.waits:
+            self._waiting.record_end(state, "cancelled")
         self._open_ids.discard(state.request.request_id)
         timeline.stamp(Stage.FINISHED, self._now())
         timeline.itl_p99_s = p99(state.gaps)
@@ -489,7 +452,11 @@ class Dispatcher:
     def _submit(self, state: RequestState, others: Sequence[RequestState] = ()) -> None:
         """Submit the request in its current state, with the other choices of its prompt, to the selected instances."""
         for one in (state, *others):
-            self._begin(one)
+            assert one.timeline.placement is not None
+            way, reason = one.timeline.placement.way, one.timeline.placement.reason
+            self._metrics.placements.labels(way=way, reason=reason).inc()
+            one.begin(self.fleet.awake_now())
+            self.states[one.id] = one
         prefill, decode = state.prefill, state.decode
         frame = state.submit_frame(others)
         if decode is not None:
@@ -500,31 +467,18 @@ class Dispatcher:
         does_both = decode is None and (prefill.role != "prefill" or not one_token)
         state.submit(prefill, pb.BOTH if does_both else pb.PREFILL, frame, others)
 
-    def _begin(self, state: RequestState) -> None:
-        """Record that a request is about to be submitted to the selected instances."""
-        placement = state.timeline.placement
-        assert placement is not None
-        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc()
-        state.timeline.prefill_instance = state.prefill.id
-        state.timeline.decode_instance = state.final_instance.id
-        state.timeline.stored, state.timeline.loaded = TransferStats(), TransferStats()
-        state.machine.restart(state.decode is not None, self.fleet.awake_now())
-        state.begin()
-        self.states[state.id] = state
-
     def _migrate(self, state: RequestState, error: RequestError) -> None:
         """Move the request to other instances; its stream continues after the last emitted token."""
         del self.states[state.id]
-        state.leave_leader()
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
-        state.timeline.migrations.append(Migration(self._now(), failed.id, str(error)))
-        state.migrates_for = error.kind
-        state.timeline.attempt += 1
+        state.move(error, self._now())
         self.states[state.id] = state
-        if error.kind != "drained" and not self._retry_budget.try_withdraw(previous_migrations):
-            message = f"{error}, and the budget for repeated migrations is exhausted"
-            self.handle(state, Event.REJECTED, Unavailable(message, kind=error.kind, retry_after_s=1))
-            return
+        if error.kind != "drained" and previous_migrations:
+            if self._retry_budget < 1:
+                message = f"{error}, and the budget for repeated migrations is exhausted"
+                self.handle(state, Event.REJECTED, Unavailable(message, kind=error.kind, retry_after_s=1))
+                return
+            self._retry_budget -= 1
         try:
             self._resume(state, failed)
         except Unavailable as unplaced:
@@ -564,22 +518,22 @@ class Dispatcher:
         Raises:
             Unavailable: no instance is eligible.
         """
-        selection = self._selector.select(state.placement_request, state.request.keys, avoid)
-        state.prefill, state.decode, state.cached = selection.prefill, selection.decode, selection.request.cached
+        selection = self._selector.select(state, avoid)
+        state.use(selection.prefill, selection.decode, selection.request.cached)
         state.timeline.placement = selection.placement
         state.timeline.decisions += selection.decisions
         return selection.request
 
 
-def _content_fault(state: RequestState, instance: InstanceHandle, output: pb.Output, present: Set[str]) -> str:
-    """Return why the content of an output, of whose fields some are present, is invalid for its request, or ""."""
+def _content_fault(state: RequestState, instance: InstanceHandle, output: Output) -> str:
+    """Return why the content of an output is invalid for its request, or ""."""
     num_scored, sampling = 0, state.request.sampling
     if state.scores_prompt:
-        if state.leader is not None and state.num_unscored and "token_ids" in present:
+        if state.leader is not None and state.num_unscored and output.token_ids:
             return "a token before the log probabilities of the prompt"
         due = 0 if state.leader is not None else state.num_unscored
-        num_scored = due if "token_ids" in present else min(due, len(output.prompt_logprobs))
-    return content_fault(output, present, instance.hello, state.remaining_tokens, sampling, num_scored)
+        num_scored = due if output.token_ids else min(due, len(output.prompt_logprobs))
+    return content_fault(output, instance.hello, state.remaining_tokens, sampling, num_scored)
 
 
 def _numerics(hello: pb.Hello) -> tuple[str, str, str]:

@@ -131,6 +131,7 @@ class HandOverMachine:
             clock.
         state_timeout_s: maximum time without progress in each state that has an owner.
         max_tokens: tokens that the request may generate.
+        is_over: the state is final.
         last_step_at: when the owner last reported an engine step.
         is_split: prefill and decode are different instances. If not, the one instance owns everything, and its failure is a
             decode failure.
@@ -143,6 +144,7 @@ class HandOverMachine:
     is_split: bool = True
     migrations_left: int = MAX_MIGRATIONS
     state: State = State.PREFILLING
+    is_over: bool = field(default=False, init=False)
     last_step_at: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
@@ -159,10 +161,6 @@ class HandOverMachine:
         """Begin anew: the request has been submitted to other instances."""
         self.is_split, self.last_progress_at = is_split, now
         self.state = State.PREFILLING if is_split else State.LOADING  # alone, the final instance owns every state
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in FINAL_STATES
 
     def handle(self, event: Event, now: float) -> tuple[Action, ...]:
         """Make the transition and return its actions. Events in a final state have no effect.
@@ -184,6 +182,7 @@ class HandOverMachine:
         if transition is None:
             raise IllegalTransition(f"{event} in state {self.state}")
         self.state, actions = transition
+        self.is_over = self.state in FINAL_STATES
         self.last_progress_at = now
         return actions
 

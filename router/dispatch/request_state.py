@@ -2,29 +2,31 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import overload
+from itertools import repeat
 
-from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError
 from pdserve.lifetime import RELEASED, Stage
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SINCE, TokenLogprobs
-from pdserve.router.backend import Chunk
 from pdserve.router.dispatch.handover import OWNER, HandOverMachine
 from pdserve.router.instances.fleet import InstanceHandle
 from pdserve.router.routed_request import RoutedRequest
-from pdserve.router.scheduling.policy import Load, PlacementRequest
-from pdserve.router.telemetry.timeline import Timeline, TransferStats
-from pdserve.router.telemetry.traffic import prompt_ids
+from pdserve.router.scheduling.policy import Load
+from pdserve.router.telemetry.timeline import Migration, Timeline, prompt_ids
 
 
 class RequestState:
     """One running request. Implements `TokenStream` for the HTTP side; the dispatcher feeds it.
 
     Attributes:
+        id: request id on the instances; another one for each attempt.
         prefill: the instance that computes the prompt. If `decode` is None, it does everything.
         decode: the decode instance, or None.
+        final_instance: the instance that produces the end of the output.
+        num_tokens: length of the prompt plus the output so far.
+        remaining_tokens: number of tokens that may still be generated.
         emitted: tokens passed to the client so far.
         newest_field: `SamplingParams.newest_field` of its parameters.
         gaps: seconds before each token after the first.
@@ -41,11 +43,16 @@ class RequestState:
 
     prefill: InstanceHandle
     decode: InstanceHandle | None
+    final_instance: InstanceHandle
 
     def __init__(
-        self, request: RoutedRequest, machine: HandOverMachine, on_cancel: "Callable[[RequestState], None]"
+        self,
+        request: RoutedRequest,
+        machine: HandOverMachine,
+        attempt: int,
+        on_cancel: "Callable[[RequestState], None]",
     ) -> None:
-        """`on_cancel` is called when the HTTP side cancels the stream."""
+        """`attempt` counts earlier submissions with this id. `on_cancel` is called when the HTTP side cancels the stream."""
         self.request = request
         self.machine = machine
         block, ids = prompt_ids(request.keys)
@@ -54,15 +61,17 @@ class RequestState:
             request.traceparent,
             "chat" if request.multi_turn else "text_completion",
             request.sampling.max_tokens,
+            attempt,
             prompt_tokens=len(request.prompt),
             prompt_block=block,
             prompt_ids=ids,
         )
+        self.id = self.timeline.submission_id
         self.gaps = array("f")
         self.last_token_at: float | None = None
         self.is_follower = self.has_answered = False
         self.leader: RequestState | None = None
-        self._own_scores: list[pb.Logprobs] = []  # of the prompt, since the last submission
+        self._own_scores: list[TokenLogprobs] = []  # of the prompt, since the last submission
         self.num_drops = 0
         self.migrates_for = ""
         self.holders: list[InstanceHandle] = []
@@ -74,21 +83,12 @@ class RequestState:
             and not (sampling.embed or sampling.beam_width)
         )
         self.emitted: list[int] = []
+        self.num_tokens, self.remaining_tokens = len(request.prompt), sampling.max_tokens
         self.cached: Mapping[str, int] = {}
         self._on_cancel = on_cancel
-        self._chunks: list[Chunk] = []  # not yet taken by the HTTP side
-        self._error: RequestError | None = None  # raised after the chunks
+        self._outputs: list[Output] = []  # not yet taken by the HTTP side
+        self._error: RequestError | None = None  # raised after the outputs
         self.on_readable: Callable[[], object] = lambda: None
-
-    @property
-    def id(self) -> str:
-        """Request id on the instances."""
-        return self.timeline.submission_id
-
-    @property
-    def final_instance(self) -> InstanceHandle:
-        """The instance that produces the end of the output."""
-        return self.decode or self.prefill
 
     @property
     def owner(self) -> InstanceHandle:
@@ -96,35 +96,12 @@ class RequestState:
         return self.prefill if OWNER[self.machine.state] == "prefill" else self.final_instance
 
     @property
-    def num_tokens(self) -> int:
-        """Length of the prompt plus the output so far."""
-        return len(self.request.prompt) + len(self.emitted)
-
-    @property
-    def remaining_tokens(self) -> int:
-        """Number of tokens that may still be generated."""
-        return self.request.sampling.max_tokens - len(self.emitted)
-
-    @property
-    def placement_request(self) -> PlacementRequest:
-        """The request in its current state, for the policies."""
-        return PlacementRequest(
-            self.num_tokens,
-            session=self.request.session,
-            cached=self.cached,
-            output_tokens=self.remaining_tokens
-            + bool(self.request.sampling.beam_width),  # one alone has no decode phase
-            scores_prompt=self.scores_prompt,
-            newest_field=self.newest_field,
-        )
-
-    @property
     def scores_prompt(self) -> bool:
         """True if the instance that samples the first token has to report the log probabilities of the prompt."""
         return self.request.sampling.prompt_logprobs is not None and not self.emitted
 
     @property
-    def prompt_scores(self) -> list[pb.Logprobs]:
+    def prompt_scores(self) -> list[TokenLogprobs]:
         """Log probabilities of the prompt that have arrived; all choices of a prompt share them."""
         return self._own_scores if self.leader is None else self.leader.prompt_scores
 
@@ -133,20 +110,31 @@ class RequestState:
         """Tokens of the prompt whose log probabilities are still due."""
         return len(self.request.prompt) - 1 - len(self.prompt_scores) if self.scores_prompt else 0
 
-    def begin(self) -> None:
-        """Forget what instances have sent for the last submission, before the next one."""
-        self.has_answered, self.holders, self._own_scores = False, [], []
-
-    def leave_leader(self) -> None:
-        """Move alone from now on."""
-        self.is_follower, self.leader = False, None
+    def use(self, prefill: InstanceHandle, decode: InstanceHandle | None, cached: Mapping[str, int]) -> None:
+        """Take the instances that were selected for it."""
+        self.prefill, self.decode, self.cached = prefill, decode, cached
+        self.final_instance = decode or prefill
 
     def follow(self, other: "RequestState") -> None:
         """Use the instances that were selected for another choice of the same prompt."""
         self.is_follower, self.leader = True, other
-        self.prefill, self.decode, self.cached = other.prefill, other.decode, other.cached
+        self.use(other.prefill, other.decode, other.cached)
         self.timeline.placement = other.timeline.placement
         self.timeline.decisions += other.timeline.decisions
+
+    def begin(self, now: float) -> None:
+        """Forget what instances have sent for the last submission, before the next one, at a time of the machine's clock."""
+        self.has_answered, self.holders, self._own_scores = False, [], []
+        self.timeline.begin(self.prefill.id, self.final_instance.id)
+        self.machine.restart(self.decode is not None, now)
+
+    def move(self, error: RequestError, now: float) -> None:
+        """Leave the instances for an error, and move alone from now on."""
+        self.is_follower, self.leader = False, None
+        self.migrates_for = error.kind
+        self.timeline.migrations.append(Migration(now, self.final_instance.id, str(error)))
+        self.timeline.attempt += 1
+        self.id = self.timeline.submission_id
 
     def remaining_load(self, phase: "pb.Phase", num_computed: int = 0) -> Load:
         """Return the remaining work of a phase.
@@ -208,113 +196,74 @@ class RequestState:
             instance.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
             instance.unassign(self.id)
 
-    def chunk(self, output: pb.Output) -> Chunk:
-        """Return what the client reads of a valid output."""
-        if self.is_plain:
-            return Chunk(list(output.token_ids), output.finish_reason or None)
-        return Chunk(
-            list(output.token_ids),
-            output.finish_reason or None,
-            [_logprobs(one) for one in output.logprobs],
-            PromptScores(self.prompt_scores) if self.scores_prompt else [],
-            [_hypothesis(one) for one in output.hypotheses],
-            output.embedding,
-        )
-
-    def emit(self, chunk: Chunk, now: float) -> None:
-        """Pass a chunk to the client."""
+    def emit(self, output: Output, now: float) -> float | None:
+        """Pass a valid output to the client. Return the seconds since the last one, by token; None for the first tokens."""
+        count, gap = len(output.token_ids), None
         if self.last_token_at is None:  # the stamp is the router's own, because the client waits for it
             self.timeline.stamp(Stage.FIRST_TOKEN, now)
+        elif count:
+            gap = (now - self.last_token_at) / count
+            self.gaps.extend(repeat(gap, count))
         self.last_token_at = now
-        self.emitted += chunk.token_ids
-        self.timeline.output_tokens += len(chunk.token_ids)
-        for answer in chunk.hypotheses:
+        if not self.is_plain and self.scores_prompt:
+            output.prompt_logprobs = self.prompt_scores
+        self.emitted += output.token_ids
+        self.num_tokens += count
+        self.remaining_tokens -= count
+        self.timeline.output_tokens += count
+        for answer in output.hypotheses:
             self.timeline.output_tokens += len(answer.token_ids)
-        self.timeline.finish_reason = chunk.finish_reason or ""
-        if self._chunks and self.request.whole:
-            self._chunks[0].extend(chunk)
+        self.timeline.finish_reason = output.finish_reason or ""
+        if self._outputs and self.request.whole:
+            self._outputs[0].extend(output)
         else:
-            self._chunks.append(chunk)
+            self._outputs.append(output)
         if self._has_items:
             self.on_readable()
+        return gap
 
     def emit_error(self, error: RequestError) -> None:
-        """End the client's stream with an error, after the chunks that it has not read yet."""
+        """End the client's stream with an error, after the outputs that it has not read yet."""
         self._error = error
         self.on_readable()
 
-    def record_output(self, instance: InstanceHandle, output: pb.Output, now: float) -> None:
+    def record_output(self, instance: InstanceHandle, output: Output, now: float) -> None:
         """Record an output's stamps and counts in the timeline, and the prompt's log probabilities.
 
         An instance sends each stamp as its age, which is subtracted from the frame's time of arrival. So a delayed frame
         makes its stamps late, never early: what an instance does on a message is not stamped before the router sent that.
         """
-        if not self.is_plain and output.prompt_logprobs:
-            self._own_scores += output.prompt_logprobs
-        for stamp in output.stamps:
-            if stamp.stage == RELEASED:
-                continue  # of an earlier request with the same id
-            stage = Stage(stamp.stage)
-            if stage is not Stage.FINISHED or instance is self.final_instance:
-                self.timeline.stamp(stage, now - stamp.seconds)
-        if output.HasField("tokens") and not self.timeline.migrations:
-            self.timeline.computed_tokens = output.tokens.computed
-            self.timeline.local_hit_tokens = output.tokens.local_hit
-            self.timeline.loaded_tokens = output.tokens.loaded
-        if output.HasField("moved"):
-            transfer = TransferStats(output.moved.blocks, output.moved.bytes, output.moved.seconds)
-            if instance is self.decode:
-                self.timeline.loaded = transfer
-            else:
-                self.timeline.stored = transfer
+        self._own_scores += output.prompt_logprobs
+        for name, age in output.stamps.items():
+            is_own = name != Stage.FINISHED or instance is self.final_instance
+            if is_own and name != RELEASED:  # of an earlier request with the same id
+                self.timeline.stamp(Stage(name), now - age)
+        if output.sources is not None and not self.timeline.migrations:
+            self.timeline.computed_tokens = output.sources.computed
+            self.timeline.local_hit_tokens = output.sources.local_hit
+            self.timeline.loaded_tokens = output.sources.loaded
+        if output.moved is not None and instance is self.decode:
+            self.timeline.loaded = output.moved
+        elif output.moved is not None:
+            self.timeline.stored = output.moved
 
     @property
     def _has_items(self) -> bool:
-        """There is an error or a chunk to read; for a request with `whole`, an error or the last chunk."""
+        """There is an error or an output to read; for a request with `whole`, an error or the last output."""
         if self._error is not None:
             return True
-        return bool(self._chunks) and (not self.request.whole or self._chunks[-1].finish_reason is not None)
+        return bool(self._outputs) and (not self.request.whole or self._outputs[-1].finish_reason is not None)
 
-    def take(self) -> list[Chunk]:
+    def take(self) -> list[Output]:
         if not self._has_items:
             return []
-        chunks, self._chunks = self._chunks, []
-        if not chunks:
+        outputs, self._outputs = self._outputs, []
+        if not outputs:
             assert self._error is not None
             raise self._error
-        return chunks
+        return outputs
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         if not self.machine.is_over:
             self.timeline.finish_reason = finish_reason
             self._on_cancel(self)
-
-
-class PromptScores(Sequence[TokenLogprobs]):
-    """Log probabilities of a prompt, converted when they are read: for a long prompt that is done in a thread."""
-
-    def __init__(self, messages: list[pb.Logprobs]) -> None:
-        self._messages = messages
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprobs: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "PromptScores": ...
-
-    def __getitem__(self, index: int | slice) -> "TokenLogprobs | PromptScores":
-        if isinstance(index, slice):
-            return PromptScores(self._messages[index])
-        return _logprobs(self._messages[index])
-
-
-def _hypothesis(message: pb.Hypothesis) -> Hypothesis:
-    logprobs = tuple(map(_logprobs, message.logprobs))
-    return Hypothesis(tuple(message.token_ids), message.score, message.finish_reason, logprobs)
-
-
-def _logprobs(message: pb.Logprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)), message.rank)

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.breaker import BreakerState
-from pdserve.router.scheduling.placement import Placement, place
-from pdserve.router.scheduling.policy import Decision, PlacementRequest, decide
-from pdserve.router.scheduling.store_reachability import MAX_FAILED_HANDOVERS, StoreReachability
+from pdserve.router.scheduling.policy import Decision, Placement, PlacementRequest, decide, place
 from pdserve.router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
+MAX_FAILED_HANDOVERS = 3  # consecutive hand-overs without a block after which a pair counts as unreachable
+RETRY_AFTER_S = 300.0
+
+Pair = tuple[str, str]  # ids of a prefill and a decode instance
 
 
 @dataclass(frozen=True)
@@ -51,31 +54,43 @@ class InstanceSelector:
         self._last_missing_role = ""  # the role without an eligible instance at the last selection; empty: none
         self._turn = seed
 
-    def select(
-        self, request: PlacementRequest, keys: Mapping[int, Sequence[bytes]], avoid: InstanceHandle | None = None
-    ) -> Selection:
+    def select(self, state: RequestState, avoid: InstanceHandle | None = None) -> Selection:
         """Select the instances for a request.
 
         Args:
-            keys: block size → block keys of the prompt.
             avoid: an instance that is not eligible, such as the one that has just failed.
 
         Raises:
             Unavailable: no instance of any role is eligible.
         """
-        eligible = {role: self._eligible(role, avoid, request) for role in ("prefill", "decode")}
-        roles = [role for role, instances in eligible.items() if instances]
-        if not roles:
-            missing = self.missing_roles(avoid) or f"no instance for {request.context} tokens"
+        # Its last token alone leaves a request no decode phase, unless it is that of a beam search.
+        num_output = state.remaining_tokens + bool(state.request.sampling.beam_width)
+        context, version = state.num_tokens + num_output, state.newest_field[0]
+        prefills = self._eligible("prefill", avoid, context, version)
+        decodes = self._eligible("decode", avoid, context, version)
+        if not prefills and not decodes:
+            missing = self.missing_roles(avoid) or f"no instance for {context} tokens"
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
         self._turn += 1
-        prefills_itself = len(roles) == 1 or all(instance.role == "both" for instance in eligible["prefill"])
-        cached, stored = ({}, 0) if request.scores_prompt else self._cached_tokens(request.tokens, keys)
-        request = request._replace(turn=self._turn, cached=cached, stored=stored, prefills_itself=prefills_itself)
-        if len(roles) == 1:
-            return self._select_single_role(request, roles[0], eligible[roles[0]])
-        self._last_missing_role = ""
-        return self._select_pair(request, eligible)
+        scores_prompt = not state.is_plain and state.scores_prompt
+        cached, stored = ({}, 0) if scores_prompt else self._cached_tokens(state.num_tokens, state.request.keys)
+        request = PlacementRequest(
+            state.num_tokens,
+            self._turn,
+            state.request.session,
+            cached,
+            num_output,
+            prefills_itself=not prefills or not decodes or all([one.role == "both" for one in prefills]),
+            stored=stored,
+        )
+        if not prefills or not decodes:
+            selection = self._select_single_role(request, "prefill" if prefills else "decode", prefills or decodes)
+        else:
+            self._last_missing_role = ""
+            selection = self._select_pair(request, prefills, decodes, scores_prompt)
+        for role, decision in selection.decisions:
+            self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
+        return selection
 
     def missing_roles(self, avoid: InstanceHandle | None = None) -> str:
         """Describe the roles without an eligible instance, such as `no decode instance`; empty if there is none."""
@@ -88,7 +103,11 @@ class InstanceSelector:
         return f"no {' and no '.join(roles)} instance{exclusion}"
 
     def record_handover(self, prefill: pb.Hello, decode: pb.Hello, blocks: int) -> None:
-        """Record how many blocks `decode` loaded of those that `prefill` had stored: it shows whether they share a store."""
+        """Record how many blocks `decode` loaded of those that `prefill` had stored, once it has tried to load any: it shows
+        whether they share a store.
+        """
+        if not blocks:
+            self._metrics.failed_handovers.labels(prefill=prefill.instance_id, decode=decode.instance_id).inc()
         if self._reachability.record_handover((prefill.instance_id, decode.instance_id), blocks, self._fleet.now()):
             log.warning(
                 "%s (%s://) found none of the blocks that %s (%s://) had stored, in %d consecutive hand-overs: their "
@@ -112,26 +131,30 @@ class InstanceSelector:
         if missing != self._last_missing_role:
             self._last_missing_role, extra = missing, {"event": "missing"}
             log.warning("no %s instance is available: %s instances do everything for now", missing, role, extra=extra)
-        decision = self._decide(role, request, eligible)
-        placement = Placement(role, f"no_{missing}_instance")
-        return Selection(request, self._commit(role, decision), None, placement, [(role, decision)])
+        decision, instance = self._decide(role, request._replace(decode=role == "decode"), eligible)
+        return Selection(request, instance, None, Placement(role, f"no_{missing}_instance"), [(role, decision)])
 
-    def _select_pair(self, request: PlacementRequest, eligible: dict[str, list[InstanceHandle]]) -> Selection:
+    def _select_pair(
+        self,
+        request: PlacementRequest,
+        prefills: list[InstanceHandle],
+        decodes: list[InstanceHandle],
+        scores_prompt: bool,
+    ) -> Selection:
         """Pick the decode instance, then a prefill instance that can hand over to it, then the placement."""
         if request.output_tokens == 1:  # nothing is left to decode after the first token
-            decision = self._decide("prefill", request, eligible["prefill"])
-            instance = self._commit("prefill", decision)
+            decision, instance = self._decide("prefill", request, prefills)
             return Selection(request, instance, None, Placement("prefill", "one_token"), [("prefill", decision)])
-        decision = self._decide("decode", request, eligible["decode"])
-        decode, decisions = self._commit("decode", decision), [("decode", decision)]
-        if request.scores_prompt:
+        decision, decode = self._decide("decode", request._replace(decode=True), decodes)
+        decisions = [("decode", decision)]
+        if scores_prompt:
             way = "both" if decode.role == "both" else "decode"
             return Selection(request, decode, None, Placement(way, "prompt_logprobs"), decisions)
-        partners = self._prefill_partners(decode, eligible["prefill"])
-        if partners == [decode]:
+        if decode.role == "both" or self._reachability.unreachable_until:
+            prefills = self._prefill_partners(decode, prefills)
+        if prefills == [decode]:
             return Selection(request, decode, None, Placement("both", "no_prefill_instance"), decisions)
-        decision = self._decide("prefill", request, partners)
-        prefill = self._fleet.instances[decision.chosen]
+        decision, prefill = self._decide("prefill", request, prefills)
         if decode.role == "both":
             placement = Placement("both" if prefill is decode else "split", "policy")
         else:
@@ -140,19 +163,15 @@ class InstanceSelector:
             )
         if placement.way == "decode":
             return Selection(request, decode, None, placement, decisions)
-        self._commit("prefill", decision)
         decisions.append(("prefill", decision))
         return Selection(request, prefill, decode if placement.way == "split" else None, placement, decisions)
 
-    def _decide(self, role: str, request: PlacementRequest, eligible: list[InstanceHandle]) -> Decision:
-        """Apply the role's policy."""
-        request = request._replace(decode=role == "decode")
-        return decide(self._policies[role], [instance.candidate for instance in eligible], request)
-
-    def _commit(self, role: str, decision: Decision) -> InstanceHandle:
-        """Count a decision that takes effect, and return the chosen instance."""
-        self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
-        return self._fleet.instances[decision.chosen]
+    def _decide(
+        self, role: str, request: PlacementRequest, eligible: list[InstanceHandle]
+    ) -> tuple[Decision, InstanceHandle]:
+        """Apply the role's policy, and return its decision with the chosen instance."""
+        decision = decide(self._policies[role], [instance.candidate for instance in eligible], request)
+        return decision, self._fleet.instances[decision.chosen]
 
     def _cached_tokens(self, num_tokens: int, keys: Mapping[int, Sequence[bytes]]) -> tuple[dict[str, int], int]:
         """Return instance id → cached leading tokens, by the prefix index, and the number of leading tokens in the KV store.
@@ -170,19 +189,24 @@ class InstanceSelector:
         return cached, stored
 
     def _eligible(
-        self, role: str, avoid: InstanceHandle | None = None, request: PlacementRequest | None = None
+        self, role: str, avoid: InstanceHandle | None = None, context: int = 0, version: int = 0
     ) -> list[InstanceHandle]:
-        """Return the instances for a role that accept such a request, and whose circuit breakers allow one more."""
-        context, version = (0, 0) if request is None else (request.context, request.newest_field[0])
+        """Return the instances for a role whose circuit breakers allow one more request, and that can take this one.
+
+        Args:
+            context: tokens for which they must have room.
+            version: of the control protocol, which they must speak at least.
+        """
         instances = [
             one
             for one in self._fleet.serving(role, "both")
             if one is not avoid and one.max_model_len >= context and one.hello.protocol_version >= version
         ]
-        breakers, now = self._fleet.breakers, self._fleet.now()
-        if not breakers.any_faults:
+        breakers = self._fleet.breakers
+        if not breakers.records:
             return instances
-        return [instance for instance in instances if breakers.allows(instance.id, len(instance.requests), now)]
+        now = self._fleet.now()
+        return [one for one in instances if breakers.allows(one.id, len(one.requests), now)]
 
     def _prefill_partners(self, decode: InstanceHandle, eligible: list[InstanceHandle]) -> list[InstanceHandle]:
         """Return the instances that may prefill for `decode`: those that reach its store, or all if none does.
@@ -192,7 +216,43 @@ class InstanceSelector:
         now = self._fleet.now()
         if decode.role == "both":
             eligible = [instance for instance in eligible if instance is decode or instance.role == "prefill"]
-        if not self._reachability.any_unreachable:
-            return eligible
         reachable = [one for one in eligible if not self._reachability.is_unreachable((one.id, decode.id), now)]
         return reachable or eligible
+
+
+class StoreReachability:
+    """Finds (prefill, decode) pairs that do not share a KV store, by hand-overs in which no block arrives.
+
+    The connectors' names do not tell: one server may have two names, and two hosts have shared memory of the same name. The
+    evidence is whether decode ever loads KV that prefill has stored. The current time is an argument, in monotonic seconds.
+
+    A pair is unreachable for `RETRY_AFTER_S` after `MAX_FAILED_HANDOVERS` consecutive failures. It is then tried again,
+    and one more failure makes it unreachable again.
+
+    Attributes:
+        unreachable_until: of the pairs that were unreachable since they last shared a block.
+    """
+
+    def __init__(self) -> None:
+        self._failed_handovers: dict[Pair, int] = {}
+        self.unreachable_until: dict[Pair, float] = {}
+
+    def record_handover(self, pair: Pair, blocks: int, now: float) -> bool:
+        """Record how many stored blocks decode received. Return True if the pair becomes unreachable for the first time."""
+        if blocks:
+            self._failed_handovers.pop(pair, None)
+            self.unreachable_until.pop(pair, None)
+            return False
+        self._failed_handovers[pair] = self._failed_handovers.get(pair, 0) + 1
+        if self._failed_handovers[pair] >= MAX_FAILED_HANDOVERS:
+            self.unreachable_until[pair] = now + RETRY_AFTER_S
+        return self._failed_handovers[pair] == MAX_FAILED_HANDOVERS
+
+    def is_unreachable(self, pair: Pair, now: float) -> bool:
+        return now < self.unreachable_until.get(pair, now)
+
+    def forget(self, instance_id: str) -> None:
+        """Drop all pairs of an instance that left; it may come back with other settings."""
+        for pair in [pair for pair in self._failed_handovers if instance_id in pair]:
+            del self._failed_handovers[pair]
+            self.unreachable_until.pop(pair, None)

@@ -39,12 +39,15 @@ class WaitingGroup:
 
 
 class WaitingRequests:
-    """The waiting groups, in order of arrival.
+    """The requests that wait.
 
     Args:
         timeout_s: seconds for which a group waits; 0: nothing waits.
         place: submits a group, or returns the error with which it ends; raises `Unavailable` if no instance is eligible.
         fail: ends a request with an error.
+
+    Attributes:
+        groups: as keys, in order of arrival.
     """
 
     def __init__(
@@ -60,22 +63,22 @@ class WaitingRequests:
         self._metrics = metrics
         self._place = place
         self._fail = fail
-        self._groups: dict[WaitingGroup, None] = {}
-        metrics.waiting_for_instance.set_function(lambda: sum(len(group.waiting) for group in self._groups))
+        self.groups: dict[WaitingGroup, None] = {}
+        metrics.waiting_for_instance.set_function(lambda: sum(len(group.waiting) for group in self.groups))
 
     def add(self, states: Sequence[RequestState], error: Unavailable, failed: InstanceHandle | None = None) -> None:
         """Let requests wait, which are on no instance."""
-        if not self._groups:
+        if not self.groups:
             message = "no instance is available: requests wait for one for up to %g s (%s)"
             log.warning(message, self.timeout_s, error, extra={"event": "waiting"})
         for state in states:
             state.machine.wait()
             state.timeline.waits.append(Wait(self._fleet.now()))
-        self._groups[WaitingGroup(states, error, self._fleet.awake_now(), failed)] = None
+        self.groups[WaitingGroup(states, error, self._fleet.awake_now(), failed)] = None
 
     def place(self) -> None:
         """Submit those for which an instance is eligible, in order of arrival."""
-        if not self._groups or not self._fleet.serving("prefill", "decode", "both"):
+        if not self.groups or not self._fleet.serving("prefill", "decode", "both"):
             return
         for group in self._unfinished():
             states = group.waiting
@@ -86,7 +89,7 @@ class WaitingRequests:
             if error is not None:
                 self._end(group, error, "refused")
                 continue
-            del self._groups[group]
+            del self.groups[group]
             for state in states:
                 self.record_end(state, "placed")
 
@@ -109,11 +112,11 @@ class WaitingRequests:
 
     def _unfinished(self) -> Iterator[WaitingGroup]:
         """Yield the groups of which some still wait, and forget the others."""
-        for group in list(self._groups):
+        for group in list(self.groups):
             if group.waiting:
                 yield group
             else:
-                del self._groups[group]
+                del self.groups[group]
 
     def _end_unplaced(self, group: WaitingGroup, reason: str) -> None:
         error = Unavailable(f"{group.error}, {reason}", kind=group.error.kind, retry_after_s=1)
@@ -123,4 +126,4 @@ class WaitingRequests:
         for state in group.waiting:
             self.record_end(state, outcome)
             self._fail(state, error)
-        del self._groups[group]
+        del self.groups[group]

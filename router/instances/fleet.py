@@ -15,6 +15,7 @@ from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION
 from pdserve.costs import Costs
 from pdserve.keys import KEY_BYTES
+from pdserve.output import Output, unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.compatibility import conflict_between, kind_of
 from pdserve.router.instances.frame_checks import MAX_NAME_CHARS, ROLES, InvalidFrame, frame_fault, hello_fault
@@ -173,7 +174,7 @@ class InstanceHandle:
 class FleetListener(Protocol):
     """Receives the fleet's events. Implemented by the dispatcher."""
 
-    def on_output(self, instance: InstanceHandle, output: pb.Output) -> None:
+    def on_output(self, instance: InstanceHandle, output: Output) -> None:
         """Handle the output of one request from one engine step.
 
         Raises:
@@ -245,8 +246,9 @@ class Fleet:
             )
 
     def record_success(self, instance: InstanceHandle) -> None:
-        """Close the instance's circuit breaker, since it has just produced a token."""
-        if not self._output_faults.by_instance or not self._output_faults.is_suspect(instance.id, self.now()):
+        """Record that an instance has just produced a token, which closes its circuit breaker."""
+        instance.last_token_at = self.awake_now()
+        if self.breakers.records and not self._output_faults.is_suspect(instance.id, self.now()):
             self.breakers.record_success(instance.id)
 
     def record_invalid_output(self, instance: InstanceHandle, request_id: str, client: str) -> None:
@@ -323,51 +325,48 @@ class Fleet:
         """Process a frame of a registered instance; frames of others are ignored. An invalid one deregisters the instance."""
         if self.instances.get(instance.id) is not instance:
             return
+        kind = frame.WhichOneof("frame")
         try:
-            kind = frame.WhichOneof("frame")
             if reason := frame_fault(frame, kind, instance.hello.num_blocks):
                 raise InvalidFrame(reason)
-            self._process(instance, frame, kind)
+            instance.last_frame_at, instance.lease_renewed_at = self.now(), self._clock.time
+            assert self.listener is not None
+            match kind:
+                case "outputs":
+                    try:
+                        outputs = unpack(frame.outputs)
+                    except ValueError as error:
+                        instance.may_be_poisoned = True  # any of its requests may be the cause
+                        raise InvalidFrame(f"outputs that cannot be read: {error}") from error
+                    for output in outputs:
+                        self.listener.on_output(instance, output)
+                case "draining":
+                    extra = {"event": "draining", "instance": instance.id}
+                    log.info("%s is draining; it has %d requests", instance.id, len(instance.requests), extra=extra)
+                    self.begin_drain(instance)
+                    self.listener.on_draining(instance)
+                case "failed":
+                    instance.may_be_poisoned = True
+                    self.deregister(instance, "its engine has failed")
+                case "hello":
+                    self._handle_role_change(instance, frame)
+                case "blocks":
+                    self._handle_kv_events(instance, frame.blocks)
+                case "others":
+                    instance.update_other_load(frame.others)
+                case "heartbeat":
+                    if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
+                        instance.last_step_at = self.awake_now()
+                    instance.update_heartbeat(frame.heartbeat)
+                    if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:
+                        instance.acknowledged_at = instance.last_frame_at
+                        instance.send(HEARTBEAT_ACK)
         except InvalidFrame as fault:
             reason = f"it sent an invalid frame: {fault}"
             self.num_invalid_frames += 1
             self.record_fault(instance, self.now())
             instance.send(pb.RouterFrame(refused=pb.Refused(message=reason)))
             self.deregister(instance, reason)
-
-    def _process(self, instance: InstanceHandle, frame: pb.InstanceFrame, kind: str | None) -> None:
-        """Process a valid frame of a kind.
-
-        Raises:
-            InvalidFrame: it contradicts earlier frames.
-        """
-        instance.last_frame_at, instance.lease_renewed_at = self.now(), self._clock.time
-        assert self.listener is not None
-        match kind:
-            case "step":
-                for output in frame.step.outputs:
-                    self.listener.on_output(instance, output)
-            case "draining":
-                extra = {"event": "draining", "instance": instance.id}
-                log.info("%s is draining; it has %d requests", instance.id, len(instance.requests), extra=extra)
-                self.begin_drain(instance)
-                self.listener.on_draining(instance)
-            case "failed":
-                instance.may_be_poisoned = True
-                self.deregister(instance, "its engine has failed")
-            case "hello":
-                self._handle_role_change(instance, frame)
-            case "blocks":
-                self._handle_kv_events(instance, frame.blocks)
-            case "others":
-                instance.update_other_load(frame.others)
-            case "heartbeat":
-                if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
-                    instance.last_step_at = self.awake_now()
-                instance.update_heartbeat(frame.heartbeat)
-                if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:
-                    instance.acknowledged_at = instance.last_frame_at
-                    instance.send(HEARTBEAT_ACK)
 
     def _handle_role_change(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
         expected = pb.Hello()

@@ -96,6 +96,10 @@ class AdmissionQueue:
             raise refusal
         quota.take(choices, max_tokens, now)
         slot = AdmissionSlot(self, key, choices, prompt_tokens, max_tokens)
+        if choices <= self._free and not self._queue.backlogged:
+            self._queue.pass_by(key, prompt_tokens)
+            self._admit(slot)
+            return slot
         self._queue.push(key, slot, prompt_tokens, priority)
         self._admit_queued()
         if len(self._queue) > self._max_queue:
@@ -117,7 +121,8 @@ class AdmissionQueue:
             self._queue.charge(slot.key, max(0, tokens - slot.prompt_tokens))
         elif slot.refusal is None:
             self._queue.remove(slot.key, slot)
-        self._admit_queued()
+        if self._queue.backlogged:
+            self._admit_queued()
 
     def headers(self, key: str) -> dict[str, str]:
         """Return OpenAI's rate-limit headers for the key."""
@@ -127,11 +132,14 @@ class AdmissionQueue:
         """Admit queued requests in order. A request that needs several places is not overtaken by smaller ones."""
         while (key := self._next_key()) is not None:
             slot = self._queue.pop(key)
-            self._free -= slot.choices
-            self._running[key] += slot.choices
-            self._metrics.key_requests.labels(key=slot.key).inc(slot.choices)
-            slot.is_admitted = True
+            self._admit(slot)
             slot.on_decision()
+
+    def _admit(self, slot: AdmissionSlot) -> None:
+        self._free -= slot.choices
+        self._running[slot.key] += slot.choices
+        self._metrics.key_requests.labels(key=slot.key).inc(slot.choices)
+        slot.is_admitted = True
 
     def _next_key(self) -> str | None:
         """Return the key whose first request may start, if there is one.

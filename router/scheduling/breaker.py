@@ -27,7 +27,7 @@ class BreakerState(StrEnum):
 
 
 @dataclass(frozen=True)
-class _FaultRecord:
+class FaultRecord:
     """Consecutive faults of one instance, and the time of the last one."""
 
     faults: int
@@ -42,33 +42,32 @@ class _FaultRecord:
 
 
 class CircuitBreakers:
-    """One circuit breaker per instance id. A record survives a restart of the instance under the same id."""
+    """One circuit breaker per instance id. A record survives a restart of the instance under the same id.
+
+    Attributes:
+        records: instance id → its consecutive faults. While there are none, all breakers are closed.
+    """
 
     def __init__(self) -> None:
-        self._records: dict[str, _FaultRecord] = {}
-
-    @property
-    def any_faults(self) -> bool:
-        """True if any instance has a recorded fault. If False, all breakers are closed and need no check per instance."""
-        return bool(self._records)
+        self.records: dict[str, FaultRecord] = {}
 
     def record_fault(self, instance_id: str, now: float) -> bool:
         """Count a fault. Return True if the breaker is open after a fault that counted."""
-        self._records = {
-            name: record for name, record in self._records.items() if now - record.last_fault_at < FORGET_AFTER_S
+        self.records = {
+            name: record for name, record in self.records.items() if now - record.last_fault_at < FORGET_AFTER_S
         }
-        record = self._records.get(instance_id, _FaultRecord(0, now - FORGET_AFTER_S))
+        record = self.records.get(instance_id, FaultRecord(0, now - FORGET_AFTER_S))
         if now - record.last_fault_at <= INCIDENT_WINDOW_S:
             return False
-        self._records[instance_id] = _FaultRecord(record.faults + 1, now)
+        self.records[instance_id] = FaultRecord(record.faults + 1, now)
         return self.state(instance_id, now) is BreakerState.OPEN
 
     def record_success(self, instance_id: str) -> None:
         """Close the breaker and reset its count."""
-        self._records.pop(instance_id, None)
+        self.records.pop(instance_id, None)
 
     def state(self, instance_id: str, now: float) -> BreakerState:
-        record = self._records.get(instance_id)
+        record = self.records.get(instance_id)
         if record is None or record.faults < FAULT_THRESHOLD:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now - record.last_fault_at < record.pause else BreakerState.HALF_OPEN

@@ -1,9 +1,17 @@
-"""Routing policies: pure functions that score a snapshot of candidate instances; the lowest score wins.
+"""Routing policies, and placement: pure functions over a snapshot of candidate instances.
+
+Policies score the candidates; the lowest score wins.
 
 Prefill and decode instances are picked by one policy each. Ties go to the candidate with the fewest uncached tokens of the
 prompt (only for prefill: the saved work benefits the next requests), then to the fewest requests, then to the least work,
 then in rotation. A policy that cannot judge a request (`session` without a session) delegates to another policy, and the
 decision names that one.
+
+Placement is conditional disaggregation: a prompt is computed on a prefill instance, or on the decode instance itself. A
+hand-over costs more than computing a short prompt, or the next turn of a chat whose prefix is in the decode instance's pool.
+But while a decode instance computes a prompt, all sequences that it decodes are delayed. With an ITL target, it computes only
+as much of a prompt per step as the target leaves, so it can take prompts that would wait too long for prefill. And a prefill
+instance without other prompts can keep the request that it gets, and decode it.
 """
 
 import math
@@ -20,6 +28,8 @@ from pdserve.costs import Costs
 DEFAULT_COSTS = Costs()  # until an instance has reported its own
 MAX_EXPLAINED = 8  # candidates listed in a decision
 WAIT_SPREAD_TOKENS = 64  # a wait before the second token counts as spread over at most this many tokens (decode only)
+MAX_KEPT_TTFT = 0.5  # of the target, up to which prefill has time to spare for decoding
+MAX_KEPT_ITL = 0.7  # of the ITL on decode, at which prefill keeps a request: prompts that come later will slow it down
 
 _instance_id = attrgetter("instance_id")
 
@@ -141,10 +151,8 @@ class PlacementRequest(NamedTuple):
         cached: instance id → number of leading tokens in its pool, according to the prefix index.
         output_tokens: tokens to be generated, at most.
         decode: True to pick a decode instance, False to pick a prefill instance.
-        scores_prompt: it asks for the log probabilities of its prompt, all of which one instance must compute.
         prefills_itself: there is no dedicated prefill instance, so a `both` instance computes the prompts that it decodes.
         stored: number of leading tokens in the KV store, which an instance may load; 0 unless publishers of KV events tell.
-        newest_field: `SamplingParams.newest_field`: instances of earlier versions do not know what it asks for.
     """
 
     tokens: int
@@ -154,14 +162,7 @@ class PlacementRequest(NamedTuple):
     output_tokens: int = 1
     decode: bool = False
     prefills_itself: bool = False
-    scores_prompt: bool = False
     stored: int = 0
-    newest_field: tuple[int, str] = (0, "")
-
-    @property
-    def context(self) -> int:
-        """Number of tokens that an instance must have room for."""
-        return self.tokens + self.output_tokens
 
     @property
     def wait_spread(self) -> int:
@@ -341,8 +342,23 @@ def decide(policy: str, candidates: Sequence[Candidate], request: PlacementReque
     if policy == "session" and not request.session:
         policy, why = "least_loaded", "the request has no session; "
     scores = POLICIES[policy](candidates, request)
+    best = scores if len(scores) == 1 else _best(scores, TIE_TOLERANCE.get(policy, 0), request)
+    explained = [
+        ScoredCandidate(c.instance_id, score, c.requests, c.prefill_tokens, c.output_tokens, request.cached_on(c))
+        for score, c in best
+    ]
+    why += AUTO_DECODE_EXPLANATION if policy == "auto" and request.decode else EXPLANATIONS[policy]
+    return Decision(policy, explained[0].instance, why, explained, len(candidates))
+
+
+def _best(scores: Scores, tolerance: float, request: PlacementRequest) -> Scores:
+    """Return the best `MAX_EXPLAINED` candidates, the selected one first.
+
+    Args:
+        tolerance: relative difference of scores up to which they are equal.
+    """
     best = sorted([score for score, _ in scores])[:MAX_EXPLAINED]
-    limit = best[0] * (1 + TIE_TOLERANCE.get(policy, 0))
+    limit = best[0] * (1 + tolerance)
     tied = [scored for scored in scores if scored[0] <= limit]
     if not request.decode:
         tied = _keep_lowest(tied, [request.uncached(c) for _, c in tied])
@@ -350,10 +366,7 @@ def decide(policy: str, candidates: Sequence[Candidate], request: PlacementReque
     tied = sorted(_keep_lowest(tied, [c.work_tokens for _, c in tied]), key=_by_score)
     chosen = tied[request.turn % len(tied)]
     listed = sorted([scored for scored in scores if scored[0] <= best[-1]], key=_by_score)[:MAX_EXPLAINED]
-    others = [scored for scored in listed if scored is not chosen][: MAX_EXPLAINED - 1]
-    explained = [_explain(score, candidate, request) for score, candidate in (chosen, *others)]
-    why += AUTO_DECODE_EXPLANATION if policy == "auto" and request.decode else EXPLANATIONS[policy]
-    return Decision(policy, chosen[1].instance_id, why, explained, len(candidates))
+    return [chosen, *[scored for scored in listed if scored is not chosen][: MAX_EXPLAINED - 1]]
 
 
 def _keep_lowest(scores: Scores, amounts: list[int]) -> Scores:
@@ -367,6 +380,68 @@ def _by_score(scored: tuple[float, Candidate]) -> tuple[float, str]:
     return scored[0], scored[1].instance_id
 
 
-def _explain(score: float, candidate: Candidate, request: PlacementRequest) -> ScoredCandidate:
-    load = candidate.requests, candidate.prefill_tokens, candidate.output_tokens
-    return ScoredCandidate(candidate.instance_id, score, *load, request.cached_on(candidate))
+@dataclass(frozen=True)
+class Placement:
+    """Instance that computes a prompt, and the reason. Shown in timelines; `way` and `reason` are metric labels.
+
+    Attributes:
+        way: `split` (a prefill instance computes the prompt and hands its KV to decode), `decode` (the decode instance
+            computes it), `both` (one instance of role `both` serves the request) or `prefill` (a prefill instance serves
+            it: for one token there is nothing to decode; no decode instance is available, or it is much slower).
+        reason: `threshold` or `forecast` for the choice between `split` and `decode`; `backlog` if decode was chosen because
+            prompts wait for prefill, within decode's ITL target; `idle` if prefill, without other prompts, decodes too;
+            `policy` if the prefill policy could choose a `both` instance; `one_token`,
+            `prompt_logprobs`, `no_prefill_instance` or `no_decode_instance` if there was no choice.
+        uncached_tokens: prompt tokens that are not cached on the decode instance; None if they were not needed.
+        here_seconds: forecast delay if the decode instance computes the prompt.
+        there_seconds: forecast delay of a split.
+    """
+
+    way: str
+    reason: str
+    uncached_tokens: int | None = None
+    here_seconds: float | None = None
+    there_seconds: float | None = None
+
+
+def place(
+    prefill: Candidate,
+    decode: Candidate,
+    request: PlacementRequest,
+    threshold: int | None,
+    ttft_target: float | None = None,
+) -> Placement:
+    """Choose between `split`, `decode`, and `prefill` for a request that the prefill instance keeps.
+
+    With a threshold, `decode` if at most so many prompt tokens are not cached there. Without one, forecast delays decide. The
+    delay on the decode instance is the TTFT, plus the time by which the prompt makes steps longer, for each running sequence
+    (at least one: an idle instance soon has one). The delay of a split is the TTFT, plus the transfer of the uncached KV. If
+    that exceeds the TTFT target and the decode instance has an ITL target, only the TTFTs are compared.
+
+    Args:
+        ttft_target: seconds; None: roles do not give way.
+    """
+    uncached = request.uncached(decode)
+    if threshold is not None:
+        return Placement("decode" if uncached <= threshold else "split", "threshold", uncached)
+    here = forecast_ttft(decode, request)
+    there = forecast_ttft(prefill, request) + decode.costs.transfer_seconds(uncached * decode.token_bytes)
+    is_late = ttft_target is not None and there > ttft_target
+    if is_late and math.isfinite(decode.itl_target) and prefill.prefills and here <= there:
+        return Placement("decode", "backlog", uncached, here, there)
+    computed = min(uncached, request.tokens - request.stored)
+    step_delay = decode.costs.prefill_seconds(computed, request.tokens - computed) - decode.costs.prefill_seconds(0)
+    here += max(1, decode.requests) * step_delay
+    if here <= there:
+        return Placement("decode", "forecast", uncached, here, there)
+    if ttft_target is not None and there <= MAX_KEPT_TTFT * ttft_target and _is_kept(prefill, decode, request):
+        return Placement("prefill", "idle", uncached, here, there)
+    return Placement("split", "forecast", uncached, here, there)
+
+
+def _is_kept(prefill: Candidate, decode: Candidate, request: PlacementRequest) -> bool:
+    """Return whether prefill decodes the request too: it has no other prompts, an ITL target, and is much faster."""
+    if prefill.prefills or math.isinf(prefill.itl_target):
+        return False
+    kept = request._replace(cached={prefill.instance_id: request.tokens})  # no KV has to be transferred
+    return forecast_itl(prefill, kept) < MAX_KEPT_ITL * forecast_itl(decode, request)

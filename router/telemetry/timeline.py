@@ -2,28 +2,21 @@
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from pdserve.lifetime import TRACE_SPANS, Stage
-from pdserve.router.scheduling.placement import Placement
-from pdserve.router.scheduling.policy import Decision
+from pdserve.output import Moved
+from pdserve.router.scheduling.policy import Decision, Placement
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class TransferStats:
-    """KV that one side of a hand-over moved."""
-
-    blocks: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, float]:
-        rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
-        return {"blocks": self.blocks, "bytes": self.bytes, "seconds": self.seconds, "gb_per_s": rate}
+NOTHING_MOVED = Moved()
+BLOCK = 64  # tokens for which an id in `prompt_ids` stands, unless the pools' blocks are larger
+ID_BYTES = 4  # of an id; two ids that are equal by chance do no harm, because prompts are compared from their beginning
 
 
 class Migration(NamedTuple):
@@ -62,7 +55,7 @@ class Timeline:
         release_seconds: for a cancelled request: instance id → seconds from its end until the instance had freed all of its
             blocks.
         finish_reason: `stop`, `length`, `cancelled`, `error`, or `refused` (by the SLO admission); empty while it runs.
-        prompt_block, prompt_ids: tokens per id, and the ids of the prompt's blocks, as `traffic.prompt_ids` packs them.
+        prompt_block, prompt_ids: tokens per id, and the ids of the prompt's blocks, as `prompt_ids` packs them.
         itl_p99_s: the gap that 99 % of the gaps between its tokens do not exceed; None before the end, or without gaps.
     """
 
@@ -83,8 +76,8 @@ class Timeline:
     computed_tokens: int = 0
     local_hit_tokens: int = 0
     loaded_tokens: int = 0
-    stored: TransferStats = field(default_factory=TransferStats)
-    loaded: TransferStats = field(default_factory=TransferStats)
+    stored: Moved = NOTHING_MOVED
+    loaded: Moved = NOTHING_MOVED
     release_seconds: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
     error: str = ""
@@ -101,6 +94,11 @@ class Timeline:
     def submission_id(self) -> str:
         """Request id on the instances. It is new for each attempt: an instance may still run an earlier one."""
         return f"{self.request_id}#{self.attempt}" if self.attempt else self.request_id
+
+    def begin(self, prefill: str, decode: str) -> None:
+        """Record the instances to which the request is about to be submitted."""
+        self.prefill_instance, self.decode_instance = prefill, decode
+        self.stored = self.loaded = NOTHING_MOVED
 
     def stamp(self, stage: Stage, at: float) -> None:
         """Record the first stamp of a stage. A `KV_STORED` that is reported late is set back to `KV_READY` at the latest."""
@@ -152,8 +150,8 @@ class Timeline:
                 "local_hit": self.local_hit_tokens,
                 "loaded": self.loaded_tokens,
             },
-            "stored": self.stored.as_dict(),
-            "loaded": self.loaded.as_dict(),
+            "stored": _with_rate(self.stored),
+            "loaded": _with_rate(self.loaded),
             "released_ms": {name: round(seconds * 1e3, 3) for name, seconds in self.release_seconds.items()},
             "stages_ms": {stage.value: ms(at) for stage, at in ordered},
             "parts": [
@@ -161,6 +159,25 @@ class Timeline:
                 for name, actor, begin, end in self.parts()
             ],
         }
+
+
+def _with_rate(moved: Moved) -> dict[str, float]:
+    rate = moved.bytes / moved.seconds / 1e9 if moved.seconds else 0.0
+    return {**asdict(moved), "gb_per_s": rate}
+
+
+def prompt_ids(keys: dict[int, list[bytes]]) -> tuple[int, bytes]:
+    """Return what a timeline keeps of a prompt's keys by block size: the tokens per id, and the joined ids."""
+    if not keys:
+        return BLOCK, b""
+    size = min(keys)
+    stride = max(1, BLOCK // size)
+    return size * stride, b"".join([key[:ID_BYTES] for key in keys[size][stride - 1 :: stride]])
+
+
+def p99(gaps: Sequence[float]) -> float | None:
+    """Return the gap that 99 % of the gaps do not exceed; None if there are none."""
+    return sorted(gaps)[-1 - len(gaps) // 100] if gaps else None
 
 
 def log_finished(timeline: Timeline) -> None:

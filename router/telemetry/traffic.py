@@ -2,29 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import itemgetter
 
 from pdserve.lifetime import Stage
-from pdserve.router.telemetry.timeline import Timeline
+from pdserve.router.telemetry.timeline import ID_BYTES, Timeline
 
-BLOCK = 64  # tokens for which an id in `hash_ids` stands, unless the pools' blocks are larger
 TIME_HEADER = "X-Time-Ms"  # of the answer with the lines: the router's clock, in milliseconds since 1970
-ID_BYTES = 4  # of an id; two ids that are equal by chance do no harm, because prompts are compared from their beginning
-
-
-def prompt_ids(keys: dict[int, list[bytes]]) -> tuple[int, bytes]:
-    """Return what a timeline keeps of a prompt's keys by block size: the tokens per id, and the joined ids."""
-    if not keys:
-        return BLOCK, b""
-    size = min(keys)
-    stride = max(1, BLOCK // size)
-    return size * stride, b"".join([key[:ID_BYTES] for key in keys[size][stride - 1 :: stride]])
-
-
-def p99(gaps: Sequence[float]) -> float | None:
-    """Return the gap that 99 % of the gaps do not exceed; None if there are none."""
-    return sorted(gaps)[-1 - len(gaps) // 100] if gaps else None
 
 
 def traffic_row(timeline: Timeline, epoch_offset: float) -> dict[str, object]:

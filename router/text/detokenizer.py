@@ -10,7 +10,7 @@ latest. One exception concerns tokenizers with byte fallback, such as Llama 2's:
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from pdserve.router.backend import Chunk
+from pdserve.output import Output
 from pdserve.router.text.overlap import overlap
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -178,7 +178,7 @@ class TextStream:
         """The stop string that ended the text, if one did."""
         return self._stop.matched
 
-    def push(self, chunk: Chunk) -> tuple[str, list[int]]:
+    def push(self, chunk: Output) -> tuple[str, list[int]]:
         """Return the text to emit, and the token ids of the chunk up to the end of a stop string if one was found."""
         parts: list[str] = []
         self.text_offsets = []

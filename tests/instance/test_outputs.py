@@ -8,9 +8,11 @@ import pytest
 from pdserve.config import InstanceConfig
 from pdserve.instance import instance as instance_module
 from pdserve.instance.instance import Instance
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.roles import job
+from tests.outputs import outputs_of
 
 PROMPT = [7 * i % 250 for i in range(60)]
 
@@ -39,8 +41,8 @@ class Driver:
             idle = self.instance.run_once(wait=idle)
         assert self.instance.engine.pool.num_held == 0
 
-    def outputs(self, name: str) -> list[pb.Output]:
-        return [one for frame in self.frames for one in frame.step.outputs if one.request_id == name]
+    def outputs(self, name: str) -> list[Output]:
+        return [one for frame in self.frames for one in outputs_of(frame) if one.request_id == name]
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_scores_of_a_prompt_are_sent_once_and_before_the_tokens_of_all_choices(
     assert [len(one.prompt_logprobs) for one in pieces] == [10, 10, 10, 10, 10, 9]
     assert [entry for one in pieces for entry in one.prompt_logprobs] == [*whole.prompt_logprobs]
     assert not any(one.token_ids for one in pieces[:-1]) and pieces[-1].token_ids
-    in_order = [one for frame in driver.frames for one in frame.step.outputs]
+    in_order = [one for frame in driver.frames for one in outputs_of(frame)]
     last = in_order.index(pieces[-1])
     for i in range(n):
         outputs = driver.outputs(f"cut{i}")
@@ -89,7 +91,7 @@ def test_a_request_that_is_cancelled_between_pieces_leaves_nothing(
 def test_frames_with_log_probabilities_are_split(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instance_module, "LARGE_FRAME_BYTES", 100)
     driver.run("r", 4, 3, logprobs=20)
-    assert all(len(frame.step.outputs) <= 1 for frame in driver.frames if frame.step.outputs)
+    assert all(len(outputs_of(frame)) <= 1 for frame in driver.frames if outputs_of(frame))
     for i in range(4):
         outputs = driver.outputs(f"r{i}")
         assert sum(len(one.token_ids) for one in outputs) == sum(len(one.logprobs) for one in outputs) == 3
@@ -100,7 +102,7 @@ def test_an_output_that_no_frame_can_hold_is_an_error_of_its_request(
 ) -> None:
     monkeypatch.setattr(instance_module, "MAX_FRAME_BYTES", 1000)
     driver.run("large", 1, 3)
-    assert [one.error.kind for one in driver.outputs("large0") if one.HasField("error")] == ["answer_too_large"]
+    assert [one.error.kind for one in driver.outputs("large0") if one.error is not None] == ["answer_too_large"]
 
 
 def test_an_instance_with_unsent_pieces_is_not_idle(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,9 @@ class Harness:
         self.next_key = 0
         self.instance = instance = SimpleNamespace(
             kv_events=self.kv_events,
-            heartbeat=pb.Heartbeat(),
-            other_load=lambda link: pb.Load(),
+            reporter=SimpleNamespace(
+                status=SimpleNamespace(heartbeat=pb.Heartbeat()), other_load=lambda link: pb.Load()
+            ),
             drop_link=lambda link: None,
         )
         hello = pb.Hello(instance_id="i")
@@ -122,10 +123,10 @@ def test_tokens_do_not_queue_behind_kv_events() -> None:
         async with harness.router() as router:
             while not harness.kv_events._subscribers or len(harness.kv_events._subscribers[0]) == BLOCKS:
                 await asyncio.sleep(0)
-            harness.links.broadcast(pb.InstanceFrame(step=pb.Step()))
+            harness.links.broadcast(pb.InstanceFrame(outputs=b""))
             await wait_until_synced(harness, router)
             kinds = [frame.WhichOneof("frame") for frame in router.frames]
-            assert kinds.count("blocks") == 3 and "step" in kinds[: -kinds[::-1].index("blocks") - 1]
+            assert kinds.count("blocks") == 3 and "outputs" in kinds[: -kinds[::-1].index("blocks") - 1]
         harness.serving.cancel()
 
     run(scenario())
@@ -196,7 +197,7 @@ def test_heartbeats_that_say_nothing_new_are_replaced_by_a_renewal_of_the_lease(
                 await asyncio.sleep(0.01)
             assert kinds[:2] == ["hello", "heartbeat"]
             assert kinds[2:12] == ["others"] * MAX_RENEWALS + ["heartbeat"]
-            harness.instance.heartbeat = pb.Heartbeat(running=1, counters={"engine_steps": 1.0})
+            harness.instance.reporter.status.heartbeat = pb.Heartbeat(running=1, counters={"engine_steps": 1.0})
             while not any(frame.heartbeat.running for frame in router.frames):
                 await asyncio.sleep(0.01)
         harness.serving.cancel()

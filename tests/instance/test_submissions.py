@@ -10,7 +10,9 @@ import pytest
 from pdserve.config import InstanceConfig
 from pdserve.instance.instance import Instance
 from pdserve.keys import KeyChain, pack_tokens, root_key
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
+from tests.outputs import outputs_of
 
 PROMPT = [7 * i % 250 for i in range(70)]
 
@@ -29,7 +31,7 @@ class Driver:
         config = InstanceConfig(model=str(path), num_blocks=64, block_size=32, connector="memory://")
         self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
 
-    def run(self, **fields: Any) -> list[pb.Output]:
+    def run(self, **fields: Any) -> list[Output]:
         submit: dict[str, Any] = {"request_id": "r", "phase": pb.BOTH, "request": packed()}
         self.frames.clear()
         self.instance.submit("router", pb.Submit(**submit | fields))
@@ -37,7 +39,7 @@ class Driver:
         while self.instance.num_jobs or not self.frames:
             idle = self.instance.run_once(wait=idle)
         assert self.instance.engine.pool.num_held == 0
-        return [one for frame in self.frames for one in frame.step.outputs]
+        return [one for frame in self.frames for one in outputs_of(frame)]
 
 
 @pytest.fixture
@@ -50,10 +52,10 @@ def test_keys_of_a_submission_are_those_that_the_instance_would_compute(driver: 
     alone = driver.run()
     again = driver.run(request=packed(packed_keys=KeyChain(root).pack(PROMPT)))
     assert sum(len(one.token_ids) for one in again) == 3
-    assert [one.tokens.local_hit for one in alone if one.HasField("tokens")] == [0]
-    assert [one.tokens.local_hit for one in again if one.HasField("tokens")] == [64]
+    assert [one.sources.local_hit for one in alone if one.sources is not None] == [0]
+    assert [one.sources.local_hit for one in again if one.sources is not None] == [64]
     foreign = driver.run(request=packed(packed_keys=bytes(64)))  # they name the blocks: with others nothing is found
-    assert [one.tokens.local_hit for one in foreign if one.HasField("tokens")] == [0]
+    assert [one.sources.local_hit for one in foreign if one.sources is not None] == [0]
 
 
 @pytest.mark.parametrize(
@@ -78,5 +80,5 @@ def test_what_no_router_may_send_ends_the_request_with_an_error(
     driver: Driver, request_bytes: bytes, message: str
 ) -> None:
     (output,) = driver.run(request=request_bytes, members=[pb.Member(request_id="s", seed=1)])[:1]
-    assert output.error.kind == "rejected" and message in output.error.message
+    assert output.error is not None and output.error.kind == "rejected" and message in output.error.message
     assert driver.run()[-1].finish_reason == "length"

@@ -25,8 +25,10 @@ from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.connectors.shm.connector import unlink
 from pdserve.kv_transfer.header import Buffer
 from pdserve.kv_transfer.threaded import ThreadedConnector
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
+from tests.outputs import outputs_of
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
@@ -135,8 +137,8 @@ class InstanceDriver:
     """One instance without threads or a router: the test runs its engine steps and collects its outputs."""
 
     def __init__(self, config: InstanceConfig, connector: Connector | None = None) -> None:
-        self.outputs: list[pb.Output] = []
-        self.instance = Instance(config, lambda _, frame: self.outputs.extend(frame.step.outputs), connector)
+        self.outputs: list[Output] = []
+        self.instance = Instance(config, lambda _, frame: self.outputs.extend(outputs_of(frame)), connector)
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int, phase: "pb.Phase", **fields: Any) -> None:
         """`fields` are those of a `Request` or of its `Submit`."""
@@ -146,7 +148,7 @@ class InstanceDriver:
         message = pb.Submit(request_id=request_id, phase=phase, request=request, **fields)
         self.instance.submit("router", message)
 
-    def run_until(self, done: Callable[[list[pb.Output]], bool]) -> None:
+    def run_until(self, done: Callable[[list[Output]], bool]) -> None:
         """Run steps until `done(outputs so far)` is true."""
         idle = True
         for _ in range(2000):

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
+from tests.outputs import is_stored, num_stored
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
@@ -39,12 +41,12 @@ def test_slow_store_slows_only_prefill(
         prefill.submit(str(i), prompt, 5, pb.PREFILL)
     max_in_flight, max_waiting = 0, 0
 
-    def done(outputs: list[pb.Output]) -> bool:
+    def done(outputs: list[Output]) -> bool:
         nonlocal max_in_flight, max_waiting
         max_in_flight, max_waiting = max(max_in_flight, transfers.in_flight), max(max_waiting, transfers.waiting)
         if transfers.has_waiting_stores:
             stores_queued.set()
-        return sum(output.stored.final for output in outputs) == len(PROMPTS)
+        return sum(is_stored(output) for output in outputs) == len(PROMPTS)
 
     prefill.run_until(done)
     prefill.run_until_idle()
@@ -52,9 +54,9 @@ def test_slow_store_slows_only_prefill(
     assert 0 < max_waiting <= 64 // 16 + 1, "the blocks of one step"
     for i, prompt in enumerate(PROMPTS):
         assert prefill.tokens(str(i)) == generate(path, [prompt], 1)[0]
-    stored = {o.request_id: o.stored.num_blocks for o in prefill.outputs if o.HasField("stored")}
+    stored = {o.request_id: o.stored.num_blocks for o in prefill.outputs if o.stored is not None}
     assert set(stored.values()) == {32}, "every block of every prompt is stored"
-    counters = prefill.instance.heartbeat.counters
+    counters = prefill.instance.reporter.status.heartbeat.counters
     assert counters["prefill_steps_held_back"] > 0
     assert counters["kv_transfer_bytes_in_flight"] == counters["kv_transfer_bytes_waiting"] == 0
 
@@ -84,10 +86,10 @@ def test_decoding_continues_while_prefill_is_throttled(
     assert instance.transfers.has_waiting_stores and not any(both.tokens(str(i)) for i in range(3))
     assert instance.transfers.in_flight <= LIMIT
     instance._update_heartbeat()
-    assert instance.heartbeat.counters["kv_transfer_bytes_waiting"] > 0
-    assert instance.heartbeat.counters["store_back_skipped_blocks"] > 0
+    assert instance.reporter.status.heartbeat.counters["kv_transfer_bytes_waiting"] > 0
+    assert instance.reporter.status.heartbeat.counters["store_back_skipped_blocks"] > 0
     resume.set()
-    both.run_until(lambda outputs: sum(output.stored.final for output in outputs) == 3)
+    both.run_until(lambda outputs: sum(is_stored(output) for output in outputs) == 3)
     both.run_until_idle()
     assert instance.engine.pool.num_held == 0
 
@@ -116,11 +118,11 @@ def test_hanging_store_fails_only_its_own_operations(
     store.timeout = 0.0
     for _, _, operation in list(store._watchdog._operations):
         operation.complete()  # as the watchdog does at the deadline
-    prefill.run_until(lambda outputs: sum(output.stored.final for output in outputs) == 3)
+    prefill.run_until(lambda outputs: sum(is_stored(output) for output in outputs) == 3)
     prefill.run_until_idle()
     for i, prompt in enumerate(PROMPTS[:3]):
         assert prefill.tokens(str(i)) == generate(path, [prompt], 1)[0]
-    assert not any(output.stored.num_blocks for output in prefill.outputs)
+    assert not any(map(num_stored, prefill.outputs))
     assert prefill.instance.engine.pool.num_held == 0
     failed = prefill.instance.connector.stats().failures
     assert {outcome.value for _, outcome in failed} <= {"unavailable", "cancelled"}

@@ -10,6 +10,7 @@ import pytest
 from pdserve.kv_transfer.connectors.shm.connector import count_leases
 from pdserve.lifetime import RELEASED
 from pdserve.proto import pdserve_pb2 as pb
+from tests.outputs import is_stored
 
 PROMPT = [(i * i + i) % 256 for i in range(320)]
 BLOCKS = len(PROMPT) // 16
@@ -41,7 +42,7 @@ def cancel(driver: Any) -> None:
 def assert_all_released(driver: Any) -> None:
     driver.run_until_idle()
     assert driver.instance.engine.pool.num_held == driver.instance.num_jobs == driver.instance.transfers.in_flight == 0
-    assert [stamp.stage for output in driver.outputs for stamp in output.stamps].count(RELEASED) == 1
+    assert [stage for output in driver.outputs for stage in output.stamps].count(RELEASED) == 1
 
 
 @pytest.mark.parametrize("phase", [pb.PREFILL, pb.BOTH])
@@ -92,7 +93,7 @@ def test_cancel_during_a_load(
     path, values, gate = str(checkpoint("llama")), dict[str, bytes](), Gate()
     prefill = make_instance(controlled_store(values=values), model=path, num_blocks=64)
     prefill.submit("r", PROMPT, 5, pb.PREFILL)
-    prefill.run_until(lambda outputs: any(output.stored.final for output in outputs))
+    prefill.run_until(lambda outputs: any(is_stored(output) for output in outputs))
     assert len(values) == BLOCKS
     decode = make_instance(controlled_store(values=values, before_get=gate), model=path, num_blocks=64)
     decode.submit("r", PROMPT, 5, pb.DECODE)
@@ -118,7 +119,7 @@ def test_cancel_on_decode_releases_the_leases(
     decode.submit("r", PROMPT, 5, pb.DECODE)
     decode.instance.run_once(wait=False)
     prefill.submit("r", PROMPT, 5, pb.PREFILL)
-    prefill.run_until(lambda outputs: any(output.stored.final for output in outputs))
+    prefill.run_until(lambda outputs: any(is_stored(output) for output in outputs))
     assert count_leases(shm_url) == BLOCKS
     decode.instance.hand_over("router", pb.HandOver(request_id="r", num_blocks=BLOCKS, final=True))
     cancel(decode)

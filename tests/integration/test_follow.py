@@ -11,8 +11,10 @@ import torch
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Capabilities, Connector
 from pdserve.kv_transfer.staging import Copies, StagedConnector
+from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles import transfers
+from tests.outputs import is_stored
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
@@ -45,12 +47,12 @@ class Pair:
         self.prefill.run_until(lambda outputs: any(output.token_ids for output in outputs))
         self.forward_outputs()
 
-    def forward_outputs(self) -> list[pb.Output]:
+    def forward_outputs(self) -> list[Output]:
         """Send decode a hand-over for each new output of prefill, as the router does; return these outputs."""
-        outputs: list[pb.Output] = self.prefill.outputs[self._num_forwarded :]
+        outputs: list[Output] = self.prefill.outputs[self._num_forwarded :]
         self._num_forwarded += len(outputs)
         for output in outputs:
-            stored = output.stored
+            stored = output.stored or Stored()
             message = pb.HandOver(
                 request_id="r", num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final
             )
@@ -64,7 +66,7 @@ class Pair:
         self.decode.run_until_idle()
         self.prefill.run_until_idle()
         self.decode.instance.run_once(wait=False)  # an idle step publishes the counters
-        counters = self.decode.instance.heartbeat.counters
+        counters = self.decode.instance.reporter.status.heartbeat.counters
         assert counters['prompt_tokens_by_source{source="loaded"}'] == len(PROMPT)
         tokens: list[int] = self.prefill.tokens("r") + self.decode.tokens("r")
         return tokens
@@ -129,7 +131,7 @@ def test_decode_retries_blocks_that_it_requested_too_early(
     assert not decode.connector.stats().failures, "a block that is not there yet is no failure"
     assert not pair.decode.tokens("r"), "a part of the KV is missing"
     permits.release(BLOCKS)
-    while not any(output.stored.final for output in pair.forward_outputs()):
+    while not any(is_stored(output) for output in pair.forward_outputs()):
         pair.prefill.instance.run_once(wait=True)
     assert pair.finish() == expected_tokens
 
@@ -143,7 +145,7 @@ def test_blocks_not_loaded_before_a_corrupt_block_are_computed(
     pair = make_pair(lambda: None)
     pair.decode.submit("r", PROMPT, TOKENS, pb.DECODE)
     pair.prefill.submit("r", PROMPT, TOKENS, pb.PREFILL)
-    pair.prefill.run_until(lambda outputs: any(output.stored.final for output in outputs))
+    pair.prefill.run_until(lambda outputs: any(is_stored(output) for output in outputs))
     names = list(pair.stored)
     late, corrupt = names[1], names[4]  # in the first piece, and in the second
     del pair.stored[late]

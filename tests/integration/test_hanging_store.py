@@ -16,6 +16,7 @@ import redis
 
 from pdserve.counters import series
 from pdserve.proto import pdserve_pb2 as pb
+from tests.outputs import is_stored, num_stored
 
 OUT = series("kv_store_out", connector="redis")
 
@@ -37,15 +38,15 @@ def test_requests_go_on_without_a_store_that_hangs(
         served += 1
         name, prompt = str(served), [(i * served) % 251 for i in range(40)]
         driver.submit(name, prompt, 5, pb.PREFILL)
-        driver.run_until(lambda outputs: any(o.request_id == name and o.stored.final for o in outputs))
+        driver.run_until(lambda outputs: any(o.request_id == name and is_stored(o) for o in outputs))
         driver.run_until_idle()
         assert driver.tokens(name) == generate(path, [prompt], 1)[0]
-        stored: list[int] = [output.stored.num_blocks for output in driver.outputs if output.request_id == name]
+        stored: list[int] = [num_stored(output) for output in driver.outputs if output.request_id == name]
         return max(stored)
 
     def heartbeat() -> dict[str, float]:
         instance._update_heartbeat()
-        return dict(instance.heartbeat.counters)
+        return dict(instance.reporter.status.heartbeat.counters)
 
     assert heartbeat()[OUT] == 0
     os.kill(server.pid, signal.SIGSTOP)
@@ -64,7 +65,7 @@ def test_requests_go_on_without_a_store_that_hangs(
     give_up = time.monotonic() + 600
 
     def wait_until_it_is_back() -> None:
-        while instance.heartbeat.counters[OUT]:  # without a request
+        while instance.reporter.status.heartbeat.counters[OUT]:  # without a request
             instance.run_once(wait=True)
             assert time.monotonic() < give_up
 
@@ -113,10 +114,10 @@ def test_an_instance_starts_without_a_store_that_does_not_answer(
         served += 1
         name, prompt = str(served), [(i * served) % 251 for i in range(40)]
         driver.submit(name, prompt, 5, pb.PREFILL)
-        driver.run_until(lambda outputs: any(o.request_id == name and o.stored.final for o in outputs))
+        driver.run_until(lambda outputs: any(o.request_id == name and is_stored(o) for o in outputs))
         driver.run_until_idle()
         assert driver.tokens(name) == generate(path, [prompt], 1)[0]
-        stored: list[int] = [output.stored.num_blocks for output in driver.outputs if output.request_id == name]
+        stored: list[int] = [num_stored(output) for output in driver.outputs if output.request_id == name]
         return max(stored)
 
     assert serve() == 0

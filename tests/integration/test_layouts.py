@@ -13,7 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
+from tests.outputs import is_stored
 
 Complete = Callable[..., dict[str, Any]]
 
@@ -154,15 +156,17 @@ def test_converted_blocks_already_in_the_pool_are_not_loaded(
     moved = []
     for name, prompt in prompts.items():
         prefill.submit(name, prompt, 8, pb.PREFILL)
-        prefill.run_until(lambda outputs: bool(outputs) and outputs[-1].stored.final)
+        prefill.run_until(lambda outputs: bool(outputs) and is_stored(outputs[-1]))
         decode.submit(name, prompt, 8, pb.DECODE, writer=writer)
         decode.instance.hand_over("router", pb.HandOver(request_id=name, num_blocks=1))
         last = pb.HandOver(request_id=name, final=True, first_token=prefill.tokens(name)[0])
         decode.instance.hand_over("router", last)
         decode.run_until(lambda outputs: bool(outputs) and bool(outputs[-1].finish_reason))
-        moved.append(max(output.moved.blocks for output in decode.outputs if output.request_id == name))
-        prefill.outputs.append(pb.Output())
-        decode.outputs.append(pb.Output())
+        moved.append(
+            max(output.moved.blocks for output in decode.outputs if output.request_id == name and output.moved)
+        )
+        prefill.outputs.append(Output())
+        decode.outputs.append(Output())
     assert moved == [4, 2]
     expected = generate(path, list(prompts.values()), 8)
     assert [prefill.tokens(name)[:1] + decode.tokens(name) for name in prompts] == expected

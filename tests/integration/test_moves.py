@@ -28,6 +28,7 @@ from pdserve.router.instances.fleet import Fleet
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import POLICIES
 from pdserve.router.telemetry.metrics import Metrics
+from tests.outputs import outputs_of
 
 TOKENS, MAX_MIGRATIONS = 16, 3  # per stream
 DEADLINE_S = 600.0
@@ -77,7 +78,7 @@ class LocalInstance:
                     self.instance.cancel("router", frame.cancel.request_id)
         self.instance.run_once(wait=False)
         frames, self.frames = self.frames, []
-        for output in (output for frame in frames for output in frame.step.outputs):
+        for output in (output for frame in frames for output in outputs_of(frame)):
             self.tokens_per_output.add(len(output.token_ids))
             self.dispatcher.on_output(self.handle, output)
         removed, added = self.kv_events.pop_batch(1024)
@@ -181,7 +182,7 @@ def test_whole_answers_migrate_with_tokens_not_yet_sent(
         states = serve(instances, "auto", random_migrations(random, len(expected)), whole=True)
         assert [state.emitted for state in states] == expected
         num_migrations += sum(len(state.timeline.migrations) for state in states)
-        chunks = [[len(chunk.token_ids) for chunk in state._chunks] for state in states]
+        chunks = [[len(chunk.token_ids) for chunk in state._outputs] for state in states]
         assert chunks == [[TOKENS]] * len(states), "one chunk for the client"
         assert max(n for instance in instances for n in instance.tokens_per_output) == 4
     assert num_migrations > 0

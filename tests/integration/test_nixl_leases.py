@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.proto import pdserve_pb2 as pb
+from tests.outputs import is_stored
 
 
 def test_no_lease_without_a_decode_instance(checkpoint: Callable[..., Path], make_instance: Callable[..., Any]) -> None:
@@ -16,5 +17,5 @@ def test_no_lease_without_a_decode_instance(checkpoint: Callable[..., Path], mak
     prefill.run_until(lambda outputs: any(output.finish_reason for output in outputs))
     assert prefill.instance.engine.pool.num_held == 0 and prefill.instance.num_jobs == 0
     prefill.submit("two tokens", list(range(100)), 2, pb.PREFILL)
-    prefill.run_until(lambda outputs: any(output.stored.final for output in outputs))
+    prefill.run_until(lambda outputs: any(is_stored(output) for output in outputs))
     assert prefill.instance.engine.pool.num_held == 7

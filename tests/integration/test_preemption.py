@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from pdserve.costs import Costs
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
+from tests.outputs import is_stored
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
@@ -48,9 +50,7 @@ def test_preemption_changes_no_token(
     prefill = make_instance(controlled_store(values=store.values), num_blocks=200, **settings)
     for i, prompt in enumerate(prompts if phase == pb.DECODE else []):
         prefill.submit(f"{i}", prompt, TOKENS, pb.PREFILL)
-    prefill.run_until(
-        lambda outputs: sum(o.stored.final for o in outputs) == (len(prompts) if phase == pb.DECODE else 0)
-    )
+    prefill.run_until(lambda outputs: sum(is_stored(o) for o in outputs) == (len(prompts) if phase == pb.DECODE else 0))
     for mark in ("cold ", "warm "):
         for i, prompt in enumerate(prompts):
             tight.submit(f"{mark}{i}", prompt, TOKENS, phase)
@@ -67,7 +67,7 @@ def test_preemption_changes_no_token(
         tight.outputs.clear()
         assert tight.instance.engine.scheduler.num_preemptions > before
         tight.instance.run_once(wait=False)  # publishes the counters
-        counters = tight.instance.heartbeat.counters
+        counters = tight.instance.reporter.status.heartbeat.counters
         assert (counters.get('swapped_blocks{direction="out"}', 0) > 0) == (swap_space > 0)
         if phase == pb.DECODE:  # otherwise arriving prompts are looked up as well
             assert any(name.startswith("store_hits") for name in counters) == (swap_space == 0)
@@ -88,7 +88,7 @@ def test_decode_admits_one_request_at_a_time_in_order_of_arrival(
     )
     for i, prompt in enumerate(prompts):
         prefill.submit(f"{i}", prompt, TOKENS, pb.PREFILL)
-    prefill.run_until(lambda outputs: sum(output.stored.final for output in outputs) == len(prompts))
+    prefill.run_until(lambda outputs: sum(is_stored(output) for output in outputs) == len(prompts))
     for i, prompt in enumerate(prompts):
         decode.submit(f"{i}", prompt, TOKENS, pb.DECODE)
     for i, prompt in reversed(list(enumerate(prompts))):  # KV arrives in reverse order
@@ -97,7 +97,7 @@ def test_decode_admits_one_request_at_a_time_in_order_of_arrival(
         decode.instance.hand_over("router", message)
     finished: list[str] = []
 
-    def done(outputs: list[pb.Output]) -> bool:
+    def done(outputs: list[Output]) -> bool:
         finished[:] = [output.request_id for output in outputs if output.finish_reason]
         running = {output.request_id for output in outputs if output.token_ids} - set(finished)
         assert len(running) <= 1 and decode.instance.engine.scheduler.num_preemptions == 0

@@ -16,6 +16,7 @@ import pytest
 
 from pdserve.cli.deployment import Deployment
 from pdserve.control.frame_connection import LENGTH_BYTES
+from pdserve.output import Failure, Output, pack
 from pdserve.proto import pdserve_pb2 as pb
 
 MODEL = "model"
@@ -69,8 +70,8 @@ class RogueInstance:
                 if frame.HasField("submit"):
                     self.submitted += 1
                     if self._outputs:
-                        output = pb.Output(request_id=frame.submit.request_id, **self._outputs)
-                        self.send(step=pb.Step(outputs=[output]))
+                        output = Output(request_id=frame.submit.request_id, **self._outputs)
+                        self.send(outputs=pack([output]))
         except ConnectionError:
             pass
         self.ended.set()
@@ -192,7 +193,7 @@ def test_an_impossible_frame(deployment: Deployment, hello: pb.Hello, frame: dic
         {"token_ids": [5] * 20_000, "finish_reason": "length"},
         {"token_ids": [2**31], "finish_reason": "length"},
         {"token_ids": [5], "finish_reason": "<script>"},
-        {"error": pb.Error(kind="\x1b[2J", message="forged")},
+        {"error": Failure(kind="\x1b[2J", message="forged")},
     ],
     ids=["tokens", "vocabulary", "finish reason", "error"],
 )
@@ -211,7 +212,7 @@ def test_an_impossible_output(deployment: Deployment, hello: pb.Hello, output: d
 def test_what_it_says_is_escaped_in_logs(deployment: Deployment, hello: pb.Hello, log_lines: list[str]) -> None:
     before = len(log_lines)
     with RogueInstance(deployment, hello) as rogue:
-        rogue.answer(error=pb.Error(kind="rejected", message="\x1b[2J\r\n12:00:00 E forged"))
+        rogue.answer(error=Failure(kind="rejected", message="\x1b[2J\r\n12:00:00 E forged"))
         rogue.send(heartbeat=pb.Heartbeat(costs=FREE, free_blocks=1))
         while not rogue.submitted:
             request(deployment)

@@ -16,9 +16,11 @@ import pytest
 from pdserve.config import InstanceConfig
 from pdserve.costs import Costs
 from pdserve.instance.instance import Instance
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.scheduling.policy import POLICIES
+from tests.outputs import is_stored, outputs_of
 
 
 def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., Path]) -> None:
@@ -28,8 +30,8 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
         num_blocks=64,
         max_num_batched_tokens=32,
     )
-    outputs: list[pb.Output] = []
-    instance = Instance(config, lambda link, frame: outputs.extend(frame.step.outputs))
+    outputs: list[Output] = []
+    instance = Instance(config, lambda link, frame: outputs.extend(outputs_of(frame)))
 
     def run_until(done: Callable[[], bool]) -> None:
         while not done():
@@ -46,22 +48,22 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
 
     submit("a", pb.PREFILL, 100)
     run_until(lambda: "engine_steps" in instance.reporter.counts)
-    assert instance.other_load("b") == pb.Load(
+    assert instance.reporter.other_load("b") == pb.Load(
         requests=1, prefills=1, prefill_tokens=68, attended_tokens=68 * (32 + 34)
     ), "32 tokens are computed"
-    assert instance.other_load("a") == pb.Load(), "a router's own requests are excluded"
+    assert instance.reporter.other_load("a") == pb.Load(), "a router's own requests are excluded"
     submit("b", pb.BOTH, 20)
     submit("b", pb.DECODE, 10)
     run_until(lambda: any(output.token_ids and output.request_id == str(pb.BOTH) for output in outputs))
-    assert instance.other_load("a") == pb.Load(requests=2, output_tokens=8 + 9, context_tokens=21 + 10), (
+    assert instance.reporter.other_load("a") == pb.Load(requests=2, output_tokens=8 + 9, context_tokens=21 + 10), (
         "one request has its first token, the other waits for KV"
     )
-    assert instance.other_load("c").requests == 3
-    run_until(lambda: any(output.stored.final for output in outputs))
+    assert instance.reporter.other_load("c").requests == 3
+    run_until(lambda: any(is_stored(output) for output in outputs))
     instance.cancel("b", str(pb.DECODE))
     run_until(lambda: instance.num_jobs == 0)
-    heartbeat = instance.heartbeat
-    assert instance.other_load("c") == pb.Load(), "all requests have ended"
+    heartbeat = instance.reporter.status.heartbeat
+    assert instance.reporter.other_load("c") == pb.Load(), "all requests have ended"
     costs = instance.reporter.meter.costs(instance.reporter._costs_updated_at)
     assert costs.prefill_seconds(100) > 0 and costs.step_seconds(1, 10) > 0
     assert costs.transfer != Costs().transfer, "measured on the stored prompt"

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 
 Complete = Callable[..., dict[str, Any]]
@@ -144,7 +145,7 @@ def test_no_block_is_stored_behind_a_failed_one(
     both = make_instance(store, model=str(checkpoint("llama")), num_blocks=64, store_generated="on")
     both.submit("x", PROMPT, 600, pb.BOTH)
 
-    def done(outputs: list[pb.Output]) -> bool:
+    def done(outputs: list[Output]) -> bool:
         while not store._queue.empty():
             time.sleep(0.001)  # on a busy machine the store's thread may not have run yet
         return any(output.finish_reason for output in outputs)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
+from tests.outputs import is_stored
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
@@ -28,7 +30,7 @@ class Pair:
         """Compute and store all prompts."""
         for i, prompt in enumerate(PROMPTS):
             self.prefill.submit(str(i), prompt, TOKENS, pb.PREFILL)
-        self.prefill.run_until(lambda outputs: sum(output.stored.final for output in outputs) == len(PROMPTS))
+        self.prefill.run_until(lambda outputs: sum(is_stored(output) for output in outputs) == len(PROMPTS))
         self.prefill.run_until_idle()
 
     def reserve(self) -> None:
@@ -45,7 +47,7 @@ class Pair:
         """Report to decode what prefill has reported, as the router does, and run it to the end."""
         decode = self.decode.instance
         for output in self.prefill.outputs:
-            stored = output.stored
+            stored = output.stored or Stored()
             message = pb.HandOver(
                 request_id=output.request_id, num_blocks=stored.num_blocks, tickets=stored.tickets, final=stored.final
             )
@@ -53,7 +55,7 @@ class Pair:
                 message.first_token = output.token_ids[0]
             decode.hand_over("router", message)
 
-        def done(outputs: list[pb.Output]) -> bool:
+        def done(outputs: list[Output]) -> bool:
             self.max_held = max(self.max_held, decode.engine.pool.num_held)
             return sum(bool(output.finish_reason) for output in outputs) == len(PROMPTS)
 
@@ -67,7 +69,7 @@ class Pair:
     def prompt_tokens(self) -> dict[str, float]:
         """Return the prompt tokens on the decode instance, by source."""
         name = "prompt_tokens_by_source"
-        counters = self.decode.instance.heartbeat.counters
+        counters = self.decode.instance.reporter.status.heartbeat.counters
         return {source: counters[f'{name}{{source="{source}"}}'] for source in ("computed", "loaded", "unneeded")}
 
 
@@ -97,13 +99,13 @@ def test_small_pool_decodes_prompts_that_would_not_fit_together(
     assert pair.max_held <= (blocks + 1) * len(PROMPTS) and pair.decode.instance.engine.scheduler.num_preemptions == 0
     unneeded = first * block_size * len(PROMPTS)
     assert pair.prompt_tokens() == {"computed": 0, "loaded": 330 * len(PROMPTS) - unneeded, "unneeded": unneeded}
-    moved = [output.moved for output in pair.decode.outputs if output.HasField("moved")]
+    moved = [output.moved for output in pair.decode.outputs if output.moved is not None]
     layout = pair.decode.instance.engine.layout
     assert [(one.blocks, one.bytes) for one in moved] == [(blocks, blocks * layout.block_bytes)] * len(PROMPTS)
     if block_size == 16:
         scheme = connector_url.partition(":")[0]
         name = f'kv_transfer_blocks{{connector="{scheme}",direction="load"}}'
-        assert pair.decode.instance.heartbeat.counters[name] == blocks * len(PROMPTS)
+        assert pair.decode.instance.reporter.status.heartbeat.counters[name] == blocks * len(PROMPTS)
 
 
 @pytest.mark.parametrize("lost", [17, 18, 19], ids=["the first one", "another one", "the last full one"])

@@ -29,7 +29,11 @@ def test_a_search_with_too_few_tokens_to_choose_from_fails(
     output = job.output
     assert output is not None and job.ended
     if num_banned == 5:  # with 6, no other token would be left, and they are allowed
-        assert output.error.kind == "too_few_answers" and "found 1 of 2 answers" in output.error.message
+        assert (
+            output.error is not None
+            and output.error.kind == "too_few_answers"
+            and "found 1 of 2 answers" in output.error.message
+        )
         assert not output.hypotheses and not output.finish_reason
     else:
         assert len(output.hypotheses) == 2 and output.finish_reason == "stop"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from pdserve.output import Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 
@@ -44,7 +45,7 @@ def pass_on(prefill: Any, decode: Any, jobs: list[tuple[Any, Any]]) -> None:
         sent, there.output = there.output, None
         if sent is None or here.ended:
             continue
-        stored = sent.stored
+        stored = sent.stored or Stored()
         message = pb.HandOver(num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final)
         if sent.token_ids:
             message.first_token = sent.token_ids[0]

@@ -5,10 +5,11 @@ from pdserve.engine.step import Accepted
 from pdserve.keys import token_array
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
+from pdserve.output import Moved
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from pdserve.roles.job import BATCHED_TOKENS, Job
-from pdserve.router.instances.output_checks import times_fault
+from pdserve.router.instances.frame_checks import times_fault
 
 PROMPT = [1, 2, 3]
 
@@ -22,7 +23,7 @@ def test_only_the_first_stamp_of_a_stage_counts() -> None:
     job = new_job()
     job.stamp(Stage.FIRST_TOKEN, 1.0)
     job.stamp(Stage.FIRST_TOKEN, 2.0)
-    assert [(stamp.stage, stamp.seconds) for stamp in job.pending_output().stamps] == [("first_token", 1.0)]
+    assert job.pending_output().stamps == {"first_token": 1.0}
 
 
 def test_time_shared_by_transfers_counts_once() -> None:
@@ -30,7 +31,7 @@ def test_time_shared_by_transfers_counts_once() -> None:
     job.record_transfer(Result([Outcome.OK, Outcome.MISSING], 2.0), now=10.0)
     job.record_transfer(Result([Outcome.OK], 2.0), now=11.0)  # overlaps the first for one second
     job.report_transfers(block_bytes=8)
-    assert job.pending_output().moved == pb.Moved(blocks=2, bytes=16, seconds=3.0)
+    assert job.pending_output().moved == Moved(blocks=2, bytes=16, seconds=3.0)
 
 
 def test_transfers_that_take_no_time_are_reported_as_routers_accept_them() -> None:

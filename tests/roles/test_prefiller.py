@@ -7,7 +7,9 @@ import pytest
 
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.lifetime import Stage
+from pdserve.output import Stored
 from pdserve.proto import pdserve_pb2 as pb
+from tests.outputs import is_stored, num_stored
 
 PROMPT = [i % 90 for i in range(70)]  # 5 blocks, the last one partial; a step computes 2
 Instance = Callable[..., Any]
@@ -20,15 +22,15 @@ def test_blocks_are_announced_in_order_and_the_first_token_before_the_stores_hav
     prefill = instance()
     job = prefill.submit(pb.PREFILL, PROMPT, 4)
     prefill.step()
-    assert job.output is None or not job.output.stored.num_blocks, "nothing is stored yet"
+    assert not num_stored(job.output), "nothing is stored yet"
     prefill.run()
-    assert list(job.output.token_ids) == expected(PROMPT, 4)[:1] and not job.output.stored.final
+    assert list(job.output.token_ids) == expected(PROMPT, 4)[:1] and not is_stored(job.output)
     assert not prefill.context.closed and prefill.engine.pool.num_held == 5
     for index in reversed(range(1, len(prefill.store.active))):
         prefill.end(index)
-        assert job.output.stored.num_blocks == 0, "a block counts only with all before it"
+        assert num_stored(job.output) == 0, "a block counts only with all before it"
     prefill.end()
-    assert job.output.stored.num_blocks == 5 and job.output.stored.final
+    assert num_stored(job.output) == 5 and is_stored(job.output)
     assert list(rows) and set(rows) == set(job.keys) and job.output.moved.blocks == 5
     prefill.check_nothing_is_held()
 
@@ -40,7 +42,7 @@ def test_nothing_is_stored_after_a_block_that_could_not_be(instance: Instance) -
     prefill.end(good=1, then=Outcome.FULL)
     prefill.run()
     assert not prefill.store.active, "a load needs all preceding blocks"
-    assert job.output.stored.num_blocks == 1 and job.output.stored.final and job.output.token_ids
+    assert num_stored(job.output) == 1 and is_stored(job.output) and job.output.token_ids
     prefill.check_nothing_is_held()
 
 
@@ -81,7 +83,7 @@ def test_prompt_whose_request_has_ended_still_reports_that_all_of_it_is_stored(i
     prefill.prefiller.cancel(job)
     assert Stage.KV_STORED not in job.stamped
     prefill.end()
-    assert Stage.KV_STORED in {stamp.stage for stamp in job.output.stamps}
+    assert Stage.KV_STORED in job.output.stamps
     assert job.output.moved.blocks == 5 and not job.output.token_ids
     prefill.check_nothing_is_held()
 
@@ -92,8 +94,8 @@ def test_stamp_that_was_not_sent_before_the_request_ended_is_sent_after_it(insta
     prefill.run()
     prefill.end_all()
     job.mark_cancelled()
-    assert Stage.KV_STORED in {stamp.stage for stamp in job.output.stamps}
-    assert not job.output.token_ids and not job.output.HasField("stored")
+    assert Stage.KV_STORED in job.output.stamps
+    assert not job.output.token_ids and job.output.stored is None
 
 
 def test_request_for_one_token_ends_here_and_its_blocks_get_no_lease(instance: Instance, expected: Expected) -> None:
@@ -111,7 +113,7 @@ def test_blocks_being_stored_are_announced_where_decode_can_follow(instance: Ins
     prefill = instance(follows=follows)
     job = prefill.submit(pb.PREFILL, PROMPT, 4)
     prefill.step()
-    announced = job.output.stored if job.output else pb.Stored()
+    announced = (job.output and job.output.stored) or Stored()
     assert (announced.num_blocks, announced.coming) == (0, 2 if follows else 0)
     prefill.run()
     prefill.end_all()
@@ -128,6 +130,6 @@ def test_blocks_that_leave_the_window_before_they_are_stored_are_a_gap(instance:
     assert job.seq.num_dropped > 0
     prefill.run()
     assert list(job.output.token_ids) == expected(prompt, 4)[:1] and not prefill.store.active
-    assert job.output.stored.final and job.output.stored.num_blocks == 0
+    assert is_stored(job.output) and num_stored(job.output) == 0
     assert prefill.context.counts["store_skipped_blocks", ""] == 13
     prefill.check_nothing_is_held()

@@ -23,9 +23,10 @@ from pdserve.beam_search import Hypothesis
 from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.lifetime import Stage
+from pdserve.output import Output
 from pdserve.request import TokenLogprobs
 from pdserve.router.api import answers
-from pdserve.router.backend import Chunk, ModelInfo
+from pdserve.router.backend import ModelInfo
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.routed_request import RoutedRequest
@@ -164,7 +165,7 @@ class Script:
         cached_tokens: prompt tokens that the timeline reports as prefix hits.
     """
 
-    chunks: list[list[Chunk]] = field(default_factory=list)
+    chunks: list[list[Output]] = field(default_factory=list)
     error: Exception | None = None
     error_at_open: bool = False
     hang: bool = False
@@ -177,7 +178,7 @@ class Script:
 class ScriptedStream:
     """A fake TokenStream. It plays the next part of its script when the last one has been taken."""
 
-    def __init__(self, request: RoutedRequest, chunks: list[Chunk], script: Script) -> None:
+    def __init__(self, request: RoutedRequest, chunks: list[Output], script: Script) -> None:
         self.timeline = Timeline(request.request_id, prompt_tokens=len(request.prompt))
         self.timeline.stamp(Stage.RECEIVED, time.monotonic())
         self.cancelled = False
@@ -187,9 +188,9 @@ class ScriptedStream:
         self._scored = request.prompt[1:] if request.sampling.prompt_logprobs is not None else []
         self.on_readable: Callable[[], object] = lambda: None
         self._parts = self._play()
-        self._next: asyncio.Future[list[Chunk]] | None = None
+        self._next: asyncio.Future[list[Output]] | None = None
 
-    def take(self) -> list[Chunk]:
+    def take(self) -> list[Output]:
         if self._next is None:
             self._next = asyncio.ensure_future(anext(self._parts))
             self._next.add_done_callback(lambda _: self.on_readable())
@@ -198,7 +199,7 @@ class ScriptedStream:
         part, self._next = self._next.result(), None
         return part
 
-    async def _play(self) -> AsyncIterator[list[Chunk]]:
+    async def _play(self) -> AsyncIterator[list[Output]]:
         self.timeline.local_hit_tokens = self._script.cached_tokens
         chunks = self._chunks
         if self._num_logprobs is not None:
@@ -217,7 +218,7 @@ class ScriptedStream:
             await asyncio.Event().wait()
         raise AssertionError("the script has no finish reason")
 
-    def _logprobs(self, chunk: Chunk, count: int) -> list[TokenLogprobs]:
+    def _logprobs(self, chunk: Output, count: int) -> list[TokenLogprobs]:
         """Return logprobs whose top tokens are the sampled token and 40."""
         return [TokenLogprobs(-0.5, ((token_id, -0.5), (40, float("-inf")))[:count]) for token_id in chunk.token_ids]
 
@@ -256,10 +257,10 @@ class ScriptedBackend:
             raise self.script.error
         chunks = self.script.chunks[len(self.streams) % len(self.script.chunks)] if self.script.chunks else []
         if request.sampling.embed:
-            chunks = [Chunk([], "stop", embedding=np.array([3, 4], np.float32).tobytes())]
+            chunks = [Output([], "stop", embedding=np.array([3, 4], np.float32).tobytes())]
         if request.sampling.beam_width:
             answer = Hypothesis((1,), 0.0, "stop")
-            chunks = [Chunk([], "stop", hypotheses=[answer] * request.sampling.num_answers)]
+            chunks = [Output([], "stop", hypotheses=[answer] * request.sampling.num_answers)]
         stream = ScriptedStream(request, chunks, self.script)
         self.streams.append(stream)
         self.log.add(stream.timeline)
@@ -280,9 +281,9 @@ class ScriptedBackend:
 
     def generates(self, ids: list[int], finish_reason: str | None = "length", **script: Any) -> None:
         """Script one token per chunk, the same for every choice."""
-        chunks = [Chunk([token_id]) for token_id in ids]
+        chunks = [Output([token_id]) for token_id in ids]
         if finish_reason is not None:
-            chunks[-1] = Chunk(chunks[-1].token_ids, finish_reason)
+            chunks[-1] = Output(chunks[-1].token_ids, finish_reason)
         self.script = Script(chunks=[chunks], **script)
 
     def fails(self, error: RequestError, **script: Any) -> None:

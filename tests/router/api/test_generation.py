@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pdserve.errors import Unavailable
-from pdserve.router.backend import Chunk
+from pdserve.output import Output
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def test_several_prompts_and_choices(
 ) -> None:
     """The four choices generate different tokens; the prompt of two choices counts once."""
     outputs = [[7, 8], [9], [10, 11, 12], [13]]
-    backend.script.chunks = [[*(Chunk([i]) for i in ids[:-1]), Chunk(ids[-1:], "length")] for ids in outputs]
+    backend.script.chunks = [[*(Output([i]) for i in ids[:-1]), Output(ids[-1:], "length")] for ids in outputs]
     backend.script.cached_tokens = 2
     body = {"prompt": [[5, 5, 5], [6, 6]], "n": 2, "return_token_ids": True}
     answer = client.post(COMPLETIONS, body).json()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.backend import Chunk
+from pdserve.output import Output
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -159,8 +159,8 @@ def test_text_and_calls_of_one_chunk_keep_their_order(
     }
     for path, body in bodies.items():
         for size in (1, 7, len(ids)):
-            chunks = [Chunk(ids[first : first + size]) for first in range(0, len(ids), size)]
-            chunks[-1] = Chunk([*chunks[-1].token_ids, 0], "stop")
+            chunks = [Output(ids[first : first + size]) for first in range(0, len(ids), size)]
+            chunks[-1] = Output([*chunks[-1].token_ids, 0], "stop")
             backend.script.chunks = [chunks]
             streamed = items_of(events_of(client.post(path, {**body, "stream": True}).text))
             answer = client.post(path, body).json()

@@ -12,8 +12,8 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
+from pdserve.output import Output
 from pdserve.reasoning import ReasoningSpan
-from pdserve.router.backend import Chunk
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def test_chat(
     serving: Callable[..., AbstractContextManager[str]],
 ) -> None:
     if at_once:
-        backend.script.chunks = [[Chunk([*reasoning_tokenizer.encode(OUTPUT), 0], "stop")]]
+        backend.script.chunks = [[Output([*reasoning_tokenizer.encode(OUTPUT), 0], "stop")]]
     body: dict[str, Any] = {"model": "demo", "messages": [QUESTION], "tools": TOOLS}
     with serving(reasoning_app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         whole = client.chat.completions.create(**body)
@@ -224,7 +224,7 @@ def test_harmony_by_special_tokens(
         ids,
         [*harmony_tokenizer.encode("<|channel|>final<|message|>"), *_as_text(harmony_tokenizer, HARMONY), 0],
     ):
-        chunks = [Chunk(output[i : i + size]) for i in range(0, len(output), size)]
+        chunks = [Output(output[i : i + size]) for i in range(0, len(output), size)]
         chunks[-1].finish_reason = "stop"
         backend.script.chunks = [chunks]
         body = {"messages": [QUESTION], "tools": TOOLS, "skip_special_tokens": skips}

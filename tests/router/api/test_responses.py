@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
-from pdserve.router.backend import Chunk
+from pdserve.output import Output
 from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.storage.response_store import open_store
 from pdserve.router.telemetry.metrics import Metrics
@@ -233,7 +233,7 @@ def test_extra_parameters_of_vllm(client: Client, backend: ScriptedBackend) -> N
 def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> None:
     backend.fails(Unavailable("instance d0 was lost", kind="instance_lost"))
     assert client.post(RESPONSES, {"input": "hello", "stream": True}).status_code == 503
-    backend.script.chunks = [[Chunk([40])]]
+    backend.script.chunks = [[Output([40])]]
     events = events_of(client.post(RESPONSES, {"input": "hello", "stream": True}).text)
     assert (events[-1]["type"], events[-1]["code"]) == ("error", "instance_lost")
 

@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.control.frame_connection import PROTOCOL_VERSION
+from pdserve.output import Output, pack, unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -58,7 +59,8 @@ class Cluster:
 
     def deliver(self, instance: InstanceHandle, request_id: str | None = None, **output: Any) -> None:
         """Deliver an output of an instance to the dispatcher, by default for the first submission of the latest request."""
-        self.dispatcher.on_output(instance, pb.Output(request_id=request_id or self._first_submission, **output))
+        [sent] = unpack(pack([Output(request_id=request_id or self._first_submission, **output)]))
+        self.dispatcher.on_output(instance, sent)
 
     @staticmethod
     def sent(instance: InstanceHandle) -> list[tuple[str, Any]]:

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pdserve.errors import Conflict, NotFound, Overloaded, RequestError, Unavailable
+from pdserve.output import Failure, Moved, Output, Sources, Stored, pack
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import Request, SamplingParams
+from pdserve.request import Request, SamplingParams, TokenLogprobs
+from pdserve.router.dispatch.dispatcher import MAX_RETRIES
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import POLICIES
-from pdserve.router.telemetry.timeline import TransferStats
 
 if TYPE_CHECKING:
     from tests.router.dispatch.conftest import Cluster, SentFrames
@@ -33,9 +34,9 @@ def test_split_request_streams_tokens_from_prefill_then_decode(make_cluster: typ
     assert first_submit.phase == pb.PREFILL and first_submit.request == submit.request
     request = Request.unpack(submit.request)
     assert submit.phase == pb.DECODE and [*request.prompt] == [1, 2, 3] and request.priority == -3
-    cluster.deliver(prefill, stored=pb.Stored(num_blocks=1))
+    cluster.deliver(prefill, stored=Stored(num_blocks=1))
     cluster.deliver(prefill, token_ids=[7])
-    cluster.deliver(prefill, stored=pb.Stored(num_blocks=2, final=True, tickets=[b"t"]))
+    cluster.deliver(prefill, stored=Stored(num_blocks=2, final=True, tickets=[b"t"]))
     first, second, third = (message for _, message in cluster.sent(decode))
     assert first.num_blocks == 1 and not first.HasField("first_token")
     assert second.first_token == 7
@@ -51,13 +52,13 @@ def test_decode_may_finish_before_prefill_reports_the_last_store(make_cluster: t
     cluster = make_cluster("prefill", "decode")
     prefill, decode = cluster.instances
     state = cluster.open()
-    cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=0, coming=1))
-    cluster.deliver(decode, stamps=[pb.Stamp(stage="kv_ready")], token_ids=[8, 9, 10], finish_reason="length")
+    cluster.deliver(prefill, token_ids=[7], stored=Stored(num_blocks=0, coming=1))
+    cluster.deliver(decode, stamps={"kv_ready": 0.0}, token_ids=[8, 9, 10], finish_reason="length")
     assert cluster.tokens(state) == [7, 8, 9, 10]
-    stored, moved = pb.Stored(num_blocks=1, final=True), pb.Moved(blocks=1, bytes=64, seconds=0.5)
-    cluster.deliver(prefill, stamps=[pb.Stamp(stage="kv_stored")], stored=stored, moved=moved)
+    stored, moved = Stored(num_blocks=1, final=True), Moved(blocks=1, bytes=64, seconds=0.5)
+    cluster.deliver(prefill, stamps={"kv_stored": 0.0}, stored=stored, moved=moved)
     timeline = cluster.dispatcher.timelines.get("r")
-    assert timeline is not None and timeline.stored == TransferStats(1, 64, 0.5)
+    assert timeline is not None and timeline.stored == Moved(1, 64, 0.5)
     at = {stamp.value: seconds for stamp, seconds in timeline.stamps.items()}
     assert at["first_token"] <= at["kv_stored"] == at["kv_ready"] <= at["finished"]
 
@@ -102,7 +103,7 @@ def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     lost = state.decode
     assert lost is not None
     other = next(instance for instance in decodes if instance is not lost)
-    cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+    cluster.deliver(prefill, token_ids=[7], stored=Stored(num_blocks=1, final=True))
     cluster.deliver(lost, token_ids=[8])
     cluster.sent(prefill)
     cluster.fleet.deregister(lost, "test")
@@ -110,7 +111,7 @@ def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     assert [*Request.unpack(again.request).prompt] == [1, 2, 3] and list(again.output) == [7, 8]
     assert again.request_id == "r#1"
     cluster.deliver(prefill, "r", token_ids=[99])  # a late output of the first submission
-    cluster.deliver(prefill, "r#1", token_ids=[9], stored=pb.Stored(num_blocks=1, final=True))
+    cluster.deliver(prefill, "r#1", token_ids=[9], stored=Stored(num_blocks=1, final=True))
     cluster.deliver(other, "r#1", token_ids=[10], finish_reason="length")
     assert cluster.tokens(state) == [7, 8, 9, 10]
     assert len(state.timeline.migrations) == 1
@@ -135,7 +136,7 @@ def test_prefill_takes_over_the_stream_of_the_only_decode(make_cluster: type[Clu
     cluster = make_cluster("prefill", "decode")
     prefill, decode = cluster.instances
     state = cluster.open()
-    cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+    cluster.deliver(prefill, token_ids=[7], stored=Stored(num_blocks=1, final=True))
     cluster.deliver(decode, token_ids=[8])
     cluster.sent(prefill)
     cluster.fleet.deregister(decode, "test")
@@ -152,7 +153,7 @@ def test_draining_decode_migrates_its_streams_if_another_decode_exists(make_clus
     leaving = state.decode
     assert leaving is not None
     staying = next(instance for instance in decodes if instance is not leaving)
-    cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+    cluster.deliver(prefill, token_ids=[7], stored=Stored(num_blocks=1, final=True))
     cluster.sent(leaving)
     cluster.fleet.begin_drain(leaving)
     cluster.dispatcher.on_draining(leaving)
@@ -166,13 +167,13 @@ def test_draining_decode_migrates_its_streams_if_another_decode_exists(make_clus
 
 def test_drains_do_not_count_against_the_migration_limits(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "decode", "decode")
-    cluster.dispatcher._retry_budget.balance = 0.0
+    cluster.dispatcher._retry_budget = 0.0
     prefill = cluster.instances[0]
     state = cluster.open(max_tokens=20)
     for move in range(6):
         here = state.decode
         assert here is not None
-        cluster.deliver(prefill, state.id, token_ids=[move], stored=pb.Stored(num_blocks=1, final=True))
+        cluster.deliver(prefill, state.id, token_ids=[move], stored=Stored(num_blocks=1, final=True))
         cluster.fleet.begin_drain(here)
         cluster.dispatcher.on_draining(here)
         assert len(state.timeline.migrations) == move + 1 and state.decode is not here
@@ -224,7 +225,7 @@ def test_incompatible_role_change_is_rejected(make_cluster: type[Cluster]) -> No
 def test_rejected_request_does_not_migrate(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "decode", "decode")
     state = cluster.open()
-    cluster.deliver(cluster.instances[0], error=pb.Error(kind="rejected", message="too long"))
+    cluster.deliver(cluster.instances[0], error=Failure(kind="rejected", message="too long"))
     with pytest.raises(RequestError, match="too long"):
         cluster.tokens(state)
     assert len(state.timeline.migrations) == 0 and state.timeline.finish_reason == "error"
@@ -306,14 +307,14 @@ INVALID_OUTPUTS = [
     dict(token_ids=[50]),
     dict(token_ids=[1], finish_reason="because"),
     dict(finish_reason="stop"),
-    dict(error=pb.Error(kind="no such\nkind")),
-    dict(stored=pb.Stored(num_blocks=2**32 - 1)),
-    dict(tokens=pb.Tokens(local_hit=2**32 - 1)),
-    dict(moved=pb.Moved(bytes=1, seconds=5e-324)),
-    dict(moved=pb.Moved(bytes=1, seconds=float("nan"))),
-    dict(stamps=[pb.Stamp(stage="nowhere")]),
-    dict(stamps=[pb.Stamp(stage="kv_ready", seconds=float("nan"))]),
-    dict(stamps=[pb.Stamp(stage="kv_ready", seconds=-1.0)]),
+    dict(error=Failure(kind="no such\nkind")),
+    dict(stored=Stored(num_blocks=2**32 - 1)),
+    dict(sources=Sources(local_hit=2**32 - 1)),
+    dict(moved=Moved(bytes=1, seconds=5e-324)),
+    dict(moved=Moved(bytes=1, seconds=float("nan"))),
+    dict(stamps={"nowhere": 0.0}),
+    dict(stamps={"kv_ready": float("nan")}),
+    dict(stamps={"kv_ready": -1.0}),
 ]
 
 
@@ -326,7 +327,7 @@ def test_an_impossible_output_is_a_fault_of_the_instance_and_the_request_migrate
     rogue = state.final_instance
     (other,) = (instance for instance in cluster.instances if instance is not rogue)
     cluster.deliver(rogue, token_ids=[7])
-    frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(request_id="r", **output)]))
+    frame = pb.InstanceFrame(outputs=pack([Output(request_id="r", **output)]))
     cluster.fleet.handle_frame(rogue, frame)
     assert list(cluster.fleet.instances) == [other.id]
     cluster.deliver(other, "r#1", token_ids=[8, 9, 10], finish_reason="length")
@@ -337,7 +338,7 @@ def test_an_output_that_is_impossible_in_the_state_of_the_handover_is_a_fault(ma
     cluster = make_cluster("prefill", "decode")
     prefill, decode = cluster.instances
     state = cluster.open()
-    frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(request_id="r", token_ids=[8])]))
+    frame = pb.InstanceFrame(outputs=pack([Output(request_id="r", token_ids=[8])]))
     cluster.fleet.handle_frame(decode, frame)  # before the first token
     assert list(cluster.fleet.instances) == [prefill.id]
     cluster.deliver(prefill, "r#1", token_ids=[7, 8, 9, 10], finish_reason="length")
@@ -355,7 +356,7 @@ def test_a_second_first_token_is_a_fault_and_reaches_neither_client_nor_decode(
     if decoded:
         cluster.deliver(decode, token_ids=decoded)
     cluster.sent(decode)
-    frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(request_id="r", token_ids=[9])]))
+    frame = pb.InstanceFrame(outputs=pack([Output(request_id="r", token_ids=[9])]))
     cluster.fleet.handle_frame(prefill, frame)
     assert list(cluster.fleet.instances) == [decode.id]
     assert not any(getattr(message, "first_token", 0) == 9 for _, message in cluster.sent(decode))
@@ -368,13 +369,13 @@ OUTPUTS = st.fixed_dictionaries(
     {},
     optional={
         "token_ids": st.lists(st.sampled_from([0, 49, 50, 2**32 - 1]), max_size=5),
-        "finish_reason": st.sampled_from(["", "stop", "length", "?"]),
-        "error": st.builds(pb.Error, kind=st.sampled_from(["rejected", "?"]), message=st.text(max_size=3)),
-        "stamps": st.lists(st.builds(pb.Stamp, stage=st.sampled_from(["released", "kv_ready", "?"]), seconds=NUMBERS)),
-        "stored": st.builds(pb.Stored, num_blocks=st.sampled_from([0, 1, 2**32 - 1]), final=st.booleans()),
-        "tokens": st.builds(pb.Tokens, computed=st.sampled_from([0, 3, 2**32 - 1])),
-        "moved": st.builds(pb.Moved, bytes=st.sampled_from([0, 2**64 - 1]), seconds=NUMBERS),
-        "logprobs": st.lists(st.builds(pb.Logprobs, logprob=st.floats(width=32), top_ids=st.lists(st.just(60)))),
+        "finish_reason": st.sampled_from([None, "", "stop", "length", "?"]),
+        "error": st.builds(Failure, kind=st.sampled_from(["rejected", "?"]), message=st.text(max_size=3)),
+        "stamps": st.dictionaries(st.sampled_from(["released", "kv_ready", "?"]), NUMBERS),
+        "stored": st.builds(Stored, num_blocks=st.sampled_from([0, 1, 2**32 - 1]), final=st.booleans()),
+        "sources": st.builds(Sources, computed=st.sampled_from([0, 3, 2**32 - 1])),
+        "moved": st.builds(Moved, bytes=st.sampled_from([0, 2**64 - 1]), seconds=NUMBERS),
+        "logprobs": st.lists(st.builds(TokenLogprobs, st.floats(width=32), st.lists(st.just((60, -1.0))).map(tuple))),
     },
 )
 
@@ -387,7 +388,7 @@ def test_no_output_makes_the_router_raise_or_report_numbers_that_are_not_finite(
     cluster = make_cluster("prefill", "decode")
     state = cluster.open(sampling=SamplingParams(max_tokens=4, logprobs=logprobs))
     for which, output in outputs:
-        frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(request_id=state.id, **output)]))
+        frame = pb.InstanceFrame(outputs=pack([Output(request_id=state.id, **output)]))
         cluster.fleet.handle_frame(cluster.instances[which], frame)
     json.dumps([state.timeline.as_dict(), cluster.dispatcher.instances()], allow_nan=False)
     assert len(state.emitted) <= 4 and all(token_id < 50 for token_id in state.emitted)
@@ -450,7 +451,7 @@ def test_slo_rejection_leaves_no_state_and_spares_running_requests(make_cluster:
 
 def test_repeated_migrations_need_retry_budget(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "decode")
-    cluster.dispatcher._retry_budget.balance = 1.0
+    cluster.dispatcher._retry_budget = 1.0
     states = [cluster.open(f"r{number}") for number in range(2)]
     for number in range(2, 4):
         here = states[0].final_instance
@@ -460,7 +461,10 @@ def test_repeated_migrations_need_retry_budget(make_cluster: type[Cluster]) -> N
     assert len(moved.timeline.migrations) == 2 and not moved.machine.is_over
     with pytest.raises(Unavailable, match=r"decode-2 was lost .* the budget for repeated migrations is exhausted"):
         cluster.tokens(ended)
-    assert b"pdserve_retry_budget 0." in cluster.dispatcher._metrics.text()
+    assert b"pdserve_retry_budget 0.2" in cluster.dispatcher._metrics.text(), "each new request adds a tenth"
+    cluster.dispatcher._retry_budget = MAX_RETRIES
+    cluster.open("more")
+    assert b"pdserve_retry_budget 100.0" in cluster.dispatcher._metrics.text(), "and no more than the most"
 
 
 EVENTS = st.lists(
@@ -500,7 +504,7 @@ def test_only_live_instances_receive_requests_and_no_load_remains(
                 cluster.deliver(state.prefill, state.id, token_ids=[7])
         elif states and event == "end":
             state = states[which % len(states)]
-            cluster.deliver(state.final_instance, state.id, error=pb.Error(kind="rejected"))
+            cluster.deliver(state.final_instance, state.id, error=Failure(kind="rejected"))
         elif states:
             states[which % len(states)].cancel()
         for one in everyone:
@@ -533,7 +537,7 @@ def test_choices_of_a_prompt_are_submitted_together_and_migrate_alone(make_clust
         )
     assert prefill.candidate.prefill_tokens == 3, "the prompt is computed once"
     for i, state in enumerate(states):
-        cluster.deliver(prefill, state.id, token_ids=[10 + i], stored=pb.Stored(num_blocks=2, final=True))
+        cluster.deliver(prefill, state.id, token_ids=[10 + i], stored=Stored(num_blocks=2, final=True))
     cluster.sent(decode)
     cluster.fleet.deregister(decode, "test")
     (other,) = (one for one in decoders if one is not decode)

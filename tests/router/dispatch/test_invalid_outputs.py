@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.beam_search import Hypothesis
 from pdserve.errors import BadRequest, RequestError
+from pdserve.output import MAX_OUTPUTS, Failure, Moved, Output, Sources, Stored, pack, unpack
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import SamplingParams, TokenLogprobs
 from pdserve.router.dispatch.dispatcher import MAX_DROPS
 from pdserve.router.scheduling.breaker import FAULT_THRESHOLD, BreakerState
 from pdserve.router.scheduling.output_faults import MIN_CLIENTS, MIN_REQUESTS, WINDOW_S, OutputFaults
@@ -26,17 +28,17 @@ EMBEDDED = SamplingParams(max_tokens=1, embed=True)
 VALUES = st.sampled_from([math.nan, math.inf, -math.inf, 0.5, 2.0, -1.0])
 
 
-def answer(score: float = -1.0, tokens: int = 1) -> pb.Hypothesis:
-    return pb.Hypothesis(token_ids=[7] * tokens, score=score, finish_reason="length")
+def answer(score: float = -1.0, tokens: int = 1) -> Hypothesis:
+    return Hypothesis(token_ids=(7,) * tokens, score=score, finish_reason="length")
 
 
 INVALID_CONTENT: list[tuple[SamplingParams, dict[str, Any], str]] = [
     (SCORED, dict(token_ids=[1]), "0 log probabilities"),
-    (SCORED, dict(token_ids=[1], logprobs=[pb.Logprobs(logprob=math.nan)]), "NaN"),
-    (SCORED, dict(token_ids=[1], logprobs=[pb.Logprobs(top_ids=[1], top_logprobs=[math.nan])]), "NaN"),
-    (SCORED, dict(token_ids=[1], logprobs=[pb.Logprobs(top_ids=[1, 2], top_logprobs=[-1, math.nan])]), "NaN"),
-    (SCORED, dict(token_ids=[1], logprobs=[pb.Logprobs(top_ids=[60], top_logprobs=[-1])]), "does not exist"),
-    (SamplingParams(), dict(token_ids=[1], logprobs=[pb.Logprobs(logprob=-1.0)]), "1 log probabilities"),
+    (SCORED, dict(token_ids=[1], logprobs=[TokenLogprobs(math.nan)]), "NaN"),
+    (SCORED, dict(token_ids=[1], logprobs=[TokenLogprobs(0.0, ((1, math.nan),))]), "NaN"),
+    (SCORED, dict(token_ids=[1], logprobs=[TokenLogprobs(0.0, ((1, -1.0), (2, math.nan)))]), "NaN"),
+    (SCORED, dict(token_ids=[1], logprobs=[TokenLogprobs(0.0, ((60, -1.0),))]), "does not exist"),
+    (SamplingParams(), dict(token_ids=[1], logprobs=[TokenLogprobs(-1.0)]), "1 log probabilities"),
     (SamplingParams(), dict(hypotheses=[answer()], finish_reason="stop"), "not requested"),
     (SEARCH, dict(hypotheses=[answer(-math.inf), answer()], finish_reason="stop"), "without a score"),
     (SEARCH, dict(hypotheses=[answer()], finish_reason="stop"), "1 answers of a beam search for 2"),
@@ -49,7 +51,7 @@ INVALID_CONTENT: list[tuple[SamplingParams, dict[str, Any], str]] = [
 
 def send(cluster: Cluster, which: int, **output: Any) -> None:
     """Send an output in a frame, as over a connection."""
-    frame = pb.InstanceFrame(step=pb.Step(outputs=[pb.Output(**output)]))
+    frame = pb.InstanceFrame(outputs=pack([Output(**output)]))
     cluster.fleet.handle_frame(cluster.instances[which], frame)
 
 
@@ -72,15 +74,57 @@ def test_invalid_content_fails_its_request_and_no_other(
     assert len(cluster.fleet.instances) == 2 and cluster.fleet.num_invalid_frames == 0
 
 
+UNREADABLE = [
+    b"",
+    b"\xc1",
+    pack([Output(request_id="r", token_ids=[1])])[:-1],
+    pack([{"request_id": "r", "later": 1}]),
+    pack([{"request_id": "r", "token_ids": [-1]}]),
+    pack([{"request_id": "r", "token_ids": [1.5]}]),
+    pack([{"request_id": "r", "token_ids": None}]),
+    pack([{"request_id": "r", "stored": {"num_blocks": -1}}]),
+    pack([{"request_id": "r", "stored": {"later": 1}}]),
+    pack([{"request_id": "r", "logprobs": [[-1.0, [[-1, -1.0]], 0]]}]),
+    pack([{"request_id": "r", "hypotheses": [{"token_ids": [1]}]}]),
+    pack([{"request_id": "r", "stamps": {"kv_ready": "now"}}]),
+    pack([{}] * (MAX_OUTPUTS + 1)),
+]
+
+
+@pytest.mark.parametrize("outputs", UNREADABLE, ids=lambda data: str(data[:60]))
+def test_outputs_that_cannot_be_read_drop_the_instance_and_may_be_due_to_any_of_its_requests(
+    make_cluster: type[Cluster], outputs: bytes
+) -> None:
+    cluster = make_cluster("both", "both", "both")
+    state = cluster.open()
+    for attempt in range(MAX_DROPS + 1):
+        assert state.timeline.attempt == attempt
+        cluster.fleet.handle_frame(state.final_instance, pb.InstanceFrame(outputs=outputs))
+    assert cluster.fleet.num_invalid_frames == MAX_DROPS + 1 and len(cluster.fleet.instances) == 1
+    with pytest.raises(RequestError, match=f"{MAX_DROPS + 1} instances have failed over this request"):
+        cluster.tokens(state)
+
+
+def test_an_output_is_the_same_behind_a_frame() -> None:
+    one = TokenLogprobs(-0.5, ((1, -0.5), (2, -math.inf)), 3)
+    output = Output(
+        [1, 2], "stop", [one], [one], [answer()], b"1234", "r", Failure("rejected", "why"), {"kv_ready": 0.5}
+    )
+    output.stored, output.sources = Stored(2, True, [b"t"], 3), Sources(1, 2, 3)
+    output.moved, output.searching = Moved(1, 64, 0.25), True
+    assert unpack(pack([output, Output()])) == [output, Output()]
+    assert len(pack([Output(request_id="r", token_ids=[7])])) < 32, "fields at their defaults take no bytes"
+
+
 @given(values=st.lists(VALUES, min_size=1, max_size=4), scores=st.lists(VALUES, min_size=2, max_size=2))
 def test_no_number_of_a_model_drops_an_instance_or_reaches_a_client_as_nan(
     make_cluster: type[Cluster], values: list[float], scores: list[float]
 ) -> None:
     cluster = make_cluster("both")
     scored, search = cluster.open("scored", sampling=SCORED), cluster.open("search", sampling=SEARCH)
-    one = pb.Logprobs(logprob=values[0], top_ids=[1] * len(values[1:]), top_logprobs=values[1:])
+    one = TokenLogprobs(values[0], tuple((1, value) for value in values[1:]))
     send(cluster, 0, request_id="scored", token_ids=[1], logprobs=[one])
-    send(cluster, 0, request_id="search", hypotheses=map(answer, scores), finish_reason="stop")
+    send(cluster, 0, request_id="search", hypotheses=[*map(answer, scores)], finish_reason="stop")
     assert len(cluster.fleet.instances) == 1
     is_valid = not any(math.isnan(value) or value >= 1 for value in values)
     assert scored.machine.is_over is not is_valid
@@ -94,7 +138,7 @@ def test_no_number_of_a_model_drops_an_instance_or_reaches_a_client_as_nan(
 def test_a_search_without_enough_answers_is_an_error_of_the_client(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("both")
     state = cluster.open(sampling=SEARCH)
-    send(cluster, 0, request_id="r", searching=True, error=pb.Error(kind="too_few_answers", message="1 of 2 answers"))
+    send(cluster, 0, request_id="r", searching=True, error=Failure(kind="too_few_answers", message="1 of 2 answers"))
     with pytest.raises(BadRequest, match="1 of 2 answers"):
         cluster.tokens(state)
 

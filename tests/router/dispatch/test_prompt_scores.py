@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import SamplingParams, TokenLogprobs
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.routed_request import RoutedRequest
 
@@ -19,8 +18,8 @@ SAMPLING = SamplingParams(max_tokens=2, prompt_logprobs=0)
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def scores(*values: float) -> list[pb.Logprobs]:
-    return [pb.Logprobs(logprob=value) for value in values]
+def scores(*values: float) -> list[TokenLogprobs]:
+    return [TokenLogprobs(value) for value in values]
 
 
 def open_choices(cluster: Cluster, *names: str) -> list[RequestState]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import RequestError, Unavailable
+from pdserve.output import Stored
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import SamplingParams, TokenLogprobs
 from pdserve.router.backend import read
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ def test_unread_chunks_are_taken_together_and_before_an_error(make_cluster: type
     (both,) = cluster.instances
     state = cluster.open(sampling=SamplingParams(max_tokens=9, logprobs=0))
     assert state.take() == []
-    cluster.deliver(both, token_ids=[7], logprobs=[pb.Logprobs(logprob=-7)])
+    cluster.deliver(both, token_ids=[7], logprobs=[TokenLogprobs(-7)])
     assert [chunk.token_ids for chunk in state.take()] == [[7]]
     for token in (8, 9):
-        cluster.deliver(both, token_ids=[token], logprobs=[pb.Logprobs(logprob=-token)])
+        cluster.deliver(both, token_ids=[token], logprobs=[TokenLogprobs(-token)])
     cluster.fleet.deregister(both, "test")  # and no other instance is left
     chunks = state.take()
     assert [chunk.token_ids for chunk in chunks] == [[8], [9]]
@@ -96,9 +97,9 @@ def test_remaining_load_follows_each_output(make_cluster: type[Cluster]) -> None
         8,
         14,
     )
-    cluster.deliver(prefill, stored=pb.Stored(num_blocks=2))
+    cluster.deliver(prefill, stored=Stored(num_blocks=2))
     assert prefill.candidate.prefill_tokens == 10, "two blocks of two tokens are computed"
-    cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=5, final=True))
+    cluster.deliver(prefill, token_ids=[7], stored=Stored(num_blocks=5, final=True))
     assert prefill.candidate.prefill_tokens == 5 and prefill.candidate.requests == 1
     cluster.deliver(decode, token_ids=[8])
     assert decode.candidate.output_tokens == 6 and decode.candidate.context_tokens == 16

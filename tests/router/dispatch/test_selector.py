@@ -9,7 +9,9 @@ import pytest
 from pdserve.costs import Costs
 from pdserve.errors import Unavailable
 from pdserve.keys import block_keys
+from pdserve.output import Failure, Moved, Stored
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.dispatch.selector import MAX_FAILED_HANDOVERS, RETRY_AFTER_S, StoreReachability
 from pdserve.router.instances.fleet import InstanceHandle
 
 if TYPE_CHECKING:
@@ -83,10 +85,9 @@ def test_pairs_without_a_common_store_are_detected_and_avoided(
         number += 1
         state = cluster.open(f"r{number}")
         loaded = blocks if blocks is not None else 2 if state.prefill is reachable else 0
-        cluster.deliver(state.prefill, state.id, token_ids=[7], stored=pb.Stored(num_blocks=2, final=True))
-        cluster.deliver(decode, state.id, moved=pb.Moved(blocks=loaded, bytes=loaded, seconds=0.1))
-        ready = pb.Stamp(stage="kv_ready", seconds=0)
-        cluster.deliver(decode, state.id, token_ids=[8, 9, 10], finish_reason="length", stamps=[ready])
+        cluster.deliver(state.prefill, state.id, token_ids=[7], stored=Stored(num_blocks=2, final=True))
+        cluster.deliver(decode, state.id, moved=Moved(blocks=loaded, bytes=loaded, seconds=0.1))
+        cluster.deliver(decode, state.id, token_ids=[8, 9, 10], finish_reason="length", stamps={"kv_ready": 0.0})
         return state.prefill
 
     used = [hand_over() for _ in range(20)]
@@ -168,7 +169,7 @@ def test_open_breaker_excludes_an_instance_and_half_open_sends_one_probe(make_cl
     assert {one["breaker"] for one in cluster.dispatcher.instances()} == {"closed", "half_open"}
     probe = cluster.open("probe")
     assert cluster.open("r4").final_instance is prefill
-    cluster.deliver(prefill, "probe", token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+    cluster.deliver(prefill, "probe", token_ids=[7], stored=Stored(num_blocks=1, final=True))
     cluster.deliver(decode, "probe", token_ids=[8])
     assert not probe.machine.is_over
     assert all(cluster.open(f"p{number}").decode is decode for number in range(5))
@@ -179,9 +180,7 @@ def test_rejected_requests_do_not_count_as_faults(make_cluster: type[Cluster]) -
     for number in range(9):
         cluster.now += 10
         cluster.open(f"r{number}")
-        cluster.deliver(
-            cluster.instances[number % 2], f"r{number}", error=pb.Error(kind="rejected", message="too long")
-        )
+        cluster.deliver(cluster.instances[number % 2], f"r{number}", error=Failure(kind="rejected", message="too long"))
     assert {one["breaker"] for one in cluster.dispatcher.instances()} == {"closed"}
 
 
@@ -255,3 +254,42 @@ def test_both_instances_do_not_prefill_for_each_other(make_cluster: type[Cluster
     alone = [state for state in states if state.decode is None]
     assert len(alone) == 6
     assert all(state.decode is cluster.instances[2] for state in states if state not in alone)
+
+
+PAIR = ("prefill-0", "decode-0")
+
+
+def test_one_block_resets_the_count_of_failures() -> None:
+    reachability = StoreReachability()
+    for _ in range(5):
+        assert not any(reachability.record_handover(PAIR, 0, 0.0) for _ in range(MAX_FAILED_HANDOVERS - 1))
+        assert not reachability.record_handover(PAIR, 1, 0.0) and not reachability.is_unreachable(PAIR, 0.0)
+
+
+def test_failure_is_reported_once_and_the_pair_retried_after_a_while() -> None:
+    reachability = StoreReachability()
+    assert [reachability.record_handover(PAIR, 0, 0.0) for _ in range(MAX_FAILED_HANDOVERS + 2)] == [False] * (
+        MAX_FAILED_HANDOVERS - 1
+    ) + [
+        True,
+        False,
+        False,
+    ]
+    assert reachability.is_unreachable(PAIR, RETRY_AFTER_S - 1) and not reachability.is_unreachable(PAIR, RETRY_AFTER_S)
+    assert not reachability.is_unreachable(("prefill-0", "decode-1"), 0.0)
+    assert not reachability.record_handover(PAIR, 0, RETRY_AFTER_S), "not the first time"
+    assert reachability.is_unreachable(PAIR, RETRY_AFTER_S + 1)
+    reachability.record_handover(PAIR, 2, RETRY_AFTER_S + 1)
+    assert not reachability.is_unreachable(PAIR, RETRY_AFTER_S + 1)
+
+
+def test_forget_drops_all_pairs_of_an_instance() -> None:
+    reachability = StoreReachability()
+    other = ("prefill-1", "decode-0")
+    for pair in (PAIR, other):
+        for _ in range(MAX_FAILED_HANDOVERS):
+            reachability.record_handover(pair, 0, 0.0)
+    reachability.forget("prefill-0")
+    assert not reachability.is_unreachable(PAIR, 0.0) and reachability.is_unreachable(other, 0.0)
+    reachability.forget("decode-0")
+    assert not reachability.is_unreachable(other, 0.0)

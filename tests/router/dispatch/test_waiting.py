@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded, Unavailable
+from pdserve.output import Output, Stored, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, State
@@ -47,7 +48,7 @@ def test_a_stream_that_has_lost_all_instances_goes_on_where_one_attaches(
     cluster = make_cluster("prefill", "decode", no_instance_timeout=WAIT_S)
     prefill, decode = cluster.instances
     state = cluster.open()
-    cluster.deliver(prefill, token_ids=[7], stored=pb.Stored(num_blocks=1, final=True))
+    cluster.deliver(prefill, token_ids=[7], stored=Stored(num_blocks=1, final=True))
     cluster.deliver(decode, token_ids=[8])
     cluster.fleet.deregister(prefill, "test")
     cluster.fleet.deregister(decode, "test")
@@ -180,9 +181,9 @@ def test_every_request_ends_and_none_loses_repeats_or_changes_a_token(
         for state in states:
             if state.id in instance.requests and instance is state.final_instance:
                 last = state.remaining_tokens == 1
-                output = pb.Output(request_id=state.id, token_ids=[len(state.emitted) + 1])
-                output.finish_reason = "length" if last else ""
-                cluster.fleet.handle_frame(instance, pb.InstanceFrame(step=pb.Step(outputs=[output])))
+                output = Output(request_id=state.id, token_ids=[len(state.emitted) + 1])
+                output.finish_reason = "length" if last else None
+                cluster.fleet.handle_frame(instance, pb.InstanceFrame(outputs=pack([output])))
 
     def collect(state: RequestState) -> None:
         try:

@@ -33,6 +33,24 @@ def test_shares_follow_weights(weights: dict[str, float], sizes: list[tuple[int,
         assert abs(got["a"] - got["b"]) <= 2 * LARGEST / weights["a"] + 2 * LARGEST / weights["b"]
 
 
+@given(weights=WEIGHTS, turns=st.lists(st.tuples(st.sampled_from(KEYS), TOKENS, st.booleans()), max_size=50))
+def test_an_item_that_passes_by_is_charged_as_if_it_had_been_queued(
+    weights: dict[str, float], turns: list[tuple[str, int, bool]]
+) -> None:
+    one, other = FairQueue[int](weights), FairQueue[int](weights)
+    for key, tokens, passes in turns:
+        if passes:
+            one.pass_by(key, tokens)
+        else:
+            one.push(key, tokens, tokens)
+            assert one.pop() == tokens
+        other.push(key, tokens, tokens)
+        assert other.pop() == tokens and not one.backlogged
+        one.charge(key, 3)
+        other.charge(key, 3)
+        assert [one._queues[name].counter for name in KEYS] == [other._queues[name].counter for name in KEYS]
+
+
 @given(weights=WEIGHTS, early=TURNS, greedy=st.sampled_from("ab"))
 def test_no_key_starves(weights: dict[str, float], early: list[tuple[str, int]], greedy: str) -> None:
     """The tokens of another key that are served ahead of an item are bounded, however many requests arrive later."""

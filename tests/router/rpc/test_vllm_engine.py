@@ -21,7 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as stubs
 from smg_grpc_proto.generated import common_pb2 as common
 
 from pdserve.errors import Unavailable
-from pdserve.router.backend import Chunk
+from pdserve.output import Output
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def test_abort_ends_the_request_of_the_same_key_only(
     serve: Serve, backend: ScriptedBackend, eventually: Callable[..., None]
 ) -> None:
     backend.script.hang = True
-    backend.script.chunks = [[Chunk([50])]]
+    backend.script.chunks = [[Output([50])]]
     with serve(api_key="one,two") as port, connected(port) as stub:
         one, two = ((("authorization", f"Bearer {key}"),) for key in ("one", "two"))
         call = stub.Generate(request(stream=True, request_id="r"), metadata=one)
@@ -187,7 +187,7 @@ def test_clients_that_leave_and_deadlines_free_the_request(
     stub: Any, backend: ScriptedBackend, eventually: Callable[..., None]
 ) -> None:
     backend.script.hang = True
-    backend.script.chunks = [[Chunk([50])]]
+    backend.script.chunks = [[Output([50])]]
     call = stub.Generate(request(stream=True))
     next(call)
     call.cancel()

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
-from pdserve.router.scheduling.placement import place
-from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load, PlacementRequest, forecast_ttft
+from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load, PlacementRequest, forecast_ttft, place
 
 MACHINE = Costs(prefill=(0.01, 1e-4, 1e-8), decode=(0.005, 1e-4, 1e-7), transfer=(0.02, 1e-9))
 

@@ -1,7 +1,8 @@
 """Timelines: stamps, spans and the bounded log."""
 
 from pdserve.lifetime import Stage
-from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog, TransferStats
+from pdserve.output import Moved
+from pdserve.router.telemetry.timeline import Migration, Timeline, TimelineLog
 
 
 def test_first_stamp_counts_and_kv_is_stored_before_it_is_ready() -> None:
@@ -15,7 +16,7 @@ def test_first_stamp_counts_and_kv_is_stored_before_it_is_ready() -> None:
 
 
 def test_times_are_milliseconds_since_the_first_stamp() -> None:
-    timeline = Timeline("r", stored=TransferStats(blocks=2, bytes=10**9, seconds=0.5))
+    timeline = Timeline("r", stored=Moved(blocks=2, bytes=10**9, seconds=0.5))
     timeline.stamp(Stage.RECEIVED, 10.0)
     timeline.stamp(Stage.ADMITTED, 10.25)
     timeline.migrations.append(Migration(10.5, "d0", "lost"))

@@ -16,6 +16,7 @@ import pytest
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError
 from pdserve.lifetime import TRACE_SPANS, Stage
+from pdserve.output import Failure, Moved, Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -85,8 +86,8 @@ def serve() -> Callable[..., None]:
             )
 
         def deliver(instance: InstanceHandle, *stages: Stage, **output: Any) -> None:
-            stamps = [pb.Stamp(stage=stage, seconds=0.0) for stage in stages]
-            dispatcher.on_output(instance, pb.Output(request_id="r", stamps=stamps, **output))
+            stamps = {stage.value: 0.0 for stage in stages}
+            dispatcher.on_output(instance, Output(request_id="r", stamps=stamps, **output))
 
         prefill, decode = join("prefill"), join("decode")
         sampling = SamplingParams(max_tokens=2)
@@ -95,13 +96,11 @@ def serve() -> Callable[..., None]:
         )
         dispatcher.open(request)
         if fails:
-            deliver(decode, error=pb.Error(kind="rejected", message="it does not fit"))
+            deliver(decode, error=Failure(kind="rejected", message="it does not fit"))
         else:
             deliver(decode, Stage.RESERVED)
             deliver(prefill, Stage.PREFILL_STARTED, token_ids=[7])
-            deliver(
-                prefill, Stage.KV_STORED, stored=pb.Stored(num_blocks=1, final=True), moved=pb.Moved(blocks=1, bytes=64)
-            )
+            deliver(prefill, Stage.KV_STORED, stored=Stored(num_blocks=1, final=True), moved=Moved(blocks=1, bytes=64))
             stages = Stage.KV_READY, Stage.DECODE_STARTED, Stage.FINISHED
             deliver(decode, *stages, token_ids=[8], finish_reason="length")
         assert not dispatcher.states

@@ -6,8 +6,8 @@ from pathlib import Path
 from pdserve.bench.traces import read_mooncake
 from pdserve.keys import block_keys, root_key
 from pdserve.lifetime import Stage
-from pdserve.router.telemetry.timeline import Timeline
-from pdserve.router.telemetry.traffic import BLOCK, p99, prompt_ids, traffic_lines
+from pdserve.router.telemetry.timeline import BLOCK, Timeline, p99, prompt_ids
+from pdserve.router.telemetry.traffic import traffic_lines
 
 ROOT = root_key(model_digest=b"m")
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.backend import Chunk
+from pdserve.output import Output
 from pdserve.router.text.detokenizer import Detokenizer, StopMatcher, TextStream
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -165,7 +165,7 @@ def test_the_first_completed_stop_string_ends_the_text(stops: list[str], parts: 
         assert match_stops(stops, parts, include=True) == (text[:end], matched)
 
 
-def run_stream(stream: TextStream, chunks: list[Chunk]) -> tuple[str, list[int]]:
+def run_stream(stream: TextStream, chunks: list[Output]) -> tuple[str, list[int]]:
     texts, ids = [], []
     for chunk in chunks:
         text, token_ids = stream.push(chunk)
@@ -179,13 +179,13 @@ def run_stream(stream: TextStream, chunks: list[Chunk]) -> tuple[str, list[int]]
 def test_a_stop_string_cuts_the_tokens_of_its_chunk(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"abcdef")
     stream = TextStream(tokenizer, ["cd"])
-    assert run_stream(stream, [Chunk(ids, "length")]) == ("ab", ids[:4])
+    assert run_stream(stream, [Output(ids, "length")]) == ("ab", ids[:4])
     assert stream.finish_reason == "stop"
 
 
 def test_a_stop_token_gives_no_text(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"abc")
-    chunks = [Chunk(ids[:2]), Chunk(ids[2:], "stop")]
+    chunks = [Output(ids[:2]), Output(ids[2:], "stop")]
     assert run_stream(TextStream(tokenizer), chunks) == ("ab", ids)
     assert run_stream(TextStream(tokenizer, include_stop=True), chunks) == ("abc", ids)
 
@@ -193,24 +193,24 @@ def test_a_stop_token_gives_no_text(tokenizer: Tokenizer) -> None:
 def test_held_text_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"abEN\xe6")
     stream = TextStream(tokenizer, ["END"])
-    assert run_stream(stream, [Chunk(ids, "length")]) == ("abEN\ufffd", ids)
+    assert run_stream(stream, [Output(ids, "length")]) == ("abEN\ufffd", ids)
     assert stream.finish_reason == "length"
 
 
 def test_stop_strings_are_ignored_before_min_tokens(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"abab")
-    assert run_stream(TextStream(tokenizer, ["b"]), [Chunk(ids, "length")])[0] == "a"
-    assert run_stream(TextStream(tokenizer, ["b"], min_tokens=2), [Chunk(ids, "length")])[0] == "aba"
+    assert run_stream(TextStream(tokenizer, ["b"]), [Output(ids, "length")])[0] == "a"
+    assert run_stream(TextStream(tokenizer, ["b"], min_tokens=2), [Output(ids, "length")])[0] == "aba"
 
 
 def test_chunks_of_any_size_give_the_same_text(tokenizer: Tokenizer) -> None:
     @SHARED
     @given(st.lists(st.integers(2, tokenizer.vocab_size - 1), min_size=1, max_size=30), st.integers(1, 30))
     def check(ids: list[int], size: int) -> None:
-        parts = [Chunk(ids[i : i + size]) for i in range(0, len(ids), size)]
-        parts[-1] = Chunk(parts[-1].token_ids, "length")
+        parts = [Output(ids[i : i + size]) for i in range(0, len(ids), size)]
+        parts[-1] = Output(parts[-1].token_ids, "length")
         for stops in (["e", "th"], []):
-            whole = run_stream(TextStream(tokenizer, stops), [Chunk(ids, "length")])
+            whole = run_stream(TextStream(tokenizer, stops), [Output(ids, "length")])
             assert run_stream(TextStream(tokenizer, stops), parts) == whole
             assert stops or whole == (tokenizer.decode(ids), ids)
 

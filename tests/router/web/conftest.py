@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.config import RouterConfig
+from pdserve.output import Output, Sources, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -58,14 +59,14 @@ class Scene:
         """Run one request of three tokens from start to end."""
         sampling = SamplingParams(max_tokens=3)
         self.dispatcher.open(RoutedRequest(request_id=request_id, prompt=[1, 2, 3], sampling=sampling))
-        self.output(prefill, request_id, stamps=[pb.Stamp(stage="prefill_started")], tokens=pb.Tokens(computed=3))
+        self.output(prefill, request_id, stamps={"prefill_started": 0.0}, sources=Sources(computed=3))
         self.output(prefill, request_id, token_ids=[7])
-        self.output(prefill, request_id, stored=pb.Stored(num_blocks=1, final=True))
-        self.output(decode, request_id, token_ids=[8], stamps=[pb.Stamp(stage="decode_started")])
+        self.output(prefill, request_id, stored=Stored(num_blocks=1, final=True))
+        self.output(decode, request_id, token_ids=[8], stamps={"decode_started": 0.0})
         self.output(decode, request_id, token_ids=[9], finish_reason="length")
 
     def output(self, instance: InstanceHandle, request_id: str, **output: Any) -> None:
-        self.dispatcher.on_output(instance, pb.Output(request_id=request_id, **output))
+        self.dispatcher.on_output(instance, Output(request_id=request_id, **output))
 
 
 @pytest.fixture
