@@ -54,7 +54,7 @@ class AdmissionQueue:
     """Decides when requests may start.
 
     Attributes:
-        quotas: the limits and the use of each key, by its name.
+        quotas: the limits of each key, by its name, and its use if it has any.
         weights: the share of each key, by its name.
         tenants: what instances know of each key, by its name.
     """
@@ -65,6 +65,7 @@ class AdmissionQueue:
         """`now` is the router's clock, in seconds."""
         all_keys = [*keys, ApiKey(ANONYMOUS, b"")]
         self.quotas = {key.name: Quota(key.limits) for key in all_keys}
+        self._limited = {name: quota for name, quota in self.quotas.items() if quota.is_limited}
         self.weights = {key.name: key.weight for key in all_keys}
         self.tenants = {key.name: key.tenant for key in all_keys}
         self._queue = FairQueue[AdmissionSlot](self.weights)
@@ -90,12 +91,17 @@ class AdmissionQueue:
         Raises:
             RequestError: it exceeds a limit of its key, or the queue is full.
         """
-        now, quota = self._now(), self.quotas[key]
-        if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
-            self._count_refusal(key, refusal)
-            raise refusal
-        quota.take(choices, max_tokens, now)
+        if (quota := self._limited.get(key)) is not None:
+            now = self._now()
+            if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
+                self._count_refusal(key, refusal)
+                raise refusal
+            quota.take(choices, max_tokens, now)
         slot = AdmissionSlot(self, key, choices, prompt_tokens, max_tokens)
+        if choices <= self._free and not self._queue.backlogged:
+            self._queue.pass_by(key, prompt_tokens)
+            self._admit(slot)
+            return slot
         self._queue.push(key, slot, prompt_tokens, priority)
         self._admit_queued()
         if len(self._queue) > self._max_queue:
@@ -108,7 +114,8 @@ class AdmissionQueue:
     def release(self, slot: AdmissionSlot, tokens: int) -> None:
         """Free the capacity of a slot, running or queued, and admit requests that now fit."""
         tokens = min(tokens, slot.max_tokens)
-        self.quotas[slot.key].give_back(slot.choices, slot.max_tokens - tokens, self._now())
+        if (quota := self._limited.get(slot.key)) is not None:
+            quota.give_back(slot.choices, slot.max_tokens - tokens, self._now())
         if slot.is_admitted:
             self._free += slot.choices
             self._running[slot.key] -= slot.choices
@@ -117,21 +124,25 @@ class AdmissionQueue:
             self._queue.charge(slot.key, max(0, tokens - slot.prompt_tokens))
         elif slot.refusal is None:
             self._queue.remove(slot.key, slot)
-        self._admit_queued()
+        if self._queue.backlogged:
+            self._admit_queued()
 
     def headers(self, key: str) -> dict[str, str]:
         """Return OpenAI's rate-limit headers for the key."""
-        return self.quotas[key].headers(self._now())
+        return self._limited[key].headers(self._now()) if key in self._limited else {}
 
     def _admit_queued(self) -> None:
         """Admit queued requests in order. A request that needs several places is not overtaken by smaller ones."""
         while (key := self._next_key()) is not None:
             slot = self._queue.pop(key)
-            self._free -= slot.choices
-            self._running[key] += slot.choices
-            self._metrics.key_requests.labels(key=slot.key).inc(slot.choices)
-            slot.is_admitted = True
+            self._admit(slot)
             slot.on_decision()
+
+    def _admit(self, slot: AdmissionSlot) -> None:
+        self._free -= slot.choices
+        self._running[slot.key] += slot.choices
+        self._metrics.key_requests.labels(key=slot.key).inc(slot.choices)
+        slot.is_admitted = True
 
     def _next_key(self) -> str | None:
         """Return the key whose first request may start, if there is one.

@@ -36,20 +36,24 @@ class _KeyQueue(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """Queue of items, each belonging to a key. Its length is unbounded; the caller limits it with `drop`."""
+    """Queue of items, each belonging to a key. Its length is unbounded; the caller limits it with `drop`.
+
+    Attributes:
+        backlogged: the queues that are not empty, by key.
+    """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """`weights` maps every key to its weight, which is above 0."""
         self._queues = {key: _KeyQueue[Item](weight) for key, weight in weights.items()}
-        self._backlogged: dict[str, _KeyQueue[Item]] = {}  # the queues that are not empty
+        self.backlogged: dict[str, _KeyQueue[Item]] = {}
         self._arrivals = 0
         self._last_counter = 0.0  # the highest counter at which an item has been popped
 
     def __len__(self) -> int:
-        return sum(len(queue.heap) for queue in self._backlogged.values())
+        return sum(len(queue.heap) for queue in self.backlogged.values())
 
     def __iter__(self) -> Iterator[Item]:
-        return (entry.item for queue in self._backlogged.values() for entry in queue.heap)
+        return (entry.item for queue in self.backlogged.values() for entry in queue.heap)
 
     def num_queued(self, key: str) -> int:
         return len(self._queues[key].heap)
@@ -60,30 +64,36 @@ class FairQueue(Generic[Item]):
         queue = self._queues[key]
         if not queue.heap:
             queue.counter = max(queue.counter, self._last_counter)
-            self._backlogged[key] = queue
+            self.backlogged[key] = queue
         self._arrivals += 1
         heapq.heappush(
             queue.heap, _Entry(self._arrivals + ARRIVALS_PER_PRIORITY * priority, self._arrivals, tokens, item)
         )
 
+    def pass_by(self, key: str, tokens: int) -> None:
+        """Charge a key for an item that need not wait, as `push` and `pop` would while the queue is empty."""
+        queue = self._queues[key]
+        self._last_counter = queue.counter = max(queue.counter, self._last_counter)
+        queue.counter += tokens / queue.weight
+
     def next_key(self) -> str | None:
         """Return the key that is served next; None if the queue is empty."""
-        return min(self._backlogged, key=lambda name: self._backlogged[name].counter, default=None)
+        return min(self.backlogged, key=lambda name: self.backlogged[name].counter, default=None)
 
     def keys_in_turn(self) -> list[str]:
         """Return the keys with queued items, the one that is served next first."""
-        return sorted(self._backlogged, key=lambda name: self._backlogged[name].counter)
+        return sorted(self.backlogged, key=lambda name: self.backlogged[name].counter)
 
     def peek(self, key: str | None = None) -> Item | None:
         """Return the item that `pop` would return, or None if there is none."""
-        queue = self._backlogged.get(key or self.next_key() or "")
+        queue = self.backlogged.get(key or self.next_key() or "")
         return queue.heap[0].item if queue is not None else None
 
     def pop(self, key: str | None = None) -> Item:
         """Remove and return the first item of a key, by default of the next one, and charge its tokens to the key."""
         key = key or self.next_key()
         assert key is not None, "the queue is empty"
-        queue = self._backlogged[key]
+        queue = self.backlogged[key]
         self._last_counter = max(self._last_counter, queue.counter)
         entry = heapq.heappop(queue.heap)
         self.charge(key, entry.tokens)
@@ -97,7 +107,7 @@ class FairQueue(Generic[Item]):
 
     def remove(self, key: str, item: Item) -> None:
         """Remove a queued item without charging its key."""
-        queue = self._backlogged[key]
+        queue = self.backlogged[key]
         queue.heap = [entry for entry in queue.heap if entry.item is not item]
         heapq.heapify(queue.heap)
         self._discard_if_empty(key)
@@ -107,11 +117,11 @@ class FairQueue(Generic[Item]):
 
         When the queue is full, this sheds load from the heaviest sender and not from keys that arrive later or send less.
         """
-        key = max(self._backlogged, key=lambda name: len(self._backlogged[name].heap) / self._backlogged[name].weight)
-        item = max(self._backlogged[key].heap).item
+        key = max(self.backlogged, key=lambda name: len(self.backlogged[name].heap) / self.backlogged[name].weight)
+        item = max(self.backlogged[key].heap).item
         self.remove(key, item)
         return item
 
     def _discard_if_empty(self, key: str) -> None:
         if not self._queues[key].heap:
-            del self._backlogged[key]
+            del self.backlogged[key]

@@ -60,7 +60,7 @@ class AdmissionController:
             tenant = self.queue.tenants[key]
             parsed.requests[:] = [structs.replace(request, tenant=tenant) for request in parsed.requests]
         prompt_tokens, requests = sum(map(len, parsed.prompts)), parsed.requests
-        max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in requests)
+        max_tokens = prompt_tokens + len(requests) * requests[0].sampling.max_tokens
         slot = self.queue.enter(key, prompt_tokens, max_tokens, len(requests), requests[0].priority)
         if slot.is_admitted:
             return slot
@@ -71,10 +71,6 @@ class AdmissionController:
             if not entered:
                 slot.release(0)
         return slot if entered else None
-
-    def headers(self, key: str) -> dict[str, str]:
-        """Return OpenAI's rate-limit headers for the key."""
-        return self.queue.headers(key)
 
 
 def _count_refusal(metrics: Metrics, key: str) -> None:

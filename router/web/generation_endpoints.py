@@ -302,7 +302,7 @@ async def _enter(admission: AdmissionController, request: Request, parsed: Parse
     try:
         return await admission.enter(state.key, parsed, state.client)
     finally:
-        state.headers = admission.headers(state.key)
+        state.headers = admission.queue.headers(state.key)
 
 
 def _context(request: Request, admission: AdmissionController) -> RequestContext:
