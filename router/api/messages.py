@@ -371,8 +371,7 @@ def error_body(status: int, message: str, code: str | None = None) -> Json:
 
 
 def _message(generation: Generation, content: list[Json]) -> Json:
-    parsed = generation.parsed
-    head = {"id": parsed.id, "type": "message", "role": "assistant", "model": parsed.model}
+    head = {"id": generation.id, "type": "message", "role": "assistant", "model": generation.model}
     return {**head, "content": content, "usage": _usage(generation)}
 
 

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from pdserve.config import RouterConfig, parse_size
 from pdserve.errors import BadRequest, NotFound, RequestError
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, error_response, json_response
-from pdserve.router.api.json_body import UnknownFields
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.backend import Backend
 from pdserve.router.limits.key_file import load_api_keys
@@ -80,10 +79,6 @@ def create_app(
         *OperatorEndpoints(backend, metrics_parts, shows_keys, latest_timelines, overview, config.max_n).routes(),
         *(route for group in further for route in group.routes()),
     ]
-    if config.unknown_fields == "ignore":
-        unknown = UnknownFields(admission.metrics.ignored_fields.inc)
-        for route in api_routes:
-            route.unknown_fields = unknown if route.access is Access.CLIENT else None
     key_names = _key_names(api_routes, clients, operators)
     document = cache(lambda: json_response(openapi_document(api_routes, config.name, key_names)).body)
 

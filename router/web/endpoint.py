@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from pdserve.router.api.answers import Answer, Error
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.json_body import JsonBody, UnknownFields, read_json, require_json
+from pdserve.router.api.parsing import JsonBody, read_json, require_json
 from pdserve.router.api.schemas import Body
 from pdserve.router.web.auth import Access
 
@@ -92,7 +92,6 @@ class Endpoint(APIRoute):
     ) -> None:
         self.access = access
         self.id_prefix = id_prefix
-        self.unknown_fields: UnknownFields | None = None  # drops those of bodies
         self._json_only = json_only
         self._body_model = _body_model(function)
         has_body = self._body_model is not None or json_only
@@ -112,7 +111,7 @@ class Endpoint(APIRoute):
 
     def get_route_handler(self) -> Handler:
         """Return the function from request to response; FastAPI's own unless the endpoint has a JsonBody."""
-        handle = super().get_route_handler() if self._body_model is None else self._with_json_body(self._body_model)
+        handle = super().get_route_handler() if self._body_model is None else self._with_json_body
         if not self._json_only:
             return handle
 
@@ -122,13 +121,9 @@ class Endpoint(APIRoute):
 
         return handle_json_only
 
-    def _with_json_body(self, model: type[Body]) -> Handler:
-        async def handle(request: Request) -> Response:
-            body = JsonBody(model, await read_json(request), self.unknown_fields)
-            answer = await self.endpoint(request, body, **request.path_params)
-            return answer if isinstance(answer, Response) else json_response(answer, self.status_code or 200)
-
-        return handle
+    async def _with_json_body(self, request: Request) -> Response:
+        answer = await self.endpoint(request, await read_json(request), **request.path_params)
+        return answer if isinstance(answer, Response) else json_response(answer, self.status_code or 200)
 
 
 class Endpoints:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from pdserve import __version__
 from pdserve.errors import InvalidParameter, NotFound, Unavailable
 from pdserve.router.api import answers, schemas
-from pdserve.router.api.json_body import JsonBody
+from pdserve.router.api.parsing import JsonBody, parse_body
 from pdserve.router.backend import Backend
 from pdserve.router.instances.controller_lease import ControllerLease
 from pdserve.router.telemetry.timeline import Timeline
@@ -168,7 +168,7 @@ class OperatorEndpoints(Endpoints):
         self, _: Request, body: Annotated[JsonBody[schemas.RoleBody], example(role="decode")], instance_id: str
     ) -> answers.DrainStarted:
         """Drain an instance, which then serves in another role."""
-        fields = await asyncio.to_thread(body.parse)
+        fields = await asyncio.to_thread(parse_body, schemas.RoleBody, body)
         return self._start_drain(instance_id, fields.role)
 
     @endpoint("POST", "/admin/autoscaler", Access.OPERATOR, errors=[409], json_only=True)
@@ -180,7 +180,7 @@ class OperatorEndpoints(Endpoints):
         ],
     ) -> answers.LeaseHeld:
         """Renew the lease of the one controller that may change the fleet, and show its decision on the live page."""
-        lease = await asyncio.to_thread(body.parse)
+        lease = await asyncio.to_thread(parse_body, schemas.LeaseBody, body)
         self._lease.renew(lease.holder, lease.lease_seconds, time.monotonic())
         self._made_changes = lease.changes or self._made_changes
         if lease.decision:
