@@ -16,8 +16,7 @@ from pdserve.router.api.parsing import JsonBody, check_not_compressed, parse_bod
 from pdserve.router.batches.batch_queue import BatchQueue
 from pdserve.router.storage.file_store import FILE, FileStore, Json
 from pdserve.router.storage.input_items import page_limit
-from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, endpoint, example
+from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
 from pdserve.router.web.parse_queue import ParseQueue
 
 MAX_FILENAME = 255

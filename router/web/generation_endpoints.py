@@ -37,8 +37,7 @@ from pdserve.router.storage.turns import Turns
 from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, Method, endpoint, example, generation_examples
+from pdserve.router.web.endpoint import Access, Endpoints, Method, endpoint, example, generation_examples
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.parse_queue import LARGE_BODY
 
@@ -48,6 +47,7 @@ DOCUMENTS = ["Paris is the capital of France.", "Rome is the capital of Italy."]
 QUESTION = "What is the capital of France?"
 RerankRequest = Annotated[JsonBody[schemas.RerankBody], example(query="The capital of France", documents=DOCUMENTS)]
 Parsed = TypeVar("Parsed", bound=Generation)
+MESSAGE_ERRORS: Any = {"error_model": answers.MessageError, "error_body": messages.error_body}
 STREAMED_TOO: Any = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -153,7 +153,7 @@ class GenerationEndpoints(Endpoints):
         await self._turns.delete(request.state.key, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @admitted("/v1/messages", "msg_", answers.MessageAnswer, error_model=answers.MessageError, responses=STREAMED_TOO)
+    @admitted("/v1/messages", "msg_", answers.MessageAnswer, responses=STREAMED_TOO, **MESSAGE_ERRORS)
     async def messages(
         self,
         request: Request,
@@ -174,7 +174,7 @@ class GenerationEndpoints(Endpoints):
         Access.CLIENT,
         errors=[404],
         response_model=answers.CountedTokens,
-        error_model=answers.MessageError,
+        **MESSAGE_ERRORS,
     )
     async def count_tokens(
         self,
@@ -237,7 +237,7 @@ class EmbeddingEndpoints(Endpoints):
         self._backend = backend
         self._admission = admission
 
-    @admitted("/v1/embeddings", "embd-", answers.Embeddings)
+    @admitted("/v1/embeddings", "req-", answers.Embeddings)
     async def embeddings(
         self, request: Request, body: Annotated[JsonBody[schemas.EmbeddingBody], example(input=DOCUMENTS)]
     ) -> Response:
@@ -246,7 +246,7 @@ class EmbeddingEndpoints(Endpoints):
             request, schemas.EmbeddingBody, body, embeddings.parse_embedding, embeddings.embedding_body
         )
 
-    @admitted("/score", "score-", answers.Scores)
+    @admitted("/score", "req-", answers.Scores)
     async def score(
         self,
         request: Request,
@@ -255,7 +255,7 @@ class EmbeddingEndpoints(Endpoints):
         """Scores of pairs of texts, by a cross-encoder or by their embeddings."""
         return await self._embed(request, schemas.ScoreBody, body, embeddings.parse_score, embeddings.score_body)
 
-    @admitted("/classify", "classify-", answers.Classifications)
+    @admitted("/classify", "req-", answers.Classifications)
     async def classify(
         self, request: Request, body: Annotated[JsonBody[schemas.ClassifyBody], example(input=DOCUMENTS)]
     ) -> Response:
@@ -263,12 +263,12 @@ class EmbeddingEndpoints(Endpoints):
         build = partial(embeddings.classify_body, self._tokenizer.label)
         return await self._embed(request, schemas.ClassifyBody, body, embeddings.parse_classify, build)
 
-    @admitted("/v1/rerank", "rerank-", answers.Ranking)
+    @admitted("/v1/rerank", "req-", answers.Ranking)
     async def rerank_v1(self, request: Request, body: RerankRequest) -> Response:
         """The same as /rerank."""
         return await self.rerank(request, body)
 
-    @admitted("/rerank", "rerank-", answers.Ranking)
+    @admitted("/rerank", "req-", answers.Ranking)
     async def rerank(self, request: Request, body: RerankRequest) -> Response:
         """Documents in the order of their scores with a query, by a cross-encoder or by their embeddings."""
         return await self._embed(request, schemas.RerankBody, body, embeddings.parse_rerank, embeddings.rerank_body)

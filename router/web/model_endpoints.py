@@ -15,8 +15,7 @@ from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.parsing import JsonBody, UnknownFields, parse_body
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, endpoint, example
+from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
 from pdserve.router.web.parse_queue import ParseQueue
 
 

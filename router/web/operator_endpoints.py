@@ -18,8 +18,7 @@ from pdserve.router.backend import Backend
 from pdserve.router.instances.controller_lease import ControllerLease
 from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.telemetry.traffic import TIME_HEADER, traffic_lines
-from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, endpoint, example
+from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger(__name__)
