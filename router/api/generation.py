@@ -87,7 +87,16 @@ class Choice:
     def _deltas(self, chunks: list[Chunk]) -> Iterator[Delta]:
         """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances."""
         for chunk in chunks:
-            output, token_ids = self._parse(chunk)
+            if self.parser is not None:
+                output, token_ids = self._parse(chunk, self.parser)
+            else:
+                text, token_ids = self.text.push(chunk)
+                output = ParsedOutput(text)
+                if self.echo_only:
+                    output, token_ids = ParsedOutput(), []
+            reason = "length" if self.echo_only else self.text.finish_reason
+            if reason == "stop" and self.parser is not None and self.parser.num_calls:
+                reason = "tool_calls"
             output.text, self.echo = self.echo + output.text, ""
             self.num_tokens += len(token_ids)
             logprobs, offsets = chunk.logprobs[: len(token_ids)], self.text.text_offsets
@@ -99,7 +108,7 @@ class Choice:
                 self.index,
                 output.text,
                 token_ids,
-                self._finish_reason(),
+                reason,
                 logprobs,
                 offsets,
                 output.calls,
@@ -109,13 +118,10 @@ class Choice:
             if self.text.finish_reason is not None:
                 return
 
-    def _parse(self, chunk: Chunk) -> tuple[ParsedOutput, list[int]]:
+    def _parse(self, chunk: Chunk, parser: OutputParser) -> tuple[ParsedOutput, list[int]]:
         """Return what the chunk adds, and its token ids up to the end of the choice."""
-        if self.parser is None:
-            text, token_ids = self.text.push(chunk)
-            return (ParsedOutput(), []) if self.echo_only else (ParsedOutput(text), token_ids)
         output, token_ids = ParsedOutput(), list[int]()
-        while len(token_ids) < len(chunk.token_ids) - 1 and self.parser.may_reason:
+        while len(token_ids) < len(chunk.token_ids) - 1 and parser.may_reason:
             self._parse_part(Chunk([chunk.token_ids[len(token_ids)]]), output, token_ids)
             if self.text.finish_reason is not None:
                 return output, token_ids
@@ -128,12 +134,6 @@ class Choice:
         text, taken = self.text.push(part)
         output.extend(self.parser.push(text, len(taken), is_end=self.text.finish_reason is not None))
         token_ids += taken
-
-    def _finish_reason(self) -> str | None:
-        if self.echo_only:
-            return "length"
-        has_calls = self.text.finish_reason == "stop" and self.parser is not None and self.parser.num_calls
-        return "tool_calls" if has_calls else self.text.finish_reason
 
 
 @dataclass(kw_only=True)
@@ -226,10 +226,12 @@ class Generation:
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and release the request's admission."""
+        used = self.prompt_tokens
         for choice in self.choices:
             if choice.text.finish_reason is None:
                 choice.stream.cancel()
-        self._release(self.prompt_tokens + sum(choice.num_generated for choice in self.choices))
+            used += choice.num_generated
+        self._release(used)
 
     @property
     def prompt_tokens(self) -> int:

@@ -21,6 +21,11 @@ from pdserve.router.text.parsers.output import ToolCallDelta
 BuildBody = Callable[[Generation, list[Delta]], Json]  # builds the response body from one merged delta per choice
 
 
+# What follows the index of the choice in the events of a plain chat.
+ROLE_EVENT = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+TEXT_EVENT = b',"delta":{"content":%b},"logprobs":null,"finish_reason":%b}]}\n\n'
+
+
 async def whole_response(generation: Generation, client: ClientConnection, build_body: BuildBody) -> Response:
     """Run the generation to its end and return the whole answer; an empty response if the client disconnects first."""
     deltas: list[list[Delta]] = [[] for _ in generation.requests]
@@ -96,14 +101,13 @@ class EventStream(Response, ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             client: ClientConnection = scope["state"]["client"]
-            await client.run(self._stream(send))
+            begin = self.beginning
+            await client.run(self._stream_events(send, None) if begin is None else self._stream(send, begin))
         finally:
             self._generation.close()
 
-    async def _stream(self, send: Send) -> None:
-        if self.beginning is None:
-            return await self._stream_events(send, None)
-        beginning, comments = asyncio.create_task(self.beginning()), asyncio.create_task(self._keep_alive(send))
+    async def _stream(self, send: Send, begin: Callable[[], Coroutine[None, None, bool]]) -> None:
+        beginning, comments = asyncio.create_task(begin()), asyncio.create_task(self._keep_alive(send))
         try:
             await self._stream_events(send, beginning)
         finally:
@@ -124,10 +128,11 @@ class EventStream(Response, ABC):
             async with self._sending:
                 events: list[bytes] = []
                 for delta in deltas:
-                    if are_many(*_all_logprobs([delta])):
+                    scores = delta.logprobs or delta.prompt_logprobs
+                    if scores and are_many(*_all_logprobs([delta])):
                         events += await asyncio.to_thread(self._large_events, delta)
                     else:
-                        events += map(self.encode, self.delta_events(delta))
+                        events += self.encoded_events(delta)
                     self._unfinished -= delta.finish_reason is not None
                 last = not self._unfinished
                 if last:
@@ -170,6 +175,10 @@ class EventStream(Response, ABC):
     terminator = b""  # follows the last event
     comment = b": keep-alive\n\n"  # says that the request still waits
 
+    def encoded_events(self, delta: Delta) -> Iterable[bytes]:
+        """Return the events of one delta, as they are sent."""
+        return map(self.encode, self.delta_events(delta))
+
     @abstractmethod
     def delta_events(self, delta: Delta) -> list[Json]:
         """Return the events of one delta."""
@@ -197,6 +206,20 @@ class ChunkStream(EventStream):
         super().__init__(generation)
         self._sends_prompt_ids = generation.return_token_ids
         self._without_role = set(range(len(generation.requests)))  # choices whose role event was not built
+        # Of a plain chat, events differ in text and finish reason alone.
+        has_usage = generation.include_usage or generation.continuous_usage
+        self._is_plain = generation.chat and not (generation.return_token_ids or has_usage or generation.logprobs)
+        self._beginning = b"data: " + to_json(_event(generation, []))[:-2] + b'{"index":' if self._is_plain else b""
+
+    def encoded_events(self, delta: Delta) -> Iterable[bytes]:
+        if not self._is_plain or delta.tool_calls or delta.reasoning:
+            return super().encoded_events(delta)
+        beginning, events = self._beginning + str(delta.index).encode(), []
+        if delta.index in self._without_role:
+            self._without_role.discard(delta.index)
+            events.append(beginning + ROLE_EVENT)
+        content, reason = to_json(delta.text), to_json(delta.finish_reason)
+        return [*events, beginning + TEXT_EVENT % (content, reason)]
 
     def delta_events(self, delta: Delta) -> list[Json]:
         generation, events = self._generation, []
