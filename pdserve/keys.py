@@ -169,7 +169,11 @@ class KeyChain:
 
     def block_keys(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
         """Return the keys of the full blocks of `tokens`."""
-        return self.keys(tokens, range(block_size, len(tokens) + 1, block_size))
+        if block_size % HASH_TOKENS:
+            return self.keys(tokens, range(block_size, len(tokens) + 1, block_size))
+        self._extend(tokens, len(tokens) // HASH_TOKENS)
+        units = block_size // HASH_TOKENS
+        return self._unit_keys[units : len(tokens) // HASH_TOKENS + 1 : units]
 
     def keys(self, tokens: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Return the key of the first n tokens for each n in `ends`, which must ascend."""

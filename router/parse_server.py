@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pdserve.errors import RequestError
 from pdserve.router.api.http_responses import InternalError
-from pdserve.router.api.json_body import UnknownFields
+from pdserve.router.api.parsing import UnknownFields
 from pdserve.router.text.tokenizer import Tokenizer
 
 LENGTH_BYTES = 8

@@ -31,4 +31,7 @@ def prompt_keys(
 ) -> tuple[dict[int, list[bytes]], bytes]:
     """Return the keys of a prompt's full blocks by block size, and the hashes from which instances make them."""
     chain = KeyChain(root_key(model_digest=model_digest, salt=salt))
-    return {size: chain.block_keys(prompt, size) for size in block_sizes}, chain.pack(prompt)
+    packed, keys = chain.pack(prompt), dict[int, list[bytes]]()
+    for size in block_sizes:
+        keys[size] = chain.block_keys(prompt, size)
+    return keys, packed

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
-from starlette.applications import Starlette
 
 from pdserve.config import INTERRUPT_GRACE_S, RouterConfig, parse_size
 from pdserve.control.certificates import check_key_pair, server_context
@@ -45,7 +44,8 @@ from pdserve.router.telemetry.timeline import log_finished
 from pdserve.router.telemetry.tracing import Tracer
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.app import create_app, generation_handlers, prepare
+from pdserve.router.web.app import create_app
+from pdserve.router.web.application import Application
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
@@ -127,7 +127,7 @@ async def _serve(
             [BatchEndpoints(batches, admission.parse_queue)],
         )
         if batches is not None:
-            batches.handlers = generation_handlers(app)
+            batches.handlers = app.handlers
             stack.push_async_callback(batches.close)
             batches.resume()
         ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
@@ -153,7 +153,7 @@ async def _serve(
         ]
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
         await stack.enter_async_context(_running(loops, on_end=lambda: server.handle_exit(signal.SIGINT, None)))
-        prepare(app)
+        app.prepare()
         if config.reuse_port:
             await _wait_for_instances(dispatcher, server)
         await server.serve(sockets=listening)
@@ -274,7 +274,7 @@ class _DrainingServer(HttpServer):
 
     def __init__(
         self,
-        app: Starlette,
+        app: Application,
         config: RouterConfig,
         metrics: Metrics,
         fleet: Fleet,

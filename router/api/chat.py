@@ -10,6 +10,16 @@ from pdserve.router.text.parsers.json_object import mended
 from pdserve.router.text.parsers.output import parse_json
 from pdserve.router.text.tokenizer import REASONING_VARIABLES, TemplateOptions, Tokenizer
 
+TEXT = {"role", "content"}  # the fields of a plain message,
+ROLES = frozenset({"system", "user", "assistant"})  # and the roles that need nothing else
+# Fields of a body that change how its conversation is rendered.
+OPTIONS = frozenset(
+    {
+        *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+        *("reasoning_effort", "thinking"),
+    }
+)
+
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Convert messages to the form that chat templates expect.
@@ -22,6 +32,9 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """
     rendered: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
+        if message.model_fields_set == TEXT and message.role in ROLES and isinstance(message.content, str):
+            rendered.append({"role": message.role, "content": message.content})
+            continue
         _check_role(message, index)
         calls = [_template_call(call) for call in message.tool_calls or ()]
         is_silent = message.content is None and message.role in ("assistant", "tool")

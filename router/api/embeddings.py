@@ -2,27 +2,27 @@
 
 import asyncio
 import base64
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec import structs
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.request import SamplingParams, check_length
-from pdserve.router.api.generation import Json
+from pdserve.router.api.generation import Generation, Json
 from pdserve.router.api.parsing import or_default
-from pdserve.router.api.requests import ParsedRequest, RequestContext, check_model, check_token_ids, prompt_forms
+from pdserve.router.api.requests import build_requests, check_model, check_token_ids, prompt_forms
 from pdserve.router.api.schemas import ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
 from pdserve.router.backend import Backend, ModelInfo, TokenStream, read
-from pdserve.router.routed_request import RoutedRequest, prompt_keys
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.tokenizer import Tokenizer
 
 MAX_INPUTS = 2048  # as in OpenAI's API
 Vectors = Sequence["np.ndarray[tuple[int], np.dtype[np.float32]]"]
 
 
-def parse_embedding(
-    body: EmbeddingBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo
-) -> ParsedRequest:
+def parse_embedding(body: EmbeddingBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo) -> Generation:
     """Parse a body of /v1/embeddings. Raises `RequestError`."""
     check_model(body.model, info.name)
     size = info.embedding_size
@@ -31,30 +31,30 @@ def parse_embedding(
     if info.classifies:
         message = f"{info.name} has no embeddings, it classifies texts: use /classify, /score or /rerank"
         raise BadRequest(message, kind="no_embeddings", param="model")
-    return _parse(prompt_forms(body.input, "input"), "input", context, tokenizer, info)
+    return _parse(prompt_forms(body.input, "input"), "input", draft, tokenizer, info)
 
 
-def parse_classify(body: ClassifyBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo) -> ParsedRequest:
+def parse_classify(body: ClassifyBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo) -> Generation:
     """Parse a body of /classify. Raises `RequestError`."""
     check_model(body.model, info.name)
     if not info.classifies:
         message = f"{info.name} is no sequence classifier, so it has no classes"
         raise BadRequest(message, kind="no_classes", param="model")
-    return _parse(prompt_forms(body.input, "input"), "input", context, tokenizer, info)
+    return _parse(prompt_forms(body.input, "input"), "input", draft, tokenizer, info)
 
 
-def parse_score(body: ScoreBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo) -> ParsedRequest:
+def parse_score(body: ScoreBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo) -> Generation:
     """Parse a body of /score, which pairs one text with each, or two lists side by side. Raises `RequestError`."""
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if not (first and second and len(first) in (1, len(second))):
         raise InvalidParameter("text_1", "text_1 and text_2 must be equally long lists, or text_1 a single text")
-    return _parse_pairs(body.model, "text_1", first, second, context, tokenizer, info)
+    return _parse_pairs(body.model, "text_1", first, second, draft, tokenizer, info)
 
 
-def parse_rerank(body: RerankBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo) -> ParsedRequest:
+def parse_rerank(body: RerankBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo) -> Generation:
     """Parse a body of /rerank. Raises `RequestError`."""
-    return _parse_pairs(body.model, "documents", [body.query], body.documents, context, tokenizer, info)
+    return _parse_pairs(body.model, "documents", [body.query], body.documents, draft, tokenizer, info)
 
 
 def _parse_pairs(
@@ -62,25 +62,25 @@ def _parse_pairs(
     param: str,
     first: list[str],
     second: list[str],
-    context: RequestContext,
+    draft: RoutedRequest,
     tokenizer: Tokenizer,
     info: ModelInfo,
-) -> ParsedRequest:
+) -> Generation:
     """Return a request for each pair or, for similarities, one for each text. One first text belongs to all others."""
     check_model(model, info.name)
     _check_num_inputs(len(second), param)
     if not info.classifies:
-        return _parse([*first, *second], param, context, tokenizer, info)
+        return _parse([*first, *second], param, draft, tokenizer, info)
     if info.embedding_size > 1:
         message = f"{info.name} has {info.embedding_size} classes; pairs of texts are scored by a model with one"
         raise BadRequest(message, kind="no_embeddings", param="model")
     pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
-    return _parse([tokenizer.encode_pair(*pair) for pair in pairs], param, context, tokenizer, info)
+    return _parse([tokenizer.encode_pair(*pair) for pair in pairs], param, draft, tokenizer, info)
 
 
 def _parse(
-    texts: Sequence[str | list[int]], param: str, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo
-) -> ParsedRequest:
+    texts: Sequence[str | list[int]], param: str, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo
+) -> Generation:
     if not info.embedding_size:
         message = f"{info.name} has no embeddings: start its instances with --pooling last, mean or cls"
         raise BadRequest(message, kind="no_embeddings", param="model")
@@ -89,26 +89,11 @@ def _parse(
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size, param)
         check_length(len(prompt), 1, info.max_model_len)
-    salt = context.salt()
-    keyed = [prompt_keys(prompt, info.model_digest, salt, info.block_sizes) for prompt in prompts]
     sampling = SamplingParams(max_tokens=1, embed=True)
-    requests = [
-        RoutedRequest(
-            request_id=context.request_id if len(prompts) == 1 else f"{context.request_id}-{index}",
-            prompt=prompt,
-            sampling=sampling,
-            salt=salt,
-            keys=keys,
-            packed_keys=packed_keys,
-            session=context.session,
-            traceparent=context.traceparent,
-            client=context.client,
-            whole=True,
-            received=context.received,
-        )
-        for index, (prompt, (keys, packed_keys)) in enumerate(zip(prompts, keyed, strict=True))
-    ]
-    return ParsedRequest(id=context.request_id, chat=False, model=info.name, prompts=prompts, requests=requests)
+    requests = build_requests(structs.replace(draft, whole=True), prompts, 1, sampling, info)
+    return Generation(
+        id=draft.request_id, model=info.name, prompts=prompts, requests=requests, created=int(time.time())
+    )
 
 
 def _check_num_inputs(count: int, param: str) -> None:
@@ -116,7 +101,7 @@ def _check_num_inputs(count: int, param: str) -> None:
         raise InvalidParameter(param, f"{param} has {count} texts; at most {MAX_INPUTS} are allowed")
 
 
-async def embed(parsed: ParsedRequest, backend: Backend, release: Callable[[int], None]) -> Vectors:
+async def embed(generation: Generation, backend: Backend, release: Callable[[int], None]) -> Vectors:
     """Return the embedding of each prompt.
 
     Args:
@@ -124,7 +109,7 @@ async def embed(parsed: ParsedRequest, backend: Backend, release: Callable[[int]
     """
     streams: list[TokenStream] = []
     try:
-        for request in parsed.requests:
+        for request in generation.requests:
             streams.append(backend.open(request))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_embedding(stream)) for stream in streams]
@@ -133,7 +118,7 @@ async def embed(parsed: ParsedRequest, backend: Backend, release: Callable[[int]
     finally:
         for stream in streams:
             stream.cancel()
-        release(num_tokens(parsed) if streams else 0)
+        release(generation.prompt_tokens if streams else 0)
     return [task.result() for task in tasks]
 
 
@@ -142,11 +127,7 @@ async def _embedding(stream: TokenStream) -> "np.ndarray[tuple[int], np.dtype[np
     return np.frombuffer(found, "<f4")
 
 
-def num_tokens(parsed: ParsedRequest) -> int:
-    return sum(map(len, parsed.prompts))
-
-
-def embedding_body(body: EmbeddingBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
+def embedding_body(body: EmbeddingBody, generation: Generation, vectors: Vectors) -> Json:
     """Return the answer of /v1/embeddings. Shorter vectors are the first dimensions, scaled to length 1 again."""
     data = []
     for index, vector in enumerate(vectors):
@@ -155,26 +136,26 @@ def embedding_body(body: EmbeddingBody, parsed: ParsedRequest, vectors: Vectors)
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         value = vector.tolist() if body.encoding_format != "base64" else base64.b64encode(vector.tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": value})
-    return {"object": "list", "model": parsed.model, "data": data, "usage": _usage(parsed)}
+    return {"object": "list", "model": generation.model, "data": data, "usage": _usage(generation)}
 
 
-def classify_body(label: Callable[[int], str], body: ClassifyBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
+def classify_body(label: Callable[[int], str], body: ClassifyBody, generation: Generation, vectors: Vectors) -> Json:
     """Return the answer of /classify; `label` returns the name of a class."""
     data = [
         {"index": index, "label": label(int(probs.argmax())), "probs": probs.tolist(), "num_classes": len(probs)}
         for index, probs in enumerate(vectors)
     ]
-    return {**_head(parsed), "data": data, "usage": _usage(parsed)}
+    return {**_head(generation), "data": data, "usage": _usage(generation)}
 
 
-def score_body(body: ScoreBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
+def score_body(body: ScoreBody, generation: Generation, vectors: Vectors) -> Json:
     """Return the answer of /score."""
     scores = _scores(vectors, 1 if isinstance(body.text_2, str) else len(body.text_2))
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    return {**_head(parsed), "data": data, "usage": _usage(parsed)}
+    return {**_head(generation), "data": data, "usage": _usage(generation)}
 
 
-def rerank_body(body: RerankBody, parsed: ParsedRequest, vectors: Vectors) -> Json:
+def rerank_body(body: RerankBody, generation: Generation, vectors: Vectors) -> Json:
     """Return the answer of /rerank: the documents by their scores with the query."""
     scores = _scores(vectors, len(body.documents))
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: or_default(body.top_n, len(scores)) or None]
@@ -184,7 +165,7 @@ def rerank_body(body: RerankBody, parsed: ParsedRequest, vectors: Vectors) -> Js
         | ({} if documents is None else {"document": {"text": documents[index]}})
         for index in order
     ]
-    return {"id": parsed.id, "model": parsed.model, "usage": _usage(parsed), "results": results}
+    return {"id": generation.id, "model": generation.model, "usage": _usage(generation), "results": results}
 
 
 def _scores(vectors: Vectors, num_pairs: int) -> list[float]:
@@ -199,9 +180,9 @@ def _scores(vectors: Vectors, num_pairs: int) -> list[float]:
     ]
 
 
-def _head(parsed: ParsedRequest) -> Json:
-    return {"id": parsed.id, "object": "list", "created": parsed.created, "model": parsed.model}
+def _head(generation: Generation) -> Json:
+    return {"id": generation.id, "object": "list", "created": generation.created, "model": generation.model}
 
 
-def _usage(parsed: ParsedRequest) -> Json:
-    return {"prompt_tokens": num_tokens(parsed), "total_tokens": num_tokens(parsed)}
+def _usage(generation: Generation) -> Json:
+    return {"prompt_tokens": generation.prompt_tokens, "total_tokens": generation.prompt_tokens}

@@ -6,7 +6,7 @@ those still running, so that no instance generates tokens that nothing reads.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
@@ -14,7 +14,6 @@ from msgspec import structs
 from pdserve.output import Output
 from pdserve.request import TokenLogprobs
 from pdserve.router.api.beams import answer_streams
-from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.backend import Backend, TokenStream, read
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.detokenizer import TextStream
@@ -91,7 +90,16 @@ class Choice:
     def _deltas(self, chunks: list[Output]) -> Iterator[Delta]:
         """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances."""
         for chunk in chunks:
-            output, token_ids = self._parse(chunk)
+            if self.parser is not None:
+                output, token_ids = self._parse(chunk, self.parser)
+            else:
+                text, token_ids = self.text.push(chunk)
+                output = ParsedOutput(text)
+                if self.echo_only:
+                    output, token_ids = ParsedOutput(), []
+            reason = "length" if self.echo_only else self.text.finish_reason
+            if reason == "stop" and self.parser is not None and self.parser.num_calls:
+                reason = "tool_calls"
             output.text, self.echo = self.echo + output.text, ""
             self.num_tokens += len(token_ids)
             logprobs, offsets = chunk.logprobs[: len(token_ids)], self.text.text_offsets
@@ -103,7 +111,7 @@ class Choice:
                 self.index,
                 output.text,
                 token_ids,
-                self._finish_reason(),
+                reason,
                 logprobs,
                 offsets,
                 output.calls,
@@ -113,13 +121,10 @@ class Choice:
             if self.text.finish_reason is not None:
                 return
 
-    def _parse(self, chunk: Output) -> tuple[ParsedOutput, list[int]]:
+    def _parse(self, chunk: Output, parser: OutputParser) -> tuple[ParsedOutput, list[int]]:
         """Return what the chunk adds, and its token ids up to the end of the choice."""
-        if self.parser is None:
-            text, token_ids = self.text.push(chunk)
-            return (ParsedOutput(), []) if self.echo_only else (ParsedOutput(text), token_ids)
         output, token_ids = ParsedOutput(), list[int]()
-        while len(token_ids) < len(chunk.token_ids) - 1 and self.parser.may_reason:
+        while len(token_ids) < len(chunk.token_ids) - 1 and parser.may_reason:
             self._parse_part(Output([chunk.token_ids[len(token_ids)]]), output, token_ids)
             if self.text.finish_reason is not None:
                 return output, token_ids
@@ -133,24 +138,46 @@ class Choice:
         output.extend(self.parser.push(text, len(taken), is_end=self.text.finish_reason is not None))
         token_ids += taken
 
-    def _finish_reason(self) -> str | None:
-        if self.echo_only:
-            return "length"
-        has_calls = self.text.finish_reason == "stop" and self.parser is not None and self.parser.num_calls
-        return "tool_calls" if has_calls else self.text.finish_reason
 
-
+@dataclass(kw_only=True)
 class Generation:
-    """The choices of one request. They run on the backend once `start` has returned."""
+    """One HTTP request: what it asks for and, once `start` has returned, its choices, which run on the backend.
 
-    def __init__(self, parsed: ParsedRequest, tokenizer: Tokenizer, backend: Backend) -> None:
-        self.parsed = parsed
-        self.tokenizer = tokenizer
-        self.choices: list[Choice] = []
-        self._backend = backend
-        self._release: Callable[[int], object] = lambda _: None
+    Attributes:
+        id: the response's id, the X-Request-Id header and the id of /debug/requests/{id}.
+        prompts: token ids of each prompt.
+        requests: the `n` choices of the first prompt, then those of the next.
+        echo: the text of each prompt, if it is to precede the answer.
+        echo_only: the answer is the echo alone; the one token that is generated nevertheless is no part of it.
+        open_parser: returns the parser of a choice's text; None if there is nothing to find in it but text.
+        finds_reasoning: the parser tells reasoning from the answer.
+        created: when the request was parsed, in seconds since 1970.
+    """
 
-    def start(self, release: Callable[[int], None]) -> None:
+    id: str
+    chat: bool = False
+    model: str
+    prompts: list[list[int]] = field(repr=False)
+    requests: list[RoutedRequest]
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    logprobs: bool = False
+    prompt_logprobs: int | None = None
+    echo: tuple[str, ...] = ()
+    echo_only: bool = False
+    open_parser: Callable[[], OutputParser | None] | None = None
+    finds_reasoning: bool = False
+    created: int
+    tokenizer: Tokenizer = field(init=False, repr=False)
+    choices: list[Choice] = field(default_factory=list, init=False)
+    _release: Callable[[int], object] = field(default=int, init=False)
+
+    def start(self, tokenizer: Tokenizer, backend: Backend, release: Callable[[int], None]) -> None:
         """Open the token stream of each choice. The backend selects instances, checks the SLO and submits the request.
 
         Args:
@@ -160,38 +187,35 @@ class Generation:
         Raises:
             RequestError: the backend refuses a choice; the others have been cancelled.
         """
-        self._release = release
+        self.tokenizer, self._release = tokenizer, release
         try:
-            requests, n = self.parsed.requests, len(self.parsed.requests) // len(self.parsed.prompts)
-            for first in range(0, len(requests), n):
-                streams = self._streams(requests[first : first + n])
+            n = len(self.requests) // len(self.prompts)
+            for first in range(0, len(self.requests), n):
+                asked = self.requests[first : first + n]
+                if asked[0].sampling.beam_width:
+                    streams: Sequence[TokenStream] = answer_streams(backend.open(asked[0]), n)
+                else:
+                    streams = backend.open_choices(asked)
                 for index, stream in enumerate(streams, first):
-                    self.choices.append(self._choice(index, requests[index], stream))
+                    self.choices.append(self._choice(index, stream))
         except BaseException:
             self._release(0)
             self.close()
             raise
 
-    def _streams(self, requests: list[RoutedRequest]) -> Sequence[TokenStream]:
-        """Open the streams of all choices of one prompt."""
-        if requests[0].sampling.beam_width:
-            return answer_streams(self._backend.open(requests[0]), len(requests))
-        return self._backend.open_choices(requests)
-
-    def _choice(self, index: int, request: RoutedRequest, stream: TokenStream) -> Choice:
-        parsed = self.parsed
-        parser = parsed.open_parser() if parsed.open_parser is not None else None
+    def _choice(self, index: int, stream: TokenStream) -> Choice:
+        parser = self.open_parser() if self.open_parser is not None else None
         text = TextStream(
             self.tokenizer,
-            parsed.stops,
-            include_stop=parsed.include_stop,
-            min_tokens=request.sampling.min_tokens,
-            track_offsets=parsed.logprobs,
-            skip_special_tokens=parsed.skip_special_tokens,
+            self.stops,
+            include_stop=self.include_stop,
+            min_tokens=self.requests[index].sampling.min_tokens,
+            track_offsets=self.logprobs,
+            skip_special_tokens=self.skip_special_tokens,
             replaced=parser.special_tokens if parser is not None else None,
         )
-        echo = parsed.echo[index * len(parsed.echo) // len(parsed.requests)] if parsed.echo else ""
-        return Choice(index, stream, text, echo, parser, parsed.echo_only)
+        echo = self.echo[index * len(self.echo) // len(self.requests)] if self.echo else ""
+        return Choice(index, stream, text, echo, parser, self.echo_only)
 
     async def run(self, emit: Emit) -> None:
         """Run all choices, emitting their deltas as they arrive. The first error cancels the other choices."""
@@ -205,15 +229,17 @@ class Generation:
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and release the request's admission."""
+        used = self.prompt_tokens
         for choice in self.choices:
             if choice.text.finish_reason is None:
                 choice.stream.cancel()
-        self._release(self.prompt_tokens + sum(choice.num_generated for choice in self.choices))
+            used += choice.num_generated
+        self._release(used)
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts; a prompt with several choices counts once."""
-        return sum(map(len, self.parsed.prompts))
+        return sum(map(len, self.prompts))
 
     @property
     def completion_tokens(self) -> int:
@@ -223,7 +249,7 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         """Tokens of all prompts that were cached. One counts only if none of its prompt's choices computed it."""
-        n, cached = len(self.choices) // len(self.parsed.prompts), 0
+        n, cached = len(self.choices) // len(self.prompts), 0
         for first in range(0, len(self.choices), n):
             cached += min(choice.stream.timeline.cached_tokens for choice in self.choices[first : first + n])
         return cached
@@ -236,7 +262,7 @@ class Generation:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        if self.parsed.finds_reasoning:
+        if self.finds_reasoning:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
 
@@ -247,7 +273,7 @@ class Generation:
 
     def prompt_of(self, choice: int) -> list[int]:
         """Return the token ids of the prompt of a choice."""
-        return self.parsed.prompts[choice * len(self.parsed.prompts) // len(self.parsed.requests)]
+        return self.prompts[choice * len(self.prompts) // len(self.requests)]
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -1,6 +1,6 @@
 """JSON responses, and error responses in OpenAI's format."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -8,6 +8,9 @@ from starlette.responses import Response
 from pdserve.errors import RequestError
 
 SLICE_ITEMS = 256  # of a list, as of log probabilities of one token each: less than a millisecond
+ErrorBody = Callable[
+    [RequestError, str], Mapping[str, object]
+]  # what a dialect says of an error to a request of this id
 CLIENT_GONE = 499  # nginx's status for a client that disconnected; no client ever receives it
 
 
@@ -44,14 +47,14 @@ def _pieces(value: object) -> Iterator[bytes]:
         yield to_json(value)
 
 
-def error_response(error: RequestError) -> Response:
-    """Return the response to a failed request, with `Retry-After` where a retry can help."""
+def error_response(error: RequestError, body: Mapping[str, object] | None = None) -> Response:
+    """Return the response to a failed request, with `Retry-After` where a retry can help. The default body is OpenAI's."""
     headers: dict[str, str] = {}
     if error.status == 429 or error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s or 1)
     if error.status in (408, 413):
         headers["Connection"] = "close"  # the unread rest of the body must not be parsed as the next request
-    return json_response(error.body(), error.status, headers)
+    return json_response(body or error.body(), error.status, headers)
 
 
 class InternalError(RequestError):

@@ -329,7 +329,7 @@ class MessageEventStream(EventStream):
     comment = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def error_event(self, error: RequestError) -> Json:
-        return error_body(error.status, str(error))
+        return error_body(error)
 
     def encode(self, event: Json) -> bytes:
         return f"event: {event['type']}\n".encode() + b"data: " + to_json(event) + b"\n\n"
@@ -363,16 +363,16 @@ def _whole_call(call: ToolCallDelta, arguments: str) -> Json:
         return _text_block(f"{call.name}({arguments}")
 
 
-def error_body(status: int, message: str, code: str | None = None) -> Json:
-    """Return an error in Anthropic's format; `code` is that of this router."""
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == THREAD_KIND else {}
-    return {"type": "error", "error": {"type": kind, "message": message, **details}}
+def error_body(error: RequestError, request_id: str = "") -> Json:
+    """Return an error in Anthropic's format, with the request's id except in a stream."""
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    details = {"details": {"error_code": THREAD_KIND, "unsupported": ["thread"]}} if error.kind == THREAD_KIND else {}
+    body: Json = {"type": "error", "error": {"type": kind, "message": str(error), **details}}
+    return {**body, "request_id": request_id} if request_id else body
 
 
 def _message(generation: Generation, content: list[Json]) -> Json:
-    parsed = generation.parsed
-    head = {"id": parsed.id, "type": "message", "role": "assistant", "model": parsed.model}
+    head = {"id": generation.id, "type": "message", "role": "assistant", "model": generation.model}
     return {**head, "content": content, "usage": _usage(generation)}
 
 

@@ -1,17 +1,20 @@
-"""Parses and validates the bytes of a request body.
+"""Reads, parses and validates JSON bodies of requests, with errors in the router's own format.
 
 No field is ignored silently: an unknown field is an error, with a suggestion where one is close.
 """
 
 import difflib
 import json
+import logging
+import re
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar, get_args
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails
+from starlette.requests import Request
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.schemas import ANY, MAX_MESSAGES, MESSAGE_NO_OPS, Body, Message, NoOps
@@ -24,7 +27,106 @@ ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"
 BYTE_ORDER_MARK = "\ufeff"  # which some clients put before UTF-8
 MAX_DEPTH = 200  # of lists and objects; pydantic writes no JSON beyond 255
 MAX_NAME = 100  # characters of a name in an error message
+MAX_UNKNOWN = 32  # unknown fields of one body
+MAX_NAMES = 100  # that are logged
+STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")  # of a field's path, such as tools[0].function.name
+log = logging.getLogger(__name__)
 BodyType = TypeVar("BodyType", bound=Body)
+
+
+class JsonBody(bytes, Generic[BodyType]):
+    """A body that has been read and not parsed: plain bytes. For FastAPI, and so in /openapi.json, it is a `BodyType`."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(get_args(source)[0])
+
+
+class UnknownFields:
+    """Drops fields that the router does not know from bodies, counts them, and logs each name once.
+
+    Pickled, it is another one, whose drops are in `num_dropped` only.
+
+    Attributes:
+        num_dropped: fields that were dropped in this process.
+    """
+
+    num_dropped: ClassVar[int] = 0
+
+    def __init__(self, count: Callable[[], object] = int) -> None:
+        self._count = count
+        self._names: set[str] = set()
+
+    def __reduce__(self) -> tuple[type["UnknownFields"], tuple[()]]:
+        return UnknownFields, ()
+
+    def drop(self, body: Any, error: BadRequest) -> bool:
+        """Drop the field that an error of validation names; return False if it names none."""
+        steps = [int(index) if index else name for index, name in STEP.findall(error.param or "")]
+        if error.kind != "unknown_field" or not steps:
+            return False
+        for step in steps[:-1]:
+            if not isinstance(body, dict | list) or (step not in body if isinstance(body, dict) else step == len(body)):
+                return False
+            body = body[step]
+        if not isinstance(body, dict) or steps[-1] not in body:
+            return False
+        del body[steps[-1]]
+        self._count()
+        UnknownFields.num_dropped += 1
+        name = str(steps[-1])
+        if name not in self._names and len(self._names) < MAX_NAMES:
+            self._names.add(name)
+            log.warning("requests have the unknown field %r, which is ignored (--unknown-fields)", name)
+        return True
+
+
+class UnsupportedMediaType(BadRequest):
+    """The body is not JSON, or compressed."""
+
+    status = 415
+
+
+async def read_json(request: Request) -> bytes:
+    """Return the raw body; raise UnsupportedMediaType if its content type is not JSON, or it is compressed.
+
+    A missing content type and the one that `curl -d` sends by default are accepted as JSON, but not from a web page, which
+    could send them to other origins without asking.
+    """
+    if "content-encoding" in request.headers:
+        check_not_compressed(request)
+    media_type = content_type(request)
+    accepted = media_type == "application/json" or media_type.endswith("+json")
+    if not accepted and media_type in ("", "application/x-www-form-urlencoded"):
+        accepted = "origin" not in request.headers
+    if not accepted:
+        message = "the body must be JSON, with Content-Type: application/json"
+        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
+    return await request.body()
+
+
+def require_json(request: Request) -> None:
+    """Raise UnsupportedMediaType unless the content type is exactly JSON.
+
+    This prevents cross-site requests to a router without keys: a page of another origin cannot send this header without a
+    preflight, which the router refuses.
+    """
+    if content_type(request) != "application/json":
+        message = "this path requires the header Content-Type: application/json"
+        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
+
+
+def check_not_compressed(request: Request) -> None:
+    """Raise UnsupportedMediaType for a body in a content coding such as gzip: a few kilobytes of one can be gigabytes."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", ""):
+        message = f"the body must not be compressed: leave out Content-Encoding ({quote(coding)})"
+        raise UnsupportedMediaType(message, kind="unsupported_content_encoding", param="Content-Encoding")
+
+
+def content_type(request: Request) -> str:
+    """Return the media type of the body in lower case, without parameters."""
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def _reject_constant(name: str) -> NoReturn:
@@ -68,12 +170,32 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
-    """Validate a parsed body against its schema.
+def parse_body(model: type[BodyType], raw: bytes, unknown: UnknownFields | None = None) -> BodyType:
+    """Return the validated body.
+
+    Args:
+        unknown: drops fields that the model does not know; None: they are errors.
 
     Raises:
-        BadRequest: a field is unknown, unsupported, missing or of the wrong type; the message names it.
+        BadRequest: it is not valid JSON, or a field is unknown, unsupported, missing or of the wrong type.
     """
+    body = parse_json(raw)
+    if not model.has_raw_messages:
+        try:
+            return model.model_validate(body)
+        except ValidationError:  # perhaps because of fields without effect
+            pass
+    for _ in range(MAX_UNKNOWN if unknown else 0):
+        try:
+            return _validate(model, body)
+        except BadRequest as error:
+            if unknown is None or not unknown.drop(body, error):
+                raise
+    return _validate(model, body)
+
+
+def _validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
+    """Validate a parsed body against its schema, without the fields that have no effect."""
     known = model.model_fields.keys()
     fields = _drop_no_ops(body, known, model.no_ops)
     messages = fields.get("messages")

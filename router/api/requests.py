@@ -1,4 +1,7 @@
-"""Validates a parsed body against the served model and builds one `RoutedRequest` for each choice that it asks for."""
+"""Validates a parsed body against the served model and builds one `RoutedRequest` for each choice that it asks for.
+
+A request begins as a draft: a `RoutedRequest` with what the HTTP request tells besides its body.
+"""
 
 import hashlib
 import json
@@ -6,8 +9,8 @@ import random
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 
@@ -15,8 +18,10 @@ from pdserve.errors import BadRequest, InvalidParameter, NotFound
 from pdserve.grammars.limits import check_grammar
 from pdserve.keys import KEY_BYTES
 from pdserve.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams, check_length
-from pdserve.router.api.beams import beam_settings, check_no_beam_settings
-from pdserve.router.api.chat import template_messages, template_options
+from pdserve.router.api.beams import HARMLESS, beam_settings, check_no_beam_settings
+from pdserve.router.api.chat import OPTIONS, template_messages, template_options
+from pdserve.router.api.generation import Generation
+from pdserve.router.api.grammars import FIELDS as GRAMMAR_FIELDS
 from pdserve.router.api.grammars import check_grammar_support, parse_grammar
 from pdserve.router.api.parsing import or_default, quote
 from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoning_state
@@ -31,8 +36,7 @@ from pdserve.router.api.schemas import (
 from pdserve.router.api.tools import AllowedTools, parse_tools
 from pdserve.router.backend import ModelInfo
 from pdserve.router.routed_request import RoutedRequest, prompt_keys
-from pdserve.router.text.parsers.output_parser import OutputParser
-from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.text.tokenizer import PLAIN, Tokenizer
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -42,71 +46,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 NO_STREAM_OPTIONS = StreamOptions()
 
 
-@dataclass(frozen=True)
-class RequestContext:
-    """Properties of an HTTP request that are not in its body.
-
-    Attributes:
-        received: when the body was complete, by `time.monotonic()`.
-        session: the session that a header names, or empty.
-        traceparent: the W3C trace context of the headers, or empty.
-        kv_salt: of the API key or group whose KV alone it may reuse; empty: it may reuse all.
-        client: the name of the API key or, without keys, the client's address.
-    """
-
-    request_id: str
-    received: float
-    session: str = ""
-    traceparent: str = ""
-    kv_salt: str = ""
-    client: str = ""
-
-    def salt(self, cache_salt: str = "") -> str:
-        """Return the salt of the KV of a request that brings this one: with a `kv_salt` it is a digest of both."""
-        if not self.kv_salt:
-            return cache_salt
-        return hashlib.blake2b((self.kv_salt + cache_salt).encode(), digest_size=KEY_BYTES).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParsedRequest:
-    """A validated HTTP request.
-
-    Attributes:
-        id: the response's id, the X-Request-Id header and the id of /debug/requests/{id}.
-        prompts: token ids of each prompt.
-        requests: the `n` choices of the first prompt, then those of the next.
-        echo: the text of each prompt, if it is to precede the answer.
-        echo_only: the answer is the echo alone; the one token that is generated nevertheless is no part of it.
-        open_parser: returns the parser of a choice's text; None if there is nothing to find in it but text.
-        finds_reasoning: the parser tells reasoning from the answer.
-        created: when the request was parsed, in seconds since 1970.
-    """
-
-    id: str
-    chat: bool
-    model: str
-    prompts: list[list[int]] = field(repr=False)
-    requests: list[RoutedRequest]
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-    skip_special_tokens: bool = True
-    logprobs: bool = False
-    prompt_logprobs: int | None = None
-    echo: tuple[str, ...] = ()
-    echo_only: bool = False
-    open_parser: Callable[[], OutputParser | None] | None = None
-    finds_reasoning: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
 def parse_completion(
-    body: CompletionBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo, max_n: int
-) -> ParsedRequest:
+    body: CompletionBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int
+) -> Generation:
     """Parse a body of /v1/completions; it may ask for at most `max_n` choices.
 
     Raises:
@@ -128,21 +70,21 @@ def parse_completion(
     if max_tokens is None:
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, remaining))
     max_tokens += echo_only
-    sampling = _sampling_params(body, max_tokens, body.logprobs, parse_grammar(body, info), info, tokenizer)
+    sampling = _sampling_params(body, max_tokens, body.logprobs, _grammar(body, info), info, tokenizer)
     if body.echo and body.logprobs is not None:
         sampling = structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    parsed = _build(body, context, prompts, n, sampling, info, chat=False)
-    if not body.echo:
-        return parsed
-    is_whole = body.truncate_prompt_tokens is None
-    pairs = zip(texts, parsed.prompts, strict=True)
-    echo = tuple(text if isinstance(text, str) and is_whole else tokenizer.decode(ids) for text, ids in pairs)
-    return replace(parsed, echo=echo, echo_only=echo_only)
+    generation = _build(body, draft, prompts, n, sampling, info, chat=False)
+    if body.echo:
+        is_whole = body.truncate_prompt_tokens is None
+        pairs = zip(texts, prompts, strict=True)
+        generation.echo = tuple(
+            text if isinstance(text, str) and is_whole else tokenizer.decode(ids) for text, ids in pairs
+        )
+        generation.echo_only = echo_only
+    return generation
 
 
-def parse_chat(
-    body: ChatBody, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo, max_n: int
-) -> ParsedRequest:
+def parse_chat(body: ChatBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Generation:
     """Parse a body of /v1/chat/completions; it may ask for at most `max_n` choices.
 
     Raises:
@@ -150,51 +92,54 @@ def parse_chat(
         NotFound: the body names another model.
     """
     check_model(body.model, info.name)
-    n = _num_choices(body.n, 1, max_n)
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+    n = 1 if body.n is None else _num_choices(body.n, 1, max_n)
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.max_tokens is not None and body.max_tokens != max_tokens:
         message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
         raise InvalidParameter("max_tokens", message)
     prompt, tools = render(body, tokenizer)
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    prompt = _truncate(prompt, body, max_tokens or 1, info)
+    if body.truncate_prompt_tokens is not None:
+        prompt = _truncate(prompt, body, max_tokens or 1, info)
+    asks_logprobs = body.logprobs or body.top_logprobs
     if max_tokens is None:
         # What the context leaves on every instance, so that any may be selected, unless the prompt fits on some only.
         length = info.common_model_len if len(prompt) < info.common_model_len else info.max_model_len
-        max_tokens = min(
-            max(1, length - len(prompt)), most_tokens_with_logprobs(_chat_logprobs(body), n, bool(body.stream))
-        )
-    structured = parse_grammar(body, info)
-    grammar = _chat_grammar(body, tools, structured, info)
-    sampling = _sampling_params(body, max_tokens, _chat_logprobs(body), grammar, info, tokenizer)
+        max_tokens = max(1, length - len(prompt))
+        if asks_logprobs:
+            max_tokens = min(max_tokens, most_tokens_with_logprobs(_chat_logprobs(body), n, bool(body.stream)))
+    structured = _grammar(body, info)
+    grammar = structured if tools is None else _tool_grammar(body, tools, structured, info)
+    logprobs = _chat_logprobs(body) if asks_logprobs else None
+    sampling = _sampling_params(body, max_tokens, logprobs, grammar, info, tokenizer)
+    if tools is None and tokenizer.parsers.reasoning is None and body.thinking_token_budget is None:
+        return _build(body, draft, [prompt], n, sampling, info, chat=True, multi_turn=True)
     state = reasoning_state(body, prompt, tokenizer)
     may_reason = tools is not None and tools.may_reason(structured)
     span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar), may_reason=may_reason)
     sampling = sampling if span is None else structs.replace(sampling, reasoning=span)
-    parsed = _build(body, context, [prompt], n, sampling, info, chat=True)
-    if tools is None and state is ReasoningState.ABSENT:
-        return parsed
-    if state in (ReasoningState.OPEN, ReasoningState.UNDECIDED) and tools is None and tokenizer.strips_reasoning:
-        # The next turn's prompt goes on otherwise after this prompt, so that the KV of the output is of no use to it.
-        parsed = replace(parsed, requests=[structs.replace(request, multi_turn=False) for request in parsed.requests])
-    open_parser = partial(
+    # If the next turn's prompt goes on otherwise after this prompt, the KV of the output is of no use to it.
+    is_open = state in (ReasoningState.OPEN, ReasoningState.UNDECIDED)
+    multi_turn = not (is_open and tools is None and tokenizer.strips_reasoning)
+    generation = _build(body, draft, [prompt], n, sampling, info, chat=True, multi_turn=multi_turn)
+    generation.open_parser = partial(
         tokenizer.parsers.open,
         tools.parser if tools else None,
         tools.tools if tools else None,
         begins_in_reasoning=state is ReasoningState.OPEN,
-        shows_reasoning=or_default(body.include_reasoning, True),
+        shows_reasoning=body.include_reasoning is not False,
     )
-    return replace(parsed, open_parser=open_parser, finds_reasoning=tokenizer.parsers.reasoning is not None)
+    generation.finds_reasoning = tokenizer.parsers.reasoning is not None
+    return generation
 
 
 def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:
     """Return the token ids of a conversation, and the tools that the model may call. Raises `BadRequest`."""
-    tools = parse_tools(body, tokenizer)
-    shown = [
-        tool.model_dump(exclude_none=True, exclude={"cache_control": True, "function": {"strict"}})
-        for tool in body.tools or ()
-        if tools
-    ]
-    options = template_options(body, tokenizer)
+    tools, shown = None, []
+    if body.tools or body.tool_choice is not None:
+        tools = parse_tools(body, tokenizer)
+        hidden: Any = {"cache_control": True, "function": {"strict"}}
+        shown = [tool.model_dump(exclude_none=True, exclude=hidden) for tool in body.tools or () if tools]
+    options = PLAIN if OPTIONS.isdisjoint(body.model_fields_set) else template_options(body, tokenizer)
     return tokenizer.render_chat(template_messages(body.messages), tools=[*shown], options=options), tools
 
 
@@ -233,36 +178,58 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
 
 def _build(
     body: SamplingBody,
-    context: RequestContext,
+    draft: RoutedRequest,
     prompts: list[list[int]],
     n: int,
     sampling: SamplingParams,
     info: ModelInfo,
     chat: bool,
-) -> ParsedRequest:
+    multi_turn: bool = False,
+) -> Generation:
     if info.classifies:
         message = f"{info.name} generates nothing, it classifies texts: use /classify, /score or /rerank"
         raise BadRequest(message, kind="not_generative", param="model")
     for prompt in prompts:
         check_length(len(prompt), sampling.max_tokens, info.max_model_len)
-    _check_num_logprobs(prompts, n, sampling, is_whole=not body.stream)
-    options = _stream_options(body)
-    return ParsedRequest(
-        id=context.request_id,
+    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        _check_num_logprobs(prompts, n, sampling, is_whole=not body.stream)
+    options = NO_STREAM_OPTIONS if body.stream_options is None else body.stream_options
+    if body.stream_options is not None and not body.stream:
+        raise InvalidParameter("stream_options", "stream_options requires stream: true")
+    if body.cache_salt == "":
+        message = "cache_salt must not be empty; leave it out to share the cache with all requests that have none"
+        raise InvalidParameter("cache_salt", message)
+    if body.priority:
+        _check_priority(body.priority, info)
+    draft = structs.replace(
+        draft,
+        priority=body.priority or 0,
+        session=draft.session or body.prompt_cache_key or body.user or "",  # the most explicit name of related requests
+        multi_turn=multi_turn,
+        whole=not body.stream and not body.stop,
+    )
+    return Generation(
+        id=draft.request_id,
         chat=chat,
         model=info.name,
         prompts=prompts,
-        requests=_build_requests(context, prompts, n, sampling, body, info, chat),
-        stops=_stop_strings(body.stop),
+        requests=build_requests(draft, prompts, n, sampling, info, body.cache_salt or ""),
+        stops=() if body.stop is None else _stop_strings(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
-        skip_special_tokens=or_default(body.skip_special_tokens, True),
+        skip_special_tokens=body.skip_special_tokens is not False,
         logprobs=sampling.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs,
+        created=int(time.time()),
     )
+
+
+# Fields of a body with sampling parameters → what reads their values: (value, grammar, model, tokenizer) → value. Only
+# those that a body sets are read.
+Read = Callable[[Any, str, ModelInfo, Tokenizer], object]
 
 
 def _sampling_params(
@@ -273,21 +240,12 @@ def _sampling_params(
     info: ModelInfo,
     tokenizer: Tokenizer,
 ) -> SamplingParams:
-    stop_ids = tuple(body.stop_token_ids or ())
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        top_k=0 if body.top_k == -1 else or_default(body.top_k, 0),
-        seed=random.getrandbits(63) if body.seed is None else body.seed,
-        stop_token_ids=stop_ids,
-        logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        logit_bias=_logit_bias(body.logit_bias, info) if body.logit_bias else {},
-        grammar=grammar,
-        allowed_token_ids=_allowed_token_ids(body, grammar, info),
-        bad_words=_bad_words(body.bad_words, tokenizer) if body.bad_words else (),
-        logits_processors=json.dumps(body.logits_processors) if body.logits_processors else "",
-        **{name: value for name in BODY_PARAMS if (value := getattr(body, name)) is not None},
-    )
+    given, values = body.model_fields_set, dict[str, Any]()
+    for name, read in FIELDS.items():
+        if name in given and (value := getattr(body, name)) is not None:
+            values[name] = value if read is None else read(value, grammar, info, tokenizer)
+    seed = random.getrandbits(63) if body.seed is None else body.seed
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs, grammar=grammar, **values)
     if body.prompt_logprobs is not None and body.stream:
         message = (
             "prompt_logprobs are not part of a stream; leave out stream, or send echo and logprobs to /v1/completions"
@@ -295,17 +253,21 @@ def _sampling_params(
         raise InvalidParameter("prompt_logprobs", message)
     if body.use_beam_search:
         sampling = structs.replace(sampling, **beam_settings(body, sampling, info))
-    else:
+    elif not given.isdisjoint(HARMLESS):
         check_no_beam_settings(body)
     sampling.validate()
-    check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
+    if sampling.stop_token_ids:
+        check_token_ids(sampling.stop_token_ids, info.vocab_size, "stop_token_ids")
     return sampling
 
 
-def _chat_grammar(body: ChatBody, tools: AllowedTools | None, structured: str, info: ModelInfo) -> str:
+def _grammar(body: SamplingBody, info: ModelInfo) -> str:
+    """Return the grammar of structured output; empty if none is requested."""
+    return "" if GRAMMAR_FIELDS.isdisjoint(body.model_fields_set) else parse_grammar(body, info)
+
+
+def _tool_grammar(body: ChatBody, tools: AllowedTools, structured: str, info: ModelInfo) -> str:
     """Return the grammar of forced or strict tool calls and of structured output; empty if none is requested."""
-    if tools is None:
-        return structured
     # A response_format holds answers without a call, of which there are none, and some clients send both.
     in_format = body.response_format is not None and body.response_format.type != "text"
     if structured and tools.forced and not in_format:
@@ -327,7 +289,7 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     return or_default(body.top_logprobs, 0) if body.logprobs else None
 
 
-def _logit_bias(biases: dict[str, float], info: ModelInfo) -> dict[int, float]:
+def _logit_bias(biases: dict[str, float], _: str, info: ModelInfo, tokenizer: Tokenizer) -> dict[int, float]:
     for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
             message = f'logit_bias maps token ids, such as "276", to numbers; {quote(name)} is not a token id'
@@ -337,10 +299,8 @@ def _logit_bias(biases: dict[str, float], info: ModelInfo) -> dict[int, float]:
     return by_id
 
 
-def _allowed_token_ids(body: SamplingBody, grammar: str, info: ModelInfo) -> tuple[int, ...]:
-    ids, name = body.allowed_token_ids, "allowed_token_ids"
-    if ids is None:
-        return ()
+def _allowed_token_ids(ids: list[int], grammar: str, info: ModelInfo, _: Tokenizer) -> tuple[int, ...]:
+    name = "allowed_token_ids"
     if not ids:
         raise InvalidParameter(name, f"{name} is empty; leave it out to allow all")
     if grammar:
@@ -349,7 +309,7 @@ def _allowed_token_ids(body: SamplingBody, grammar: str, info: ModelInfo) -> tup
     return tuple(sorted(set(ids)))
 
 
-def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _bad_words(words: Sequence[str], _: str, info: ModelInfo, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word, also those that it has after a space."""
     if len(words) > MAX_BAD_WORDS or any(
         len(word) > MAX_STOP_CHARS for word in words
@@ -367,6 +327,18 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
         if spaced[-len(plain) :] != plain:
             found[spaced] = None
     return tuple(found)
+
+
+FIELDS: dict[str, Read | None] = {
+    **dict.fromkeys(BODY_PARAMS),
+    "top_k": lambda value, *_: 0 if value == -1 else value,
+    "stop_token_ids": lambda value, *_: tuple(value),
+    "prompt_logprobs": None,
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed_token_ids,
+    "bad_words": _bad_words,
+    "logits_processors": lambda value, *_: json.dumps(value) if value else "",
+}
 
 
 def most_tokens_with_logprobs(logprobs: int | None, num_choices: int, is_stream: bool) -> int:
@@ -406,37 +378,39 @@ def _truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: Mode
     return prompt[-(length if length > 0 else max(1, info.max_model_len - max_tokens)) :]
 
 
-def _build_requests(
-    context: RequestContext,
+def build_requests(
+    draft: RoutedRequest,
     prompts: list[list[int]],
     n: int,
     sampling: SamplingParams,
-    body: SamplingBody,
     info: ModelInfo,
-    chat: bool,
+    cache_salt: str = "",
 ) -> list[RoutedRequest]:
-    """Return the requests of all choices. Choice i of each prompt has seed + i, so batching does not change its answers."""
-    salt, session, priority = context.salt(_cache_salt(body)), _session(body, context), _priority(body, info)
-    keyed = [(prompt, *prompt_keys(prompt, info.model_digest, salt, info.block_sizes)) for prompt in prompts]
-    choices = [choice for choice in keyed for _ in range(n)]
-    return [
-        RoutedRequest(
-            request_id=context.request_id if len(choices) == 1 else f"{context.request_id}-{index}",
-            prompt=prompt,
-            sampling=structs.replace(sampling, seed=(sampling.seed + i) % 2**63) if (i := index % n) else sampling,
-            salt=salt,
-            priority=priority,
-            keys=keys,
-            packed_keys=packed_keys,
-            session=session,
-            traceparent=context.traceparent,
-            client=context.client,
-            multi_turn=chat,
-            whole=not body.stream and not body.stop,
-            received=context.received,
-        )
-        for index, (prompt, keys, packed_keys) in enumerate(choices)
-    ]
+    """Return the requests of all choices. Choice i of each prompt has seed + i, so batching does not change its answers.
+
+    Args:
+        draft: the request but for what it asks for; its salt is that of the API key or group whose KV alone it may reuse.
+        cache_salt: that of the body. With both, the KV's salt is a digest.
+    """
+    salt = cache_salt
+    if draft.salt:
+        salt = hashlib.blake2b((draft.salt + cache_salt).encode(), digest_size=KEY_BYTES).hexdigest()
+    requests: list[RoutedRequest] = []
+    for prompt in prompts:
+        keys, packed_keys = prompt_keys(prompt, info.model_digest, salt, info.block_sizes)
+        for i in range(n):
+            is_single = n * len(prompts) == 1
+            request = structs.replace(
+                draft,
+                request_id=draft.request_id if is_single else f"{draft.request_id}-{len(requests)}",
+                prompt=prompt,
+                sampling=structs.replace(sampling, seed=(sampling.seed + i) % 2**63) if i else sampling,
+                salt=salt,
+                keys=keys,
+                packed_keys=packed_keys,
+            )
+            requests.append(request)
+    return requests
 
 
 def prompt_forms(prompt: object, param: str = "prompt", *, may_be_empty: bool = False) -> list[str | list[int]]:
@@ -483,14 +457,8 @@ def _num_choices(n: int | None, num_prompts: int, max_n: int) -> int:
     return n
 
 
-def _stream_options(body: SamplingBody) -> StreamOptions:
-    if body.stream_options is not None and not body.stream:
-        raise InvalidParameter("stream_options", "stream_options requires stream: true")
-    return body.stream_options or NO_STREAM_OPTIONS
-
-
-def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
+def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > MAX_STOPS:
         raise InvalidParameter("stop", f"stop may hold at most {MAX_STOPS} strings, not {len(stops)}")
     if not all(0 < len(text) <= MAX_STOP_CHARS for text in stops):
@@ -498,23 +466,9 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _cache_salt(body: SamplingBody) -> str:
-    if body.cache_salt == "":
-        message = "cache_salt must not be empty; leave it out to share the cache with all requests that have none"
-        raise InvalidParameter("cache_salt", message)
-    return body.cache_salt or ""
-
-
-def _session(body: SamplingBody, context: RequestContext) -> str:
-    """Return the name that the client gives to related requests: the header, else the most explicit field of the body."""
-    return context.session or body.prompt_cache_key or body.user or ""
-
-
-def _priority(body: SamplingBody, info: ModelInfo) -> int:
-    priority = or_default(body.priority, 0)
+def _check_priority(priority: int, info: ModelInfo) -> None:
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidParameter("priority", f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
-    if priority and not info.supports_priorities:
+    if not info.supports_priorities:
         message = "priority requires that all instances were started with --scheduling-policy priority"
         raise InvalidParameter("priority", message)
-    return priority

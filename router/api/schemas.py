@@ -117,15 +117,23 @@ MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "o
 
 
 class Body(BaseModel):
-    """Base of all bodies: unknown fields are errors. `no_ops` are unsupported fields and their values without effect."""
+    """Base of all bodies: unknown fields are errors.
+
+    Attributes:
+        no_ops: unsupported fields and their values without effect.
+        has_raw_messages: its messages are not checked here, and may have fields without effect all the same.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     no_ops: ClassVar[NoOps] = {}
+    has_raw_messages: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
     def _check_num_fields(cls, fields: object) -> object:
-        return _check_size(fields, MAX_FIELDS)
+        if isinstance(fields, dict) and len(fields) > MAX_FIELDS:
+            _check_size(fields, MAX_FIELDS)
+        return fields
 
 
 class StreamOptions(Body):
@@ -290,6 +298,7 @@ class CountTokensBody(Body):
     """Fields of /v1/messages/count_tokens. `cache_control` has no effect: every prefix is cached."""
 
     no_ops: ClassVar = MESSAGES_API_NO_OPS
+    has_raw_messages: ClassVar = True
 
     model: str | None = None
     messages: Messages[Any] = Field(json_schema_extra=MESSAGES)

@@ -15,16 +15,20 @@ from pdserve.request import TokenLogprobs
 from pdserve.router.api.generation import Delta, Generation, Json, cancel_all
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response, sliced_json
 from pdserve.router.api.logprobs import are_many, chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
-from pdserve.router.api.requests import ParsedRequest
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.text.parsers.output import ToolCallDelta
 
 BuildBody = Callable[[Generation, list[Delta]], Json]  # builds the response body from one merged delta per choice
 
 
+# What follows the index of the choice in the events of a plain chat.
+ROLE_EVENT = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+TEXT_EVENT = b',"delta":{"content":%b},"logprobs":null,"finish_reason":%b}]}\n\n'
+
+
 async def whole_response(generation: Generation, client: ClientConnection, build_body: BuildBody) -> Response:
     """Run the generation to its end and return the whole answer; an empty response if the client disconnects first."""
-    deltas: list[list[Delta]] = [[] for _ in generation.parsed.requests]
+    deltas: list[list[Delta]] = [[] for _ in generation.requests]
 
     async def collect(new: Iterable[Delta]) -> None:
         for delta in new:
@@ -89,7 +93,7 @@ class EventStream(Response, ABC):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
-        self._unfinished = len(generation.parsed.requests)  # choices whose final event has not been built
+        self._unfinished = len(generation.requests)  # choices whose final event has not been built
         self._started = self._ended = False
         self._is_quiet = True  # since the last comment
         self._sending = asyncio.Lock()  # choices send concurrently, and take turns if the client is slow
@@ -97,14 +101,13 @@ class EventStream(Response, ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             client: ClientConnection = scope["state"]["client"]
-            await client.run(self._stream(send))
+            begin = self.beginning
+            await client.run(self._stream_events(send, None) if begin is None else self._stream(send, begin))
         finally:
             self._generation.close()
 
-    async def _stream(self, send: Send) -> None:
-        if self.beginning is None:
-            return await self._stream_events(send, None)
-        beginning, comments = asyncio.create_task(self.beginning()), asyncio.create_task(self._keep_alive(send))
+    async def _stream(self, send: Send, begin: Callable[[], Coroutine[None, None, bool]]) -> None:
+        beginning, comments = asyncio.create_task(begin()), asyncio.create_task(self._keep_alive(send))
         try:
             await self._stream_events(send, beginning)
         finally:
@@ -125,10 +128,11 @@ class EventStream(Response, ABC):
             async with self._sending:
                 events: list[bytes] = []
                 for delta in deltas:
-                    if are_many(*_all_logprobs([delta])):
+                    scores = delta.logprobs or delta.prompt_logprobs
+                    if scores and are_many(*_all_logprobs([delta])):
                         events += await asyncio.to_thread(self._large_events, delta)
                     else:
-                        events += map(self.encode, self.delta_events(delta))
+                        events += self.encoded_events(delta)
                     self._unfinished -= delta.finish_reason is not None
                 last = not self._unfinished
                 if last:
@@ -171,6 +175,10 @@ class EventStream(Response, ABC):
     terminator = b""  # follows the last event
     comment = b": keep-alive\n\n"  # says that the request still waits
 
+    def encoded_events(self, delta: Delta) -> Iterable[bytes]:
+        """Return the events of one delta, as they are sent."""
+        return map(self.encode, self.delta_events(delta))
+
     @abstractmethod
     def delta_events(self, delta: Delta) -> list[Json]:
         """Return the events of one delta."""
@@ -196,54 +204,67 @@ class ChunkStream(EventStream):
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
-        self._sends_prompt_ids = generation.parsed.return_token_ids
-        self._without_role = set(range(len(generation.parsed.requests)))  # choices whose role event was not built
+        self._sends_prompt_ids = generation.return_token_ids
+        self._without_role = set(range(len(generation.requests)))  # choices whose role event was not built
+        # Of a plain chat, events differ in text and finish reason alone.
+        has_usage = generation.include_usage or generation.continuous_usage
+        self._is_plain = generation.chat and not (generation.return_token_ids or has_usage or generation.logprobs)
+        self._beginning = b"data: " + to_json(_event(generation, []))[:-2] + b'{"index":' if self._is_plain else b""
+
+    def encoded_events(self, delta: Delta) -> Iterable[bytes]:
+        if not self._is_plain or delta.tool_calls or delta.reasoning:
+            return super().encoded_events(delta)
+        beginning, events = self._beginning + str(delta.index).encode(), []
+        if delta.index in self._without_role:
+            self._without_role.discard(delta.index)
+            events.append(beginning + ROLE_EVENT)
+        content, reason = to_json(delta.text), to_json(delta.finish_reason)
+        return [*events, beginning + TEXT_EVENT % (content, reason)]
 
     def delta_events(self, delta: Delta) -> list[Json]:
-        parsed, events = self._generation.parsed, []
-        if parsed.chat and delta.index in self._without_role:
-            events.append(_event(parsed, [_role_choice(delta.index)]))
+        generation, events = self._generation, []
+        if generation.chat and delta.index in self._without_role:
+            events.append(_event(generation, [_role_choice(delta.index)]))
         self._without_role.discard(delta.index)
-        events.append(_event(parsed, [_delta_choice(self._generation, delta)]))
+        events.append(_event(generation, [_delta_choice(generation, delta)]))
         return [self._with_extras(event) for event in events]
 
     def final_events(self) -> list[Json]:
-        parsed = self._generation.parsed
-        return [{**_event(parsed, []), "usage": self._generation.usage()}] if parsed.include_usage else []
+        generation = self._generation
+        return [{**_event(generation, []), "usage": generation.usage()}] if generation.include_usage else []
 
     def _with_extras(self, event: Json) -> Json:
         """Add the prompt's ids to the first event, and the usage, if the request asks for them."""
-        parsed = self._generation.parsed
+        generation = self._generation
         if self._sends_prompt_ids:
-            event["prompt_token_ids"] = _prompt_token_ids(parsed)
+            event["prompt_token_ids"] = _prompt_token_ids(generation)
             self._sends_prompt_ids = False
-        if parsed.include_usage or parsed.continuous_usage:
-            event["usage"] = self._generation.usage() if parsed.continuous_usage else None
+        if generation.include_usage or generation.continuous_usage:
+            event["usage"] = generation.usage() if generation.continuous_usage else None
         return event
 
 
 def completion_body(generation: Generation, choices: list[Delta]) -> Json:
     """Return the body of a completion or a chat completion."""
-    parsed = generation.parsed
-    kind = "chat.completion" if parsed.chat else "text_completion"
+    kind = "chat.completion" if generation.chat else "text_completion"
     body = {
-        **_head(parsed, kind),
+        **_head(generation, kind),
         "choices": [_whole_choice(generation, choice) for choice in choices],
         "usage": generation.usage(),
     }
-    if parsed.return_token_ids:
-        body["prompt_token_ids"] = _prompt_token_ids(parsed)
-    if parsed.prompt_logprobs is not None and parsed.chat:
+    if generation.return_token_ids:
+        body["prompt_token_ids"] = _prompt_token_ids(generation)
+    if generation.prompt_logprobs is not None and generation.chat:
         body["prompt_logprobs"] = _prompt_logprobs(generation, choices[0])
     return body
 
 
-def _head(parsed: ParsedRequest, kind: str) -> Json:
-    return {"id": parsed.id, "object": kind, "created": parsed.created, "model": parsed.model}
+def _head(generation: Generation, kind: str) -> Json:
+    return {"id": generation.id, "object": kind, "created": generation.created, "model": generation.model}
 
 
-def _event(parsed: ParsedRequest, choices: list[Json]) -> Json:
-    return {**_head(parsed, "chat.completion.chunk" if parsed.chat else "text_completion"), "choices": choices}
+def _event(generation: Generation, choices: list[Json]) -> Json:
+    return {**_head(generation, "chat.completion.chunk" if generation.chat else "text_completion"), "choices": choices}
 
 
 def _role_choice(index: int) -> Json:
@@ -256,11 +277,11 @@ def _whole_choice(generation: Generation, choice: Delta) -> Json:
         message = {**message, "content": choice.text or None, **_reasoning(choice.reasoning)}
     if choice.tool_calls:
         message = {**message, "content": choice.text or None, "tool_calls": _whole_calls(choice.tool_calls)}
-    return _choice(generation, choice, {"message": message} if generation.parsed.chat else {"text": choice.text})
+    return _choice(generation, choice, {"message": message} if generation.chat else {"text": choice.text})
 
 
 def _delta_choice(generation: Generation, delta: Delta) -> Json:
-    if not generation.parsed.chat:
+    if not generation.chat:
         return _choice(generation, delta, {"text": delta.text})
     new: Json = {"content": delta.text} if delta.text or not (delta.tool_calls or delta.reasoning) else {}
     if delta.reasoning:
@@ -294,33 +315,33 @@ def _whole_calls(deltas: list[ToolCallDelta]) -> list[Json]:
 
 
 def _choice(generation: Generation, choice: Delta, content: Json) -> Json:
-    ids = {"token_ids": choice.token_ids} if generation.parsed.return_token_ids else {}
+    ids = {"token_ids": choice.token_ids} if generation.return_token_ids else {}
     logprobs = _logprobs(generation, choice)
-    if generation.parsed.prompt_logprobs is not None and not generation.parsed.chat:
+    if generation.prompt_logprobs is not None and not generation.chat:
         content = {**content, "prompt_logprobs": _prompt_logprobs(generation, choice)}
     return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
 
 
 def _logprobs(generation: Generation, choice: Delta) -> Json | None:
-    parsed, tokenizer = generation.parsed, generation.tokenizer
-    if not parsed.logprobs:
+    tokenizer = generation.tokenizer
+    if not generation.logprobs:
         return None
-    if parsed.chat:
+    if generation.chat:
         return chat_logprobs(tokenizer, choice.token_ids, choice.logprobs)
     answer = completion_logprobs(tokenizer, choice.token_ids, choice.logprobs, choice.text_offsets)
-    if not parsed.echo or choice.prompt_logprobs is None:
+    if not generation.echo or choice.prompt_logprobs is None:
         return answer
-    num_top = parsed.requests[choice.index].sampling.logprobs or 0
+    num_top = generation.requests[choice.index].sampling.logprobs or 0
     prompt = echoed_logprobs(tokenizer, generation.prompt_of(choice.index), choice.prompt_logprobs, num_top)
     return {name: [*prompt[name], *values] for name, values in answer.items()}
 
 
 def _prompt_logprobs(generation: Generation, choice: Delta) -> list[Json | None]:
-    num_top, prompt = generation.parsed.prompt_logprobs, generation.prompt_of(choice.index)
+    num_top, prompt = generation.prompt_logprobs, generation.prompt_of(choice.index)
     assert num_top is not None and choice.prompt_logprobs is not None
     return prompt_logprobs(generation.tokenizer, prompt, choice.prompt_logprobs, num_top)
 
 
-def _prompt_token_ids(parsed: ParsedRequest) -> list[int] | list[list[int]]:
+def _prompt_token_ids(generation: Generation) -> list[int] | list[list[int]]:
     """Return the ids of the prompt, or a list of them if there are several prompts."""
-    return parsed.prompts[0] if len(parsed.prompts) == 1 else parsed.prompts
+    return generation.prompts[0] if len(generation.prompts) == 1 else generation.prompts

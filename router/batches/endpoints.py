@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Annotated
 
 from starlette.exceptions import HTTPException
@@ -11,12 +12,11 @@ from starlette.responses import FileResponse, Response
 from pdserve.errors import BadRequest, InvalidParameter, NotFound, Overloaded
 from pdserve.router.api import answers, schemas
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.json_body import JsonBody, check_not_compressed
+from pdserve.router.api.parsing import JsonBody, check_not_compressed, parse_body
 from pdserve.router.batches.batch_queue import BatchQueue
 from pdserve.router.storage.file_store import FILE, FileStore, Json
 from pdserve.router.storage.input_items import page_limit
-from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, endpoint, example
+from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
 from pdserve.router.web.parse_queue import ParseQueue
 
 MAX_FILENAME = 255
@@ -124,7 +124,8 @@ class BatchEndpoints(Endpoints):
     ) -> Response:
         """Answer the requests of a file."""
         queue, key = self._queue, request.state.key
-        fields = await self._parse_queue.run(key, body.raw, body.parse)
+        parse = partial(parse_body, schemas.BatchBody, body, self._parse_queue.unknown_fields)
+        fields = await self._parse_queue.run(key, body, parse)
         await asyncio.to_thread(queue.store.check_room, key, 0)
         return json_response(queue.create(key, fields.input_file_id, fields.endpoint, fields.metadata or {}))
 

@@ -54,7 +54,7 @@ class AdmissionQueue:
     """Decides when requests may start.
 
     Attributes:
-        quotas: the limits and the use of each key, by its name.
+        quotas: the limits of each key, by its name, and its use if it has any.
         weights: the share of each key, by its name.
         tenants: what instances know of each key, by its name.
     """
@@ -65,6 +65,7 @@ class AdmissionQueue:
         """`now` is the router's clock, in seconds."""
         all_keys = [*keys, ApiKey(ANONYMOUS, b"")]
         self.quotas = {key.name: Quota(key.limits) for key in all_keys}
+        self._limited = {name: quota for name, quota in self.quotas.items() if quota.is_limited}
         self.weights = {key.name: key.weight for key in all_keys}
         self.tenants = {key.name: key.tenant for key in all_keys}
         self._queue = FairQueue[AdmissionSlot](self.weights)
@@ -90,11 +91,12 @@ class AdmissionQueue:
         Raises:
             RequestError: it exceeds a limit of its key, or the queue is full.
         """
-        now, quota = self._now(), self.quotas[key]
-        if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
-            self._count_refusal(key, refusal)
-            raise refusal
-        quota.take(choices, max_tokens, now)
+        if (quota := self._limited.get(key)) is not None:
+            now = self._now()
+            if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
+                self._count_refusal(key, refusal)
+                raise refusal
+            quota.take(choices, max_tokens, now)
         slot = AdmissionSlot(self, key, choices, prompt_tokens, max_tokens)
         if choices <= self._free and not self._queue.backlogged:
             self._queue.pass_by(key, prompt_tokens)
@@ -112,7 +114,8 @@ class AdmissionQueue:
     def release(self, slot: AdmissionSlot, tokens: int) -> None:
         """Free the capacity of a slot, running or queued, and admit requests that now fit."""
         tokens = min(tokens, slot.max_tokens)
-        self.quotas[slot.key].give_back(slot.choices, slot.max_tokens - tokens, self._now())
+        if (quota := self._limited.get(slot.key)) is not None:
+            quota.give_back(slot.choices, slot.max_tokens - tokens, self._now())
         if slot.is_admitted:
             self._free += slot.choices
             self._running[slot.key] -= slot.choices
@@ -126,7 +129,7 @@ class AdmissionQueue:
 
     def headers(self, key: str) -> dict[str, str]:
         """Return OpenAI's rate-limit headers for the key."""
-        return self.quotas[key].headers(self._now())
+        return self._limited[key].headers(self._now()) if key in self._limited else {}
 
     def _admit_queued(self) -> None:
         """Admit queued requests in order. A request that needs several places is not overtaken by smaller ones."""

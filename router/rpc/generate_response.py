@@ -35,7 +35,7 @@ def complete(generation: Generation, delta: Delta) -> "vllm.GenerateResponse":
         index=delta.index,
     )
     matched = generation.choices[delta.index].text.matched_stop
-    stop_ids = generation.parsed.requests[delta.index].sampling.stop_token_ids
+    stop_ids = generation.requests[delta.index].sampling.stop_token_ids
     if matched is not None:
         message.matched_stop_str = matched
     elif delta.finish_reason == "stop" and delta.token_ids and delta.token_ids[-1] in stop_ids:
@@ -48,7 +48,7 @@ def _cached_tokens(generation: Generation, index: int) -> int:
 
 
 def _output_logprobs(generation: Generation, delta: Delta) -> "vllm.OutputLogProbs | None":
-    num_top = generation.parsed.requests[delta.index].sampling.logprobs
+    num_top = generation.requests[delta.index].sampling.logprobs
     if num_top is None:
         return None
     return vllm.OutputLogProbs(
@@ -60,7 +60,7 @@ def _output_logprobs(generation: Generation, delta: Delta) -> "vllm.OutputLogPro
 
 def _input_logprobs(generation: Generation, delta: Delta) -> "vllm.InputLogProbs | None":
     """Return the scores of the prompt, whose first token has none; None if they are not in this delta."""
-    num_top = generation.parsed.prompt_logprobs
+    num_top = generation.prompt_logprobs
     if num_top is None or delta.prompt_logprobs is None:
         return None
     scores = [vllm.InputTokenLogProb(value=entry.logprob) for entry in delta.prompt_logprobs]

@@ -11,7 +11,7 @@ from pdserve.router.backend import Backend
 from pdserve.router.rpc.service import make_handler
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.auth import KeySet
+from pdserve.router.web.application import KeySet
 from pdserve.router.web.grammar_checker import GrammarChecker
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pdserve.control.grpc_calls import Context, Receiver, abort, parse
 from pdserve.errors import RequestError
 from pdserve.router.api.http_responses import InternalError
 from pdserve.router.limits.key_file import ANONYMOUS
-from pdserve.router.web.auth import KeySet, Unauthorized, presented_key
+from pdserve.router.web.application import KeySet, Unauthorized, presented_key
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def _method_handler(
 
 def _key_name(metadata: Mapping[str, str], keys: KeySet) -> str:
     """Return the name of the call's API key. Raises Unauthorized without a valid one."""
-    if not keys:
+    if not keys.keys:
         return ANONYMOUS
     key = presented_key(metadata)
     name = keys.identify(key) if key else None

@@ -12,13 +12,13 @@ import time
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Never
 
+from msgspec import structs
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
 
@@ -27,21 +27,23 @@ from pdserve.config import RouterConfig
 from pdserve.control.grpc_calls import parse
 from pdserve.errors import BadRequest, TooLarge, Unavailable
 from pdserve.model_path import model_folder
+from pdserve.request import SamplingParams
 from pdserve.router.api.generation import Delta, Generation
 from pdserve.router.api.logprobs import are_many
-from pdserve.router.api.requests import ParsedRequest, RequestContext, parse_completion
+from pdserve.router.api.requests import parse_completion
 from pdserve.router.api.streaming import merge
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.client_connection import ClientConnection
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.rpc.generate_request import to_completion_body
 from pdserve.router.rpc.generate_response import chunk, complete
 from pdserve.router.rpc.service import Call
 from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
+from pdserve.router.web.application import ID_PATTERN
 from pdserve.router.web.generation_endpoints import SESSION_HEADER
 from pdserve.router.web.grammar_checker import GrammarChecker
-from pdserve.router.web.middleware import ID_PATTERN
 
 SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 TOKENIZER_FILES = (
@@ -79,19 +81,27 @@ class VllmEngine:
         self._last_received = time.time()
         session, traceparent = call.metadata.get(SESSION_HEADER, ""), tracing.traceparent(call.metadata)
         salt = self._admission.kv_salts[call.key]
-        context = RequestContext(f"req-{token_hex(12)}", time.monotonic(), session, traceparent, salt, call.key)
-        parse_message = partial(_parse, call.raw, context, self._tokenizer, self._model(), self._max_n)
-        parsed = await self._admission.parse_queue.run(call.key, call.raw, parse_message)
-        grammar = parsed.requests[0].sampling.grammar
+        draft = RoutedRequest(
+            request_id=f"req-{token_hex(12)}",
+            prompt=(),
+            sampling=SamplingParams(),
+            received=time.monotonic(),
+            session=session,
+            traceparent=traceparent,
+            salt=salt,
+            client=call.key,
+        )
+        parse_message = partial(_parse, call.raw, draft, self._tokenizer, self._model(), self._max_n)
+        generation = await self._admission.parse_queue.run(call.key, call.raw, parse_message)
+        grammar = generation.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
             await self._grammars.check(call.key, grammar, self._model())
         # gRPC cancels this coroutine if the client leaves or its deadline passes, so this one stays connected.
-        slot = await self._admission.enter(call.key, parsed, ClientConnection())
+        slot = await self._admission.enter(call.key, generation, ClientConnection())
         assert slot is not None
-        generation = Generation(parsed, self._tokenizer, self._backend)
-        generation.start(slot.release)
+        generation.start(self._tokenizer, self._backend, slot.release)
         answer = _Answer(generation, call)
-        running = self._running[call.key, parsed.id]
+        running = self._running[call.key, generation.id]
         running.append(answer)
         try:
             await answer.run()
@@ -99,7 +109,7 @@ class VllmEngine:
             generation.close()
             running.remove(answer)
             if not running:
-                self._running.pop((call.key, parsed.id), None)
+                self._running.pop((call.key, generation.id), None)
 
     async def Abort(self, call: Call) -> "vllm.AbortResponse":
         """End requests of the same API key; they end with the finish reason `abort`. Unknown ids are ignored."""
@@ -197,7 +207,7 @@ class _Answer:
         self._generation = generation
         self._call = call
         self._sending = asyncio.Lock()  # gRPC sends one message at a time
-        self._deltas: list[list[Delta]] = [[] for _ in generation.parsed.requests]
+        self._deltas: list[list[Delta]] = [[] for _ in generation.requests]
         self._running = asyncio.create_task(generation.run(self._emit))
         self._aborting: asyncio.Task[None] | None = None
 
@@ -210,7 +220,7 @@ class _Answer:
                 raise
             for index, deltas in enumerate(self._deltas):
                 if not deltas or deltas[-1].finish_reason is None:
-                    rest = [] if self._generation.parsed.stream else deltas
+                    rest = [] if self._generation.stream else deltas
                     await self._call.send(complete(self._generation, merge([*rest, _aborted(index)])))
         finally:
             self._running.cancel()
@@ -225,7 +235,7 @@ class _Answer:
             self._running.cancel()
 
     async def _emit(self, deltas: Iterable[Delta]) -> None:
-        streams = self._generation.parsed.stream
+        streams = self._generation.stream
         async with self._sending:
             for delta in deltas:
                 self._deltas[delta.index].append(delta)
@@ -240,16 +250,17 @@ class _Answer:
                     await self._call.send(message)
 
 
-def _parse(raw: bytes, context: RequestContext, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> ParsedRequest:
-    """Parse a serialized `GenerateRequest`, whose id takes the place of the context's."""
+def _parse(raw: bytes, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Generation:
+    """Parse a serialized `GenerateRequest`, whose id takes the place of the draft's."""
     request = parse(vllm.GenerateRequest, raw)
     if request.request_id:
-        context = replace(context, request_id=request.request_id)
-    if not ID_PATTERN.fullmatch(context.request_id):
+        draft = structs.replace(draft, request_id=request.request_id)
+    if not ID_PATTERN.fullmatch(draft.request_id):
         message = "request_id must have 1 to 128 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
         raise BadRequest(message, kind="invalid_request_id", param="request_id")
-    parsed = parse_completion(to_completion_body(request, tokenizer, info), context, tokenizer, info, max_n)
-    return replace(parsed, stream=request.stream)
+    generation = parse_completion(to_completion_body(request, tokenizer, info), draft, tokenizer, info, max_n)
+    generation.stream = request.stream
+    return generation
 
 
 def _aborted(index: int) -> Delta:

@@ -59,9 +59,11 @@ class Detokenizer:
         return text.removesuffix(self._decode([token_id])) + replacement
 
     def _push(self, token_ids: Sequence[int]) -> str:
-        new_ids = [one for one in token_ids if one < self._vocab_size and one not in self._skipped]
-        if not new_ids:
-            return ""
+        new_ids = token_ids
+        if not token_ids or max(token_ids) >= self._vocab_size or not self._skipped.isdisjoint(token_ids):
+            new_ids = [one for one in token_ids if one < self._vocab_size and one not in self._skipped]
+            if not new_ids:
+                return ""
         if self._sent == ALL_SENT:
             window = self._window
             if len(window) == 1 and self._text_length is not None:
@@ -72,7 +74,12 @@ class Detokenizer:
         text = self._decode(self._window)
         whole = text.rstrip(REPLACEMENT)
         if len(whole) == len(text):
-            return self._emit_all(text)
+            new = text[self._sent :]
+            if new:  # else it is for example a space that the decoder trims, and no context for the ids that follow
+                self._window = self._window[self._context :]
+                self._context = len(self._window)
+                self._sent = ALL_SENT
+            return new
         new = text[self._sent : max(len(whole), len(text) - UNDECIDED)]
         self._sent += len(new)
         self._shorten_window(text)
@@ -84,15 +91,6 @@ class Detokenizer:
             return ""
         new = self._decode(self._window)[self._sent :]
         self._window, self._context, self._sent = [], 0, 0
-        return new
-
-    def _emit_all(self, text: str) -> str:
-        new = text[self._sent :]
-        if not new:  # for example a space that the decoder trims: it provides no context for the ids that follow
-            return ""
-        self._window = self._window[self._context :]
-        self._context = len(self._window)
-        self._sent = ALL_SENT
         return new
 
     def _shorten_window(self, text: str) -> None:
@@ -180,16 +178,20 @@ class TextStream:
 
     def push(self, chunk: Output) -> tuple[str, list[int]]:
         """Return the text to emit, and the token ids of the chunk up to the end of a stop string if one was found."""
-        parts: list[str] = []
-        self.text_offsets = []
         ends_silently = chunk.finish_reason == "stop" and not self._include_stop
         num_text_tokens = len(chunk.token_ids) - 1 if ends_silently else len(chunk.token_ids)
-        stride = 1 if self._token_by_token else max(1, num_text_tokens)
-        for first in range(0, num_text_tokens, stride):
-            token_ids = chunk.token_ids[first : first + stride]
-            self._tokens += len(token_ids)
+        if not self._token_by_token:
+            text = self._detokenizer.push(chunk.token_ids[:num_text_tokens])
+            if chunk.finish_reason is not None:
+                self.finish_reason = chunk.finish_reason
+                text += self._detokenizer.flush()
+            return text, chunk.token_ids
+        parts: list[str] = []
+        self.text_offsets = []
+        for first in range(num_text_tokens):
+            self._tokens += 1
             self.text_offsets.append(self._length)
-            text = self._detokenizer.push(token_ids)
+            text = self._detokenizer.push(chunk.token_ids[first : first + 1])
             self._length += len(text)
             parts.append(self._match(text))
             if self._stop.matched is not None:

@@ -8,7 +8,7 @@ those names only, encodes the text. It does so in one call, because a text cut i
 
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tokenizers
@@ -49,7 +49,18 @@ class SpecialTokens:
 
     def occur_in(self, value: object) -> bool:
         """Return True if a string in the value, made of lists, dicts and plain values, contains that of a special token."""
-        return any(map(self._pattern.search, _strings(value)))
+        pending = [value]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, str):
+                if self._pattern.search(item) is not None:
+                    return True
+            elif isinstance(item, dict):
+                pending += item.keys()
+                pending += item.values()
+            elif isinstance(item, list | tuple):
+                pending += item
+        return False
 
     def mark(self, value: Any, mark: str) -> Any:
         """Return the value with `mark` after the first character of each special token's string."""
@@ -91,22 +102,8 @@ def _model_ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     return [token.id for token in tokenizer.model.tokenize(text)]
 
 
-def _strings(value: object) -> Iterator[str]:
-    """Iterate over the strings in a value, including the keys of its dicts."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            pending += item.keys()
-            pending += item.values()
-        elif isinstance(item, list | tuple):
-            pending += item
-
-
 def _map_strings(change: Callable[[str], str], value: Any) -> Any:
-    """Return the value with `change` applied to each of the strings that `_strings` finds."""
+    """Return the value with `change` applied to each of its strings, including the keys of its dicts."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

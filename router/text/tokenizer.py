@@ -85,6 +85,9 @@ class TemplateOptions:
     template: str = ""
 
 
+PLAIN = TemplateOptions()
+
+
 class Tokenizer:
     """The tokenizer of one model.
 
@@ -267,7 +270,7 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         *,
         tools: list[dict[Any, Any] | Callable[..., Any]] | None = None,
-        options: TemplateOptions = TemplateOptions(),
+        options: TemplateOptions = PLAIN,
     ) -> list[int]:
         """Return the token ids of the conversation, rendered through the chat template.
 
@@ -277,15 +280,19 @@ class Tokenizer:
             BadRequest: the model has no chat template, the template supports no tools, has no such variable, or rejects the
                 messages, or requests must not bring a template.
         """
-        self._check_template_options(options, uses_tools=bool(tools))
+        if options.template or options.variables:
+            self._check_template_options(options, uses_tools=bool(tools))
         if not (options.template or self._hf.chat_template):
             message = "this model has no chat template; use /v1/completions"
             raise BadRequest(message, kind="no_chat_template", param="messages")
-        uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        uses_tools = has_calls = False
+        for turn in messages:
+            has_calls |= "tool_calls" in turn
+            uses_tools |= has_calls or turn["role"] == "tool"
         if uses_tools and self.parsers.tools is None:
             message = "this model's chat template does not support tool calls; leave out messages that contain them"
             raise BadRequest(message, kind="invalid_messages", param="messages")
-        if any("tool_calls" in message for message in messages) and self._appends_arguments:
+        if has_calls and self._appends_arguments:
             messages = list(map(_with_arguments_as_text, messages))
         text = self._apply_template(messages, tools, options)
         if self._special_tokens is None or not self._special_tokens.occur_in([messages, tools, options.variables]):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pdserve.config import RouterConfig
-from pdserve.router.api.requests import ParsedRequest
+from pdserve.router.api.generation import Generation
+from pdserve.router.api.parsing import UnknownFields
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.body_budget import BodyBudget
@@ -45,8 +46,10 @@ class AdmissionController:
         )
         max_waiting = config.max_requests + config.max_queue
         self.parse_queue = ParseQueue(max_waiting, self.queue.weights, self.body_budget, metrics, parse_server)
+        if config.unknown_fields == "ignore":
+            self.parse_queue.unknown_fields = UnknownFields(metrics.ignored_fields.inc)
 
-    async def enter(self, key: str, parsed: ParsedRequest, client: ClientConnection) -> AdmissionSlot | None:
+    async def enter(self, key: str, generation: Generation, client: ClientConnection) -> AdmissionSlot | None:
         """Wait until the request may start; return its slot, or None if the client disconnected while it was queued.
 
         From here on, the request is that of the key's tenant.
@@ -58,9 +61,9 @@ class AdmissionController:
         """
         if self.keys:  # else there is one tenant, which is the default
             tenant = self.queue.tenants[key]
-            parsed.requests[:] = [structs.replace(request, tenant=tenant) for request in parsed.requests]
-        prompt_tokens, requests = sum(map(len, parsed.prompts)), parsed.requests
-        max_tokens = prompt_tokens + sum(request.sampling.max_tokens for request in requests)
+            generation.requests[:] = [structs.replace(request, tenant=tenant) for request in generation.requests]
+        prompt_tokens, requests = generation.prompt_tokens, generation.requests
+        max_tokens = prompt_tokens + len(requests) * requests[0].sampling.max_tokens
         slot = self.queue.enter(key, prompt_tokens, max_tokens, len(requests), requests[0].priority)
         if slot.is_admitted:
             return slot
@@ -71,10 +74,6 @@ class AdmissionController:
             if not entered:
                 slot.release(0)
         return slot if entered else None
-
-    def headers(self, key: str) -> dict[str, str]:
-        """Return OpenAI's rate-limit headers for the key."""
-        return self.queue.headers(key)
 
 
 def _count_refusal(metrics: Metrics, key: str) -> None:

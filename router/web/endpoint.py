@@ -1,24 +1,25 @@
 """Endpoints and their declaration: path, models, errors and access in one place.
 
 An endpoint is a method of a subclass of `Endpoints` with the decorator `@endpoint`. FastAPI derives /openapi.json from the
-decorator and from the types of the method's parameters and answer; `access` is what `Authentication` enforces. A parameter
+decorator and from the types of the method's parameters and answer; `access` is what `Application` enforces. A parameter
 of the type `JsonBody` gets the unparsed body, because FastAPI's own parsing has errors of another format.
 """
 
 from collections.abc import Callable, Coroutine, Iterable
+from enum import Enum
 from inspect import signature
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 import fastapi
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from pdserve.router.api.answers import Answer, Error
-from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.json_body import JsonBody, UnknownFields, read_json, require_json
-from pdserve.router.api.schemas import Body
-from pdserve.router.web.auth import Access
+from pdserve.router.api.http_responses import ErrorBody, json_response
+from pdserve.router.api.parsing import JsonBody, read_json, require_json
 
 COMMON_ERRORS = {400, 401, 403, 408, 421, 431, 500, 503}  # 503: too many connections
 BODY_ERRORS = {413, 415}
@@ -38,6 +39,15 @@ ERRORS = {
     500: "Internal error; the router's log has the details",
     503: "No instance can serve the request now, or the router has too many connections",
 }
+
+
+class Access(Enum):
+    """Which key a path requires. The value names the key."""
+
+    OPEN = ""
+    CLIENT = "API key"
+    OPERATOR = "admin key"
+
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
@@ -71,7 +81,8 @@ class Endpoint(APIRoute):
     Args:
         errors: statuses besides those of every endpoint, or of every endpoint with a body.
         id_prefix: of the request ids that the router generates here.
-        error_model: the body of its errors.
+        error_model: the body of its errors,
+        error_body: and what makes it, also below its path; None: OpenAI's.
         json_only: answer 415 unless the content type is exactly JSON.
         options: of FastAPI's APIRoute.
     """
@@ -88,14 +99,15 @@ class Endpoint(APIRoute):
         json_only: bool = False,
         responses: dict[int | str, dict[str, Any]] | None = None,
         error_model: type[Answer] = Error,
+        error_body: ErrorBody | None = None,
         **options: Any,
     ) -> None:
         self.access = access
         self.id_prefix = id_prefix
-        self.unknown_fields: UnknownFields | None = None  # drops those of bodies
+        self.error_body = error_body
         self._json_only = json_only
-        self._body_model = _body_model(function)
-        has_body = self._body_model is not None or json_only
+        self.has_body = _has_body(function)
+        has_body = self.has_body or json_only
         statuses = sorted({*errors, *COMMON_ERRORS, *(BODY_ERRORS if has_body else ())})
         described: dict[int | str, dict[str, Any]] = {
             status: {"description": ERRORS[status], "model": error_model} for status in statuses
@@ -110,9 +122,13 @@ class Endpoint(APIRoute):
             **options,
         )
 
+        self._has_params = "{" in path
+        self._run = AsyncExitStackMiddleware(self.app)
+        self._respond = self.get_route_handler() if self.has_body else None
+
     def get_route_handler(self) -> Handler:
         """Return the function from request to response; FastAPI's own unless the endpoint has a JsonBody."""
-        handle = super().get_route_handler() if self._body_model is None else self._with_json_body(self._body_model)
+        handle = self.handle if self.has_body else super().get_route_handler()
         if not self._json_only:
             return handle
 
@@ -122,13 +138,20 @@ class Endpoint(APIRoute):
 
         return handle_json_only
 
-    def _with_json_body(self, model: type[Body]) -> Handler:
-        async def handle(request: Request) -> Response:
-            body = JsonBody(model, await read_json(request), self.unknown_fields)
-            answer = await self.endpoint(request, body, **request.path_params)
-            return answer if isinstance(answer, Response) else json_response(answer, self.status_code or 200)
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request to this path; with a JsonBody this needs nothing of FastAPI."""
+        if self._has_params and (found := self.path_regex.match(scope["path"])) is not None:
+            scope = {**scope, "path_params": found.groupdict()}
+        if self._respond is None:
+            await self._run(scope, receive, send)
+            return
+        response = await self._respond(Request(scope, receive))
+        await response(scope, receive, send)
 
-        return handle
+    async def handle(self, request: Request) -> Response:
+        """Return the response to a request with a JsonBody."""
+        answer = await self.endpoint(request, await read_json(request), **request.path_params)
+        return answer if isinstance(answer, Response) else json_response(answer, self.status_code or 200)
 
 
 class Endpoints:
@@ -144,13 +167,8 @@ class Endpoints:
         ]
 
 
-def _body_model(function: Callable[..., Any]) -> type[Body] | None:
-    """Return the model of the parameter that is a JsonBody, if there is one."""
-    for parameter in signature(function).parameters.values():
-        annotation = parameter.annotation
-        if get_origin(annotation) is Annotated:
-            annotation = get_args(annotation)[0]
-        if get_origin(annotation) is JsonBody:
-            model: type[Body] = get_args(annotation)[0]
-            return model
-    return None
+def _has_body(function: Callable[..., Any]) -> bool:
+    """Return whether a parameter is a JsonBody."""
+    annotations = [parameter.annotation for parameter in signature(function).parameters.values()]
+    types = [get_args(one)[0] if get_origin(one) is Annotated else one for one in annotations]
+    return any(get_origin(one) is JsonBody for one in types)

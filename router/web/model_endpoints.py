@@ -12,11 +12,10 @@ from pdserve.errors import NotFound
 from pdserve.model_path import resolve_model
 from pdserve.router.api import answers, requests, schemas
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.json_body import JsonBody
+from pdserve.router.api.parsing import JsonBody, UnknownFields, parse_body
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, endpoint, example
+from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
 from pdserve.router.web.parse_queue import ParseQueue
 
 
@@ -72,20 +71,24 @@ class ModelEndpoints(Endpoints):
         body: Annotated[JsonBody[schemas.TokenizeBody], example(prompt="The capital of France is")],
     ) -> Response:
         """Convert a text, or a conversation in the model's chat template, to tokens."""
-        parse = partial(_tokens, body, self._name, self._tokenizer, self._backend.model())
-        return await self._parse_queue.run(request.state.key, body.raw, parse)
+        unknown = self._parse_queue.unknown_fields
+        parse = partial(_tokens, body, unknown, self._name, self._tokenizer, self._backend.model())
+        return await self._parse_queue.run(request.state.key, body, parse)
 
     @endpoint("POST", "/detokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Detokenized)
     async def detokenize(
         self, request: Request, body: Annotated[JsonBody[schemas.DetokenizeBody], example(tokens=[1, 2, 3])]
     ) -> Response:
         """Convert tokens to their text."""
-        parse = partial(_text, body, self._name, self._tokenizer)
-        return await self._parse_queue.run(request.state.key, body.raw, parse)
+        unknown = self._parse_queue.unknown_fields
+        parse = partial(_text, body, unknown, self._name, self._tokenizer)
+        return await self._parse_queue.run(request.state.key, body, parse)
 
 
-def _tokens(body: JsonBody[schemas.TokenizeBody], model: str, tokenizer: Tokenizer, info: ModelInfo | None) -> Response:
-    fields = body.parse()
+def _tokens(
+    raw: bytes, unknown: UnknownFields | None, model: str, tokenizer: Tokenizer, info: ModelInfo | None
+) -> Response:
+    fields = parse_body(schemas.TokenizeBody, raw, unknown)
     requests.check_model(fields.model, model)
     ids = requests.tokenize(fields, tokenizer)
     strings = [tokenizer.id_to_token(token_id) for token_id in ids] if fields.return_token_strs else None
@@ -93,8 +96,8 @@ def _tokens(body: JsonBody[schemas.TokenizeBody], model: str, tokenizer: Tokeniz
     return json_response(answers.Tokens(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings))
 
 
-def _text(body: JsonBody[schemas.DetokenizeBody], model: str, tokenizer: Tokenizer) -> Response:
-    fields = body.parse()
+def _text(raw: bytes, unknown: UnknownFields | None, model: str, tokenizer: Tokenizer) -> Response:
+    fields = parse_body(schemas.DetokenizeBody, raw, unknown)
     requests.check_model(fields.model, model)
     requests.check_token_ids(fields.tokens, tokenizer.vocab_size, "tokens")
     return json_response(answers.Detokenized(prompt=tokenizer.decode(fields.tokens, skip_special_tokens=False)))

@@ -13,13 +13,12 @@ from starlette.responses import Response
 from pdserve import __version__
 from pdserve.errors import InvalidParameter, NotFound, Unavailable
 from pdserve.router.api import answers, schemas
-from pdserve.router.api.json_body import JsonBody
+from pdserve.router.api.parsing import JsonBody, parse_body
 from pdserve.router.backend import Backend
 from pdserve.router.instances.controller_lease import ControllerLease
 from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.telemetry.traffic import TIME_HEADER, traffic_lines
-from pdserve.router.web.auth import Access
-from pdserve.router.web.endpoint import Endpoints, endpoint, example
+from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger(__name__)
@@ -168,7 +167,7 @@ class OperatorEndpoints(Endpoints):
         self, _: Request, body: Annotated[JsonBody[schemas.RoleBody], example(role="decode")], instance_id: str
     ) -> answers.DrainStarted:
         """Drain an instance, which then serves in another role."""
-        fields = await asyncio.to_thread(body.parse)
+        fields = await asyncio.to_thread(parse_body, schemas.RoleBody, body)
         return self._start_drain(instance_id, fields.role)
 
     @endpoint("POST", "/admin/autoscaler", Access.OPERATOR, errors=[409], json_only=True)
@@ -180,7 +179,7 @@ class OperatorEndpoints(Endpoints):
         ],
     ) -> answers.LeaseHeld:
         """Renew the lease of the one controller that may change the fleet, and show its decision on the live page."""
-        lease = await asyncio.to_thread(body.parse)
+        lease = await asyncio.to_thread(parse_body, schemas.LeaseBody, body)
         self._lease.renew(lease.holder, lease.lease_seconds, time.monotonic())
         self._made_changes = lease.changes or self._made_changes
         if lease.decision:

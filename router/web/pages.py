@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.router.web.auth import Access
+from pdserve.router.web.endpoint import Access
 
 PAGE = Path(__file__).parent / "page"
 SWAGGER_UI = resources.files("fastapi_offline") / "static"
@@ -25,6 +25,8 @@ class PageFile(Route):
     """The route of a static file, which holds no data."""
 
     access = Access.OPEN
+    id_prefix = "req-"
+    error_body = None
 
     def __init__(self, path: str, file: Traversable, policy: str) -> None:
         content = file.read_bytes()
@@ -34,6 +36,7 @@ class PageFile(Route):
             return Response(content, headers={"Content-Security-Policy": policy, **HEADERS}, media_type=media_type)
 
         super().__init__(path, serve)
+        self.answer = self.app
 
 
 def page_routes() -> list[PageFile]:

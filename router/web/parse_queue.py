@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from pdserve.errors import BadRequest, Overloaded
+from pdserve.router.api.parsing import UnknownFields
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.fair_queue import FairQueue
 from pdserve.router.parse_server import ParseServer
@@ -35,6 +36,9 @@ class ParseQueue:
 
     For huge bodies, and those of very many values, the thread waits for a process of the `server`: decoding JSON never
     releases the GIL. Without one, threads parse them themselves.
+
+    Attributes:
+        unknown_fields: drops fields of bodies that the router does not know; None: they are errors.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ParseQueue:
         metrics: Metrics,
         server: ParseServer | None = None,
     ) -> None:
+        self.unknown_fields: UnknownFields | None = None
         self._max_waiting = max_waiting
         self._budget = budget
         self._metrics = metrics

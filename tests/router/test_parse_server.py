@@ -10,7 +10,7 @@ SCRIPT = """
 import json, os, signal, threading
 from functools import partial
 from pdserve.errors import BadRequest, InvalidParameter, RequestError
-from pdserve.router.api.json_body import JsonBody, UnknownFields
+from pdserve.router.api.parsing import UnknownFields, parse_body
 from pdserve.router.api.schemas import TokenizeBody
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.parse_server import LARGE, ParseServer
@@ -40,8 +40,8 @@ with ParseServer(tokenizer) as server:
         outcome(nested, 0),
         outcome(raised, ValueError("a defect")),
     ]
-    body = JsonBody(TokenizeBody, b'{"prompt": "a", "x": 1, "y": 2}', UnknownFields())
-    found["body"] = server.run(body.parse).prompt
+    parse = partial(parse_body, TokenizeBody, b'{"prompt": "a", "x": 1, "y": 2}', UnknownFields())
+    found["body"] = server.run(parse).prompt
     found["ignored"] = sum(ignored)
     other_thread = []
     thread = threading.Thread(target=lambda: other_thread.append(server.run(os.getpid)))

@@ -2,18 +2,19 @@
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pydantic_core import to_json
 
 from pdserve.errors import BadRequest, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.parsing import or_default
-from pdserve.router.api.requests import ParsedRequest, RequestContext, parse_chat
+from pdserve.router.api.requests import parse_chat
 from pdserve.router.api.responses.bodies import conversation, to_chat_body
 from pdserve.router.api.schemas import ResponseBody
 from pdserve.router.api.streaming import EventStream
 from pdserve.router.backend import ModelInfo
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.parsers.output import ToolCallDelta, in_order
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -30,9 +31,9 @@ TEXT_EVENTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParsedResponseRequest(ParsedRequest):
-    """A validated request to /v1/responses.
+@dataclass(kw_only=True)
+class ResponseGeneration(Generation):
+    """A request to /v1/responses.
 
     Attributes:
         echoed: the fields that the response repeats.
@@ -49,11 +50,11 @@ def parse_response(
     has_store: bool,
     earlier: Sequence[Json],
     body: ResponseBody,
-    context: RequestContext,
+    draft: RoutedRequest,
     tokenizer: Tokenizer,
     info: ModelInfo,
     max_n: int,
-) -> ParsedResponseRequest:
+) -> ResponseGeneration:
     """Parse a body of /v1/responses. With a store, the response is to be kept unless it says `store: false`, as at OpenAI.
 
     Args:
@@ -69,19 +70,19 @@ def parse_response(
             "router with --response-store"
         )
         raise BadRequest(message, kind="unsupported_parameter", param=param)
-    parsed = parse_chat(to_chat_body(body, earlier), context, tokenizer, info, max_n)
-    return with_echoed_fields(parsed, body, is_kept=has_store and body.store is not False)
+    chat = parse_chat(to_chat_body(body, earlier), draft, tokenizer, info, max_n)
+    return _with_echoed_fields(chat, body, is_kept=has_store and body.store is not False)
 
 
-def with_echoed_fields(parsed: ParsedRequest, body: ResponseBody, *, is_kept: bool = False) -> ParsedResponseRequest:
-    """Return the parsed chat request with the fields that the response repeats."""
+def _with_echoed_fields(chat: Generation, body: ResponseBody, *, is_kept: bool) -> ResponseGeneration:
+    """Return the chat with the fields that the response repeats."""
     text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
     echoed: Json = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "temperature": parsed.requests[0].sampling.temperature,
-        "top_p": parsed.requests[0].sampling.top_p,
+        "temperature": chat.requests[0].sampling.temperature,
+        "top_p": chat.requests[0].sampling.top_p,
         "text": text,
         "user": body.user,
         "background": False,
@@ -93,17 +94,17 @@ def with_echoed_fields(parsed: ParsedRequest, body: ResponseBody, *, is_kept: bo
         "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
         "truncation": "disabled",
     }
-    fields = dict(vars(parsed))
-    if is_kept and not parsed.id.startswith(RESPONSE_PREFIX):
-        fields["id"] = RESPONSE_PREFIX + secrets.token_hex(12)  # the client's id may be that of another kept response
-    return ParsedResponseRequest(**fields, echoed=echoed, messages=conversation(body) if is_kept else [])
+    if is_kept and not chat.id.startswith(RESPONSE_PREFIX):
+        chat.id = RESPONSE_PREFIX + secrets.token_hex(12)  # the client's id may be that of another kept response
+    parsed = {one.name: getattr(chat, one.name) for one in fields(chat) if one.init}
+    return ResponseGeneration(**parsed, echoed=echoed, messages=conversation(body) if is_kept else [])
 
 
 def response_body(generation: Generation, choices: list[Delta]) -> Json:
     """Return the body of a whole response."""
     [choice] = choices
     status = _status(choice.finish_reason)
-    response_id = generation.parsed.id
+    response_id = generation.id
     parts: list[tuple[Json, list[str]]] = []  # the items with their texts
     if choice.reasoning:
         parts.append((_head("reasoning", response_id, 0), [choice.reasoning]))
@@ -132,17 +133,17 @@ class ResponseEventStream(EventStream):
         self._response: Json = {}
 
     async def before_end(self) -> None:
-        parsed = self._generation.parsed
-        assert isinstance(parsed, ParsedResponseRequest)
-        if parsed.keep is not None:
-            await parsed.keep(self._response)
+        generation = self._generation
+        assert isinstance(generation, ResponseGeneration)
+        if generation.keep is not None:
+            await generation.keep(self._response)
 
     def delta_events(self, delta: Delta) -> list[Json]:
         events = self._begin_response()
         self._finish_reason = delta.finish_reason
         if delta.reasoning:
             events += self._extend("reasoning", delta.reasoning)
-        if self._generation.parsed.open_parser is None:
+        if self._generation.open_parser is None:
             return [*events, *self._extend("message", delta.text)]
         for part in in_order(delta.text, delta.tool_calls):
             if isinstance(part, str):
@@ -175,7 +176,7 @@ class ResponseEventStream(EventStream):
     def _extend(self, kind: str, text: str) -> list[Json]:
         """Return the events of more text of a kind of item, which begins unless it is the open one."""
         is_open = self._open is not None and self._open.kind == kind
-        events = [] if is_open else self._begin(_head(kind, self._generation.parsed.id, len(self._items)))
+        events = [] if is_open else self._begin(_head(kind, self._generation.id, len(self._items)))
         assert self._open is not None
         return [*events, self._open.delta(text)] if text else events
 
@@ -257,20 +258,19 @@ class _OpenItem:
 
 
 def _response(generation: Generation, status: str, output: list[Json]) -> Json:
-    parsed = generation.parsed
-    assert isinstance(parsed, ParsedResponseRequest)
+    assert isinstance(generation, ResponseGeneration)
     usage = generation.usage() if status != "in_progress" else None
     return {
-        "id": parsed.id,
+        "id": generation.id,
         "object": "response",
-        "created_at": parsed.created,
+        "created_at": generation.created,
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": parsed.model,
+        "model": generation.model,
         "output": output,
         "usage": usage and _usage(usage),
-        **parsed.echoed,
+        **generation.echoed,
     }
 
 

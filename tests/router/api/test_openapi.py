@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 
 from pdserve.router.text.tokenizer import Tokenizer
-from pdserve.router.web.app import prepare
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -93,6 +92,6 @@ def test_a_prepared_router_has_the_document_before_anyone_asks(
     app: FastAPI, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Building it takes 0.1 s, for which all streams would wait."""
-    prepare(app)
+    app.prepare()
     monkeypatch.setattr("pdserve.router.web.app.openapi_document", None)  # nothing builds one any more
     assert client.get("/openapi.json").json()["openapi"].startswith("3.1")

@@ -13,8 +13,7 @@ from starlette.applications import Starlette
 
 from pdserve.errors import BadRequest
 from pdserve.router.api import embeddings, schemas
-from pdserve.router.api.json_body import JsonBody
-from pdserve.router.api.parsing import MAX_DEPTH
+from pdserve.router.api.parsing import MAX_DEPTH, parse_body
 from pdserve.router.api.responses import bodies
 from pdserve.router.api.schemas import MAX_ENTRIES, MAX_FIELDS, NO_OPS, Body, ChatBody, CompletionBody
 from pdserve.router.text.tokenizer import Tokenizer
@@ -88,7 +87,7 @@ def test_a_body_of_wrong_types_has_few_errors(model: type[Body]) -> None:
 def test_what_is_too_much(fields: dict[str, Any], param: str, message: str | None) -> None:
     raw = json.dumps({"messages": [{"role": "user", "content": "hello"}], **fields}).encode()
     with pytest.raises(BadRequest) as raised:
-        JsonBody(ChatBody, raw).parse()
+        parse_body(ChatBody, raw)
     assert raised.value.param == param
     assert str(raised.value) == message or (message is None and len(str(raised.value)) < 200)
 

@@ -31,7 +31,7 @@ from pdserve.router.storage.file_store import FileStore
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.app import create_app, generation_handlers
+from pdserve.router.web.app import create_app
 
 if TYPE_CHECKING:
     from tests.router.conftest import ScriptedBackend
@@ -59,7 +59,7 @@ def serve(
         queue = BatchQueue(FileStore(tmp_path, MAX_BYTES, is_shared=True), 2)
         further = [BatchEndpoints(queue, admission.parse_queue)]
         app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, further=further)
-        queue.handlers = generation_handlers(app)
+        queue.handlers = app.handlers
         loops: list[asyncio.AbstractEventLoop] = []
 
         async def remember_loop(scope: Any, receive: Any, send: Any) -> None:

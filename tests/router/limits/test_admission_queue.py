@@ -21,7 +21,7 @@ class Scene:
         limits = Limits(tokens=Rate(1000, 3600.0))
         self.metrics = Metrics(Fleet("router", "model", 1.0, lambda: 0.0))
         config = RouterConfig(max_requests=3, max_queue=2)
-        keys = [ApiKey("greedy", b"g"), ApiKey("other", b"o", limits=limits)]
+        keys = [ApiKey("greedy", b"g", limits=Limits(concurrency=9)), ApiKey("other", b"o", limits=limits)]
         self.queue = AdmissionQueue(keys, config, self.metrics, lambda: 0.0)
         self.told: list[AdmissionSlot] = []
         self.first = self.enter("other")

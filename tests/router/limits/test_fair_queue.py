@@ -121,3 +121,18 @@ def test_drop_takes_the_last_item_of_the_heaviest_key() -> None:
         queue.push(item[0], item, 1)
     assert queue.drop() == "a2"
     assert queue.drop() in {"a1", "b1"}, "c has the longest queue, but not for its weight"
+
+
+@given(weights=WEIGHTS, turns=TURNS)
+def test_passing_an_empty_queue_charges_as_waiting_in_it_does(
+    weights: dict[str, float], turns: list[tuple[str, int]]
+) -> None:
+    passed, waited = FairQueue[str](weights), FairQueue[str](weights)
+    for key, tokens in turns:
+        passed.pass_by(key, tokens)
+        waited.push(key, key, tokens)
+        waited.pop()
+    for queue in (passed, waited):
+        for key in KEYS:
+            queue.push(key, key, 1)
+    assert [passed.pop() for _ in KEYS] == [waited.pop() for _ in KEYS]
