@@ -54,6 +54,7 @@ PROFILE_HELP = "profile with which instances compare the times of their steps; e
 VLLM_METRICS_HELP = "export metrics by vLLM's names too, as one series for the whole process"
 GRPC_HELP = "port for gRPC: health checks, and vLLM's VllmEngine where pdserve[vllm-grpc] is installed; default: none"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
+POLICIES_GROUP = "pdserve.policies"  # entry points of other packages
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
 
 
@@ -112,7 +113,9 @@ def flag(
 
 def policy_flag(role: str) -> Any:
     """Return the field of the routing policy for instances of a role, which routers and `up` have."""
-    return flag(f"routing policy for {role} instances; default: --policy", None, choices=POLICY_NAMES)
+    return flag(
+        f"routing policy for {role} instances; default: --policy", None, choices=POLICY_NAMES, plugins=POLICIES_GROUP
+    )
 
 
 def describe(setting: "Field[Any]") -> str:
@@ -374,7 +377,9 @@ class ServingConfig(ControlConfig):
         60.0,
         above=0,
     )
-    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES, group="Routing")
+    policy: str = flag(
+        "routing policy for P and D", "auto", choices=POLICY_NAMES, plugins=POLICIES_GROUP, group="Routing"
+    )
     prefill_policy: str | None = policy_flag("prefill")
     decode_policy: str | None = policy_flag("decode")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)

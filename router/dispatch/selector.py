@@ -10,7 +10,7 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.breaker import BreakerState
-from pdserve.router.scheduling.policy import Decision, Placement, PlacementRequest, decide, place
+from pdserve.router.scheduling.policy import Decision, Placement, PlacementRequest, decide, place, policy_of
 from pdserve.router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class InstanceSelector:
             "prefill": config.prefill_policy or config.policy,
             "decode": config.decode_policy or config.policy,
         }
+        for policy in self._policies.values():
+            policy_of(policy)  # one that cannot be imported is an error at the start
         self._local_prefill_tokens = config.local_prefill_tokens
         self._ttft_target = None if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
         self._last_missing_role = ""  # the role without an eligible instance at the last selection; empty: none

@@ -19,10 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import xxhash
 
+from pdserve import plugins
+from pdserve.config import POLICIES_GROUP
 from pdserve.costs import Costs
 
 DEFAULT_COSTS = Costs()  # until an instance has reported its own
@@ -336,18 +338,28 @@ EXPLANATIONS = {
 AUTO_DECODE_EXPLANATION = "the lowest forecast ITL, in seconds"
 
 
+def policy_of(name: str) -> Policy:
+    """Return a policy of `POLICIES`, or of a package that has added it to the entry-point group `pdserve.policies`.
+
+    Raises:
+        SetupError: it is not installed, or cannot be imported.
+    """
+    return POLICIES.get(name) or cast(Policy, plugins.load(POLICIES_GROUP, name))
+
+
 def decide(policy: str, candidates: Sequence[Candidate], request: PlacementRequest) -> Decision:
-    """Pick one of the candidates (at least one) by a policy of `POLICIES`, and explain the choice."""
+    """Pick one of the candidates (at least one) by a policy, see `policy_of`, and explain the choice."""
     why = ""
     if policy == "session" and not request.session:
         policy, why = "least_loaded", "the request has no session; "
-    scores = POLICIES[policy](candidates, request)
+    scores = policy_of(policy)(candidates, request)
     best = scores if len(scores) == 1 else _best(scores, TIE_TOLERANCE.get(policy, 0), request)
     explained = [
         ScoredCandidate(c.instance_id, score, c.requests, c.prefill_tokens, c.output_tokens, request.cached_on(c))
         for score, c in best
     ]
-    why += AUTO_DECODE_EXPLANATION if policy == "auto" and request.decode else EXPLANATIONS[policy]
+    explanation = EXPLANATIONS.get(policy, f"the lowest score by {policy}")
+    why += AUTO_DECODE_EXPLANATION if policy == "auto" and request.decode else explanation
     return Decision(policy, explained[0].instance, why, explained, len(candidates))
 
 

@@ -128,6 +128,37 @@ def test_tokens_are_the_same_under_every_policy(
     assert decode_policy == "auto" or used >= {"decode-0", "decode-1"}
 
 
+LAST = """
+def last(candidates, request):
+    names = sorted(candidate.instance_id for candidate in candidates)
+    return [(-names.index(candidate.instance_id), candidate) for candidate in candidates]
+"""
+
+
+def test_a_policy_of_another_package(
+    tmp_path: Path,
+    install_connectors: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    deploy: Callable[..., Any],
+    complete: Callable[..., dict[str, Any]],
+    pdserve: Callable[..., Any],
+) -> None:
+    module = tmp_path / "source.py"
+    module.write_text(LAST)
+    install_connectors(tmp_path, "last_package", module, {"last": "last", "lost": "lost"}, group="pdserve.policies")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with deploy(decode=3, flags={"router": ["--decode-policy", "last"]}) as deployment:
+        for number in range(4):
+            complete(deployment, prompt=[number, 1, 2], max_tokens=2)
+        requests = httpx.get(f"{deployment.url}/debug/requests").json()["requests"]
+    assert {request["decode_instance"] for request in requests} == {"decode-2"}
+    [reason] = {d["why"] for request in requests for d in request["decisions"] if d["role"] == "decode"}
+    assert reason == "the lowest score by last"
+    failed = pdserve("router", "--policy", "lost", "--port", "0", "--control-port", "0")
+    assert failed.returncode != 0 and "pdserve.policies: lost (last_package:lost) cannot be imported" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
 def indexed_blocks(url: str) -> dict[str, float]:
     """Return the number of each instance's blocks in the router's prefix index, or {} while the index is incomplete."""
     found: dict[str, dict[str, float]] = {}
