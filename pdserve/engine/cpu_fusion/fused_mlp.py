@@ -6,10 +6,12 @@ implements.
 
 from inspect import signature
 from types import ModuleType
+from typing import cast
 
 import torch
 
-from pdserve.engine.cpu_fusion.prepack import PackedLinear
+from pdserve.engine.cpu_fusion.linear_method import Linear
+from pdserve.engine.cpu_fusion.prepack import PackedMethod
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES, nearly_equal
 from pdserve.kernels import elementwise, linear
 
@@ -38,16 +40,19 @@ class FusedMLP(torch.nn.Module):
         return y
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj, self.up_proj
-        if isinstance(gate, PackedLinear) and isinstance(up, PackedLinear) and _has_gated_kernel(gate, up):
-            return linear.gated(x, gate.weight, up.weight, self._activation)
-        y: torch.Tensor = gate(x)
-        self._gate(y, up(x), self._activation)
+        gate, up = _packed(self.gate_proj), _packed(self.up_proj)
+        if gate is not None and up is not None and linear.has_amx():
+            return linear.gated(x, gate, up, self._activation)
+        y: torch.Tensor = self.gate_proj(x)
+        self._gate(y, self.up_proj(x), self._activation)
         return y
 
 
-def _has_gated_kernel(gate: PackedLinear, up: PackedLinear) -> bool:
-    return gate.bias is up.bias is None and gate.weight.dtype == torch.bfloat16 and linear.has_amx()
+def _packed(layer: torch.nn.Module) -> linear.PackedWeight | None:
+    """Return the weight of a layer that the gated kernel computes: packed, in bfloat16, with nothing added."""
+    method = layer.method if isinstance(layer, Linear) and layer.delta is None else None
+    is_plain = isinstance(method, PackedMethod) and method.bias is None and method.weight.dtype == torch.bfloat16
+    return cast(PackedMethod, method).weight if is_plain else None
 
 
 @torch.inference_mode()

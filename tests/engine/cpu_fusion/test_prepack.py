@@ -9,7 +9,8 @@ from transformers.pytorch_utils import Conv1D
 
 from pdserve.config import EngineConfig
 from pdserve.engine import checkpoint_loader as checkpoint_module
-from pdserve.engine.cpu_fusion.prepack import PackedLinear, prepack
+from pdserve.engine.cpu_fusion.linear_method import Linear
+from pdserve.engine.cpu_fusion.prepack import prepack
 from pdserve.kernels import linear, memory, native
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs a C++ compiler")
@@ -26,7 +27,7 @@ def test_equals_the_plain_layer(in_features: int, out_features: int, rows: int, 
     plain = torch.nn.Sequential(layer)
     x = torch.randn(2, rows, in_features, dtype=dtype)
     exact = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
-    assert prepack(plain) == 1 and type(plain[0]) is PackedLinear
+    assert prepack(plain) == 1 and type(plain[0]) is Linear
     packed = plain(x)
     assert packed.shape == (2, rows, out_features) and packed.dtype == dtype
     # One rounding of a float32 sum to 16 bits.
@@ -63,6 +64,6 @@ def test_float32_is_not_replaced() -> None:
 def test_loaded_model_is_packed_and_keeps_its_embedding(checkpoint: Callable[..., Path]) -> None:
     loaded = checkpoint_module.load(EngineConfig(model=str(checkpoint("llama")), dtype="bfloat16", device="cpu"))
     kinds = [type(module) for module in loaded.model.modules()]
-    assert PackedLinear in kinds and torch.nn.Linear not in kinds
+    assert Linear in kinds and torch.nn.Linear not in kinds
     embedding = loaded.model.get_input_embeddings()  # type: ignore[operator]  # a method, not a tensor
     assert torch.isfinite(embedding(torch.arange(8))).all()
