@@ -15,7 +15,6 @@ import httpx
 import numpy as np
 import pytest
 from pydantic import BaseModel
-from starlette.applications import Starlette
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -35,6 +34,7 @@ from pdserve.router.telemetry.timeline import Timeline, TimelineLog
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
+from pdserve.router.web.application import Application
 from pdserve.router.web.http_server import HttpServer
 
 CONTEXT = 256
@@ -305,10 +305,10 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starlette]:
+def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Application]:
     """Factory: make_app(tokenizer, now, **settings) returns the application on top of the fake backend."""
 
-    def make(tokenizer: Tokenizer, now: Callable[[], float] = time.monotonic, **settings: Any) -> Starlette:
+    def make(tokenizer: Tokenizer, now: Callable[[], float] = time.monotonic, **settings: Any) -> Application:
         config = RouterConfig(**{"model": "demo", "max_body_bytes": 20_000, "max_n": 8, **settings})
         admission = AdmissionController(load_api_keys(config.api_key, config.keys_file), config, metrics, now)
         latest = backend.log.latest
@@ -318,7 +318,7 @@ def make_app(backend: ScriptedBackend, metrics: Metrics) -> Callable[..., Starle
 
 
 @pytest.fixture
-def app(tokenizer: Tokenizer, make_app: Callable[..., Starlette]) -> Starlette:
+def app(tokenizer: Tokenizer, make_app: Callable[..., Application]) -> Application:
     return make_app(tokenizer)
 
 
@@ -333,7 +333,7 @@ ANSWERS: dict[str, type[BaseModel]] = {
 class Client:
     """Synchronous in-process client of an application. Generated answers must be those that /openapi.json declares."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Application) -> None:
         self._app = app
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -355,7 +355,7 @@ class Client:
 
 
 @pytest.fixture
-def client(app: Starlette) -> Client:
+def client(app: Application) -> Client:
     return Client(app)
 
 
@@ -371,7 +371,7 @@ def serving() -> Callable[..., AbstractContextManager[str]]:
 
 
 @pytest.fixture
-def url(app: Starlette) -> Iterator[str]:
+def url(app: Application) -> Iterator[str]:
     """The URL of the application on a real server."""
     with serve(app) as url:
         yield url

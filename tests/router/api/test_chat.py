@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from starlette.applications import Starlette
 
 from pdserve.grammars.specification import lark_grammar
 from pdserve.router.text.parsers.registry import TOOL_PARSERS
 from pdserve.router.text.parsers.tool_parser import Tools
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 from tests.grammars.byte_matcher import ByteMatcher
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def test_invalid_messages(expect_error: ExpectError, messages: object, message: 
 
 
 @pytest.fixture
-def tool_app(request: Any, make_app: Callable[..., Starlette], tool_tokenizers: dict[str, Tokenizer]) -> Starlette:
+def tool_app(request: Any, make_app: Callable[..., Application], tool_tokenizers: dict[str, Tokenizer]) -> Application:
     return make_app(tool_tokenizers[request.param])
 
 
@@ -158,11 +158,11 @@ def generates_text(backend: ScriptedBackend, tokenizer: Tokenizer, text: str) ->
 
 @pytest.mark.parametrize(("tool_app", "kind"), [(kind, kind) for kind in FORMATS], indirect=["tool_app"])
 def test_the_official_client_calls_a_tool_and_answers_it(
-    tool_app: Starlette,
+    tool_app: Application,
     kind: str,
     backend: ScriptedBackend,
     tool_tokenizers: dict[str, Tokenizer],
-    serving: Callable[[Starlette], AbstractContextManager[str]],
+    serving: Callable[[Application], AbstractContextManager[str]],
 ) -> None:
     tokenizer = tool_tokenizers[kind]
     generates_text(backend, tokenizer, CALL[kind])
@@ -196,7 +196,7 @@ def test_the_official_client_calls_a_tool_and_answers_it(
 
 @pytest.mark.parametrize("tool_app", ["hermes"], indirect=True)
 def test_tool_choice_none_hides_the_tools(
-    tool_app: Starlette, make_client: type[Client], backend: ScriptedBackend, tool_tokenizers: dict[str, Tokenizer]
+    tool_app: Application, make_client: type[Client], backend: ScriptedBackend, tool_tokenizers: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tool_tokenizers["hermes"]
     generates_text(backend, tokenizer, CALL["hermes"])
@@ -241,7 +241,7 @@ def test_tool_choice_none_hides_the_tools(
         ),
     ],
 )
-def test_invalid_tools(tool_app: Starlette, make_client: type[Client], field: dict[str, Any], message: str) -> None:
+def test_invalid_tools(tool_app: Application, make_client: type[Client], field: dict[str, Any], message: str) -> None:
     response = make_client(tool_app).post(CHAT, {**ASKING, **field})
     assert response.status_code == 400 and response.json()["error"]["message"].startswith(message), response.text
 
@@ -279,7 +279,7 @@ def test_a_forced_call(
     kind: str,
     choice: Any,
     backend: ScriptedBackend,
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     tool_tokenizers: dict[str, Tokenizer],
 ) -> None:

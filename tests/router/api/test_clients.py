@@ -16,10 +16,9 @@ from pdserve.lines.event_stream import read_events
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from starlette.applications import Starlette
-
     from pdserve.router.telemetry.metrics import Metrics
     from pdserve.router.text.tokenizer import Tokenizer
+    from pdserve.router.web.application import Application
     from tests.router.conftest import Client, ScriptedBackend
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -51,7 +50,7 @@ def test_hints_without_effect_are_accepted(client: Client, path: str, fields: di
 
 @pytest.mark.parametrize("path", BODIES)
 def test_unknown_fields_may_be_ignored(
-    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer, metrics: Metrics, path: str
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer, metrics: Metrics, path: str
 ) -> None:
     body = {**BODIES[path], "chat_id": "x", "options": {"a": 1}}
     refused = make_client(make_app(tokenizer)).post(path, body)
@@ -64,7 +63,7 @@ def test_unknown_fields_may_be_ignored(
 
 
 def test_unknown_fields_may_be_ignored_anywhere(
-    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer
 ) -> None:
     client = make_client(make_app(tokenizer, unknown_fields="ignore"))
     body = {"messages": [{**HI, "id": 1}], "stream": True, "stream_options": {"include_usage": True, "x": 1}}
@@ -75,7 +74,7 @@ def test_unknown_fields_may_be_ignored_anywhere(
     ("path", "comment"), [(CHAT, ": keep-alive"), (RESPONSES, ": keep-alive"), (MESSAGES, "event: ping")]
 )
 def test_a_stream_that_waits_gets_comments(
-    make_app: Callable[..., Starlette], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
+    make_app: Callable[..., Application], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
     tokenizer: Tokenizer, path: str, comment: str,
 ) -> None:  # fmt: skip
     gate = threading.Semaphore(0)
@@ -96,7 +95,7 @@ def test_a_stream_that_waits_gets_comments(
 
 
 def test_a_queued_stream_gets_comments_and_then_its_error(
-    make_app: Callable[..., Starlette], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
+    make_app: Callable[..., Application], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
     tokenizer: Tokenizer,
 ) -> None:  # fmt: skip
     gate = threading.Semaphore(0)
@@ -120,7 +119,7 @@ def test_a_queued_stream_gets_comments_and_then_its_error(
 
 
 def test_an_error_before_the_first_comment_has_a_status(
-    make_app: Callable[..., Starlette], make_client: type[Client], backend: ScriptedBackend, tokenizer: Tokenizer
+    make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend, tokenizer: Tokenizer
 ) -> None:
     backend.fails(Unavailable("no instance is ready", kind="no_instance"), error_at_open=True)
     response = make_client(make_app(tokenizer, sse_keep_alive=600)).post(CHAT, {**BODIES[CHAT], "stream": True})
@@ -128,7 +127,7 @@ def test_an_error_before_the_first_comment_has_a_status(
 
 
 def test_a_client_that_leaves_while_it_waits_frees_its_place(
-    make_app: Callable[..., Starlette], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
+    make_app: Callable[..., Application], serving: Callable[..., AbstractContextManager[str]], backend: ScriptedBackend,
     tokenizer: Tokenizer,
 ) -> None:  # fmt: skip
     backend.generates(tokenizer.encode(" Paris."), None, hang=True)
@@ -158,7 +157,7 @@ def test_an_echo_without_an_answer(client: Client, tokenizer: Tokenizer) -> None
 
 
 def test_tokens_of_prompts_with_tools(
-    make_app: Callable[..., Starlette], make_client: type[Client], tool_tokenizers: dict[str, Tokenizer]
+    make_app: Callable[..., Application], make_client: type[Client], tool_tokenizers: dict[str, Tokenizer]
 ) -> None:
     client = make_client(make_app(tool_tokenizers["hermes"]))
     tools = [{"type": "function", "function": {"name": "look", "description": "looks"}}]

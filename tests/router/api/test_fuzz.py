@@ -13,7 +13,6 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from starlette.applications import Starlette
 
 from pdserve.router.api.schemas import (
     NO_OPS,
@@ -26,6 +25,7 @@ from pdserve.router.api.schemas import (
     RoleBody,
     TokenizeBody,
 )
+from pdserve.router.web.application import Application
 
 EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0"))
 SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -111,7 +111,7 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def check_answer(app: Starlette) -> Callable[[str, bytes], None]:
+def check_answer(app: Application) -> Callable[[str, bytes], None]:
     """check_answer(path, raw) posts a body; it must be answered in time, and an error must be a client error."""
 
     async def post(path: str, raw: bytes) -> httpx.Response:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from pdserve.router.text.tokenizer import Tokenizer
+    from pdserve.router.web.application import Application
     from tests.router.conftest import Client, ScriptedBackend
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -83,7 +82,7 @@ def test_instances_without_grammar_support(expect_error: ExpectError, backend: S
 
 
 def test_a_nested_tool_schema(
-    tool_tokenizers: dict[str, Tokenizer], make_app: Callable[..., Starlette], make_client: type[Client]
+    tool_tokenizers: dict[str, Tokenizer], make_app: Callable[..., Application], make_client: type[Client]
 ) -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(100):

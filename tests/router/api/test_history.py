@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from pdserve.output import Output
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from pdserve.router.text.tokenizer import Tokenizer
+    from pdserve.router.web.application import Application
     from tests.router.conftest import Client, ScriptedBackend
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -35,7 +34,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 
 @pytest.fixture
 def talk(
-    make_app: Callable[..., Starlette], make_client: type[Client], backend: ScriptedBackend, reasoning_tokenizer: Tokenizer
+    make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend, reasoning_tokenizer: Tokenizer
 ) -> Callable[..., dict[str, Any]]:  # fmt: skip
     """talk(path, body, text, finish_reason) returns the answer that has this text of the model."""
     assert backend.info is not None
@@ -142,7 +141,7 @@ def test_an_assistant_may_have_said_nothing(message: dict[str, Any], talk: Calla
 
 
 def test_text_and_calls_of_one_chunk_keep_their_order(
-    make_app: Callable[..., Starlette], make_client: type[Client], backend: ScriptedBackend, reasoning_tokenizer: Tokenizer
+    make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend, reasoning_tokenizer: Tokenizer
 ) -> None:  # fmt: skip
     """The model's order is kept even where a chunk has the end of a call and the text after it."""
     text = f"First. {HERMES_CALL}\nThen.{HERMES_CALL}Last."

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import BaseModel
-from starlette.applications import Starlette
 
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import ScriptedBackend
@@ -46,8 +46,8 @@ def test_tools_and_structured_output(
     chat_model: Any,
     kind: str,
     backend: ScriptedBackend,
-    make_app: Callable[..., Starlette],
-    serving: Callable[[Starlette], AbstractContextManager[str]],
+    make_app: Callable[..., Application],
+    serving: Callable[[Application], AbstractContextManager[str]],
     tool_tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tool_tokenizers[kind]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import pytest
 from pydantic import BaseModel
-from starlette.applications import Starlette
 
 from pdserve.errors import Overloaded, Unavailable
 from pdserve.grammars.specification import lark_grammar
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 from tests.grammars.byte_matcher import ByteMatcher
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def generates_text(backend: ScriptedBackend, tokenizer: Tokenizer, text: str) ->
     backend.generates([*tokenizer.encode(text), 0], "stop")
 
 
-def test_a_whole_message(app: Starlette, backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving) -> None:
+def test_a_whole_message(app: Application, backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving) -> None:
     backend.generates([*tokenizer.encode(" Paris."), 0], "stop", cached_tokens=3)
     with serving(app) as url, connect(url) as client:
         message = client.messages.create(
@@ -92,7 +92,7 @@ def test_stop_reasons(client: Client, stop: list[str] | None, reason: str, match
     assert last[-1]["delta"] == {"stop_reason": reason, "stop_sequence": matched}
 
 
-def test_events_of_a_stream(app: Starlette, serving: Serving) -> None:
+def test_events_of_a_stream(app: Application, serving: Serving) -> None:
     with serving(app) as url, connect(url) as client, client.messages.stream(**ASKED) as stream:
         events = [event.type for event in stream if event.type != "text"]
         message = stream.get_final_message()
@@ -110,7 +110,11 @@ def tools(tool_tokenizers: dict[str, Tokenizer]) -> Tokenizer:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_an_agents_session(
-    make_app: Callable[..., Starlette], backend: ScriptedBackend, tools: Tokenizer, serving: Serving, is_streamed: bool
+    make_app: Callable[..., Application],
+    backend: ScriptedBackend,
+    tools: Tokenizer,
+    serving: Serving,
+    is_streamed: bool,
 ) -> None:
     """The model calls two tools, gets their results, and answers."""
 
@@ -151,7 +155,11 @@ def test_an_agents_session(
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_the_tool_runner_of_the_client(
-    make_app: Callable[..., Starlette], backend: ScriptedBackend, serving: Serving, tools: Tokenizer, is_streamed: bool
+    make_app: Callable[..., Application],
+    backend: ScriptedBackend,
+    serving: Serving,
+    tools: Tokenizer,
+    is_streamed: bool,
 ) -> None:
     """It calls the functions itself, and sends what they return until an answer has no calls."""
     asked_for = []
@@ -180,7 +188,7 @@ class Report(BaseModel):
 
 
 def test_structured_answers_and_strict_tools(
-    make_app: Callable[..., Starlette], backend: ScriptedBackend, serving: Serving, tools: Tokenizer
+    make_app: Callable[..., Application], backend: ScriptedBackend, serving: Serving, tools: Tokenizer
 ) -> None:
     generates_text(backend, tools, '{"sunny": true}')
     with serving(make_app(tools)) as url, connect(url) as client:
@@ -209,7 +217,7 @@ def test_structured_answers_and_strict_tools(
     ],
 )
 def test_the_choice_of_a_tool(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     backend: ScriptedBackend,
     tools: Tokenizer,
@@ -226,7 +234,7 @@ def test_the_choice_of_a_tool(
 
 @pytest.mark.parametrize("effort", ["low", "max", None])
 def test_effort(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     backend: ScriptedBackend,
     serving: Serving,
     tokenizer: Tokenizer,
@@ -251,7 +259,7 @@ def test_effort(
 
 
 def test_a_call_that_is_cut_off_is_text(
-    make_app: Callable[..., Starlette], make_client: type[Client], backend: ScriptedBackend, tools: Tokenizer
+    make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend, tools: Tokenizer
 ) -> None:
     generates_text(backend, tools, "")
     backend.generates(tools.encode(CALLS[: CALLS.index("Paris")]), "length")
@@ -321,7 +329,7 @@ def test_fields_may_be_null(client: Client) -> None:
 
 
 def test_errors_raise_the_clients_exceptions(
-    make_app: Callable[..., Starlette], backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving
+    make_app: Callable[..., Application], backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving
 ) -> None:
     with serving(make_app(tokenizer, api_key="secret")) as url:
         with connect(url) as client, pytest.raises(anthropic.AuthenticationError, match="needs a valid API key"):
@@ -343,7 +351,7 @@ def test_errors_raise_the_clients_exceptions(
 
 
 def test_an_error_in_the_middle_of_a_stream(
-    app: Starlette, backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving
+    app: Application, backend: ScriptedBackend, tokenizer: Tokenizer, serving: Serving
 ) -> None:
     backend.generates(tokenizer.encode(" Paris"), None)
     backend.script.error = Unavailable("instance was lost", kind="instance_lost")

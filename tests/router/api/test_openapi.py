@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fastapi import FastAPI
-from starlette.applications import Starlette
 
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -75,7 +75,7 @@ def test_answers_errors_and_the_served_model_are_described(client: Client) -> No
 
 
 def test_keys_are_described_where_they_are_required(
-    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer, client: Client
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer, client: Client
 ) -> None:
     document = make_client(make_app(tokenizer, api_key="one", admin_key="root")).get("/openapi.json").json()
     bearer = {"type": "http", "scheme": "bearer"}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import openai
 import pytest
-from starlette.applications import Starlette
 
 from pdserve.output import Output
 from pdserve.reasoning import ReasoningSpan
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -28,8 +28,8 @@ OUTPUT = f"<think>\nHm. 漢\n</think>\n\nI look.\n{CALL}"
 
 @pytest.fixture
 def reasoning_app(
-    reasoning_tokenizer: Tokenizer, make_app: Callable[..., Starlette], backend: ScriptedBackend
-) -> Starlette:
+    reasoning_tokenizer: Tokenizer, make_app: Callable[..., Application], backend: ScriptedBackend
+) -> Application:
     assert backend.info is not None
     backend.info = replace(backend.info, max_model_len=1000, common_model_len=1000)
     backend.generates([*reasoning_tokenizer.encode(OUTPUT), 0], "stop")
@@ -37,7 +37,7 @@ def reasoning_app(
 
 
 @pytest.fixture
-def reasoning_client(reasoning_app: Starlette, make_client: type[Client]) -> Client:
+def reasoning_client(reasoning_app: Application, make_client: type[Client]) -> Client:
     return make_client(reasoning_app)
 
 
@@ -49,7 +49,7 @@ def num_reasoning(reasoning_tokenizer: Tokenizer) -> int:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_chat(
     at_once: bool,
-    reasoning_app: Starlette,
+    reasoning_app: Application,
     reasoning_tokenizer: Tokenizer,
     backend: ScriptedBackend,
     num_reasoning: int,
@@ -83,7 +83,7 @@ def test_reasoning_may_be_left_out(reasoning_client: Client) -> None:
 
 
 def test_messages(
-    reasoning_app: Starlette, backend: ScriptedBackend, serving: Callable[..., AbstractContextManager[str]]
+    reasoning_app: Application, backend: ScriptedBackend, serving: Callable[..., AbstractContextManager[str]]
 ) -> None:
     body: dict[str, Any] = {"model": "demo", "max_tokens": 100, "messages": [QUESTION]}
     body |= {"tools": [{"name": "time", "input_schema": {"type": "object"}}]}
@@ -109,7 +109,7 @@ def test_messages(
 
 
 def test_responses(
-    reasoning_app: Starlette,
+    reasoning_app: Application,
     reasoning_tokenizer: Tokenizer,
     backend: ScriptedBackend,
     num_reasoning: int,
@@ -210,7 +210,7 @@ def test_harmony_by_special_tokens(
     size: int,
     skips: bool,
     harmony_tokenizer: Tokenizer,
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     backend: ScriptedBackend,
 ) -> None:

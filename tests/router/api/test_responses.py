@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
@@ -22,6 +21,7 @@ from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -174,7 +174,7 @@ def test_function_calls(
 
 
 def test_a_forced_call(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     tool_tokenizers: dict[str, Tokenizer],
     backend: ScriptedBackend,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import ValidationError
-from starlette.applications import Starlette
 
 from pdserve.errors import BadRequest
 from pdserve.router.api import embeddings, schemas
@@ -17,6 +16,7 @@ from pdserve.router.api.parsing import MAX_DEPTH, parse_body
 from pdserve.router.api.responses import bodies
 from pdserve.router.api.schemas import MAX_ENTRIES, MAX_FIELDS, NO_OPS, Body, ChatBody, CompletionBody
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
@@ -131,7 +131,7 @@ def test_what_is_too_much(fields: dict[str, Any], param: str, message: str | Non
     ],
 )
 def test_the_limits_of_chats_hold_for_what_is_converted_to_one(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     tokenizer: Tokenizer,
     path: str,

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 from starlette.types import Message
 
 from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -193,7 +193,7 @@ def test_tokens_arrive_one_by_one(url: str, backend: ScriptedBackend) -> None:
     assert arrived == 4
 
 
-def writes(app: Starlette, **body: Any) -> list[bytes]:
+def writes(app: Application, **body: Any) -> list[bytes]:
     """Return the parts of a streamed completion's body as they are handed to the server."""
     sent: list[Message] = []
 
@@ -215,14 +215,14 @@ def writes(app: Starlette, **body: Any) -> list[bytes]:
     return [message["body"] for message in sent[1:]]
 
 
-def test_each_token_is_one_write_and_the_last_includes_the_end(app: Starlette, backend: ScriptedBackend) -> None:
+def test_each_token_is_one_write_and_the_last_includes_the_end(app: Application, backend: ScriptedBackend) -> None:
     backend.generates(IDS)
     bodies = writes(app, stream_options=USAGE)
     assert [body.count(b"data: ") for body in bodies] == [1, 1, 3]
     assert b'"finish_reason":"length"' in bodies[-1] and bodies[-1].endswith(b"data: [DONE]\n\n")
 
 
-def test_tokens_that_arrive_together_share_one_write(app: Starlette, backend: ScriptedBackend) -> None:
+def test_tokens_that_arrive_together_share_one_write(app: Application, backend: ScriptedBackend) -> None:
     backend.generates(IDS, at_once=True)
     (body,) = writes(app, stream_options=USAGE, return_token_ids=True)
     *events, usage, done = body.split(b"\n\n")[:-1]

@@ -30,9 +30,8 @@ from pdserve.router.text.parsers.xml_calls import Qwen3CoderParser, XmlCallParse
 from tests.grammars.byte_matcher import END, ByteMatcher, Bytes
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from pdserve.router.text.tokenizer import Tokenizer
+    from pdserve.router.web.application import Application
     from tests.router.conftest import Client, ScriptedBackend
 
 CHAT = "/v1/chat/completions"
@@ -248,7 +247,7 @@ class Report(BaseModel):
 
 def test_structured_output_beside_strict_tools(
     tool_tokenizers: dict[str, Tokenizer],
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     backend: ScriptedBackend,
 ) -> None:
@@ -308,7 +307,7 @@ def test_schemas_that_a_format_cannot_hold(
     schema: dict[str, Any],
     reason: str,
     tokenizer: Tokenizer,
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
 ) -> None:
     function = {"name": "f", "parameters": {"type": "object", **schema}, "strict": True}
@@ -320,7 +319,7 @@ def test_schemas_that_a_format_cannot_hold(
 
 def test_a_budget_of_reasoning_that_calls_may_end(
     tokenizer: Tokenizer,
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -337,7 +336,7 @@ def test_a_budget_of_reasoning_that_calls_may_end(
 
 def test_strict_is_not_shown_to_the_model(
     tool_tokenizers: dict[str, Tokenizer],
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     backend: ScriptedBackend,
 ) -> None:
@@ -367,7 +366,7 @@ def test_strict_is_not_shown_to_the_model(
 )
 def test_invalid_strict_tools(
     tool_tokenizers: dict[str, Tokenizer],
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     fields: dict[str, Any],
     message: str,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 import redis
-from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError, Unavailable
@@ -24,6 +23,7 @@ from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import ScriptedBackend
@@ -32,7 +32,7 @@ Serving = Callable[..., AbstractContextManager[str]]
 
 
 @pytest.fixture
-def stateful(tokenizer: Tokenizer, backend: ScriptedBackend, metrics: Metrics) -> Starlette:
+def stateful(tokenizer: Tokenizer, backend: ScriptedBackend, metrics: Metrics) -> Application:
     """An application with two keys that keeps responses in memory."""
     config = RouterConfig(model="demo", api_key="one,two", response_store="memory", max_stored_responses=3)
     admission = AdmissionController(load_api_keys(config.api_key), config, metrics, lambda: 0.0)
@@ -45,7 +45,7 @@ def client(url: str, key: str = "one") -> openai.OpenAI:
 
 
 def test_a_conversation_continues_by_id(
-    stateful: Starlette, serving: Serving, backend: ScriptedBackend, tokenizer: Tokenizer
+    stateful: Application, serving: Serving, backend: ScriptedBackend, tokenizer: Tokenizer
 ) -> None:
     backend.generates([*tokenizer.encode(" Paris."), 0], "stop")
     with serving(stateful) as url, client(url) as one:
@@ -83,7 +83,7 @@ def test_a_conversation_continues_by_id(
         assert one.responses.create(model="demo", input="x", previous_response_id=third.id).output_text == " Paris."
 
 
-def test_keys_are_apart_and_store_false_keeps_nothing(stateful: Starlette, serving: Serving) -> None:
+def test_keys_are_apart_and_store_false_keeps_nothing(stateful: Application, serving: Serving) -> None:
     with serving(stateful) as url, client(url) as one, client(url, "two") as two:
         kept = one.responses.create(model="demo", input="hello")
         for forbidden in (
@@ -193,7 +193,7 @@ def test_a_key_has_a_bounded_number_of_bytes_in_redis(redis_server: Any) -> None
 
 
 @pytest.mark.parametrize("metadata", [{str(i): "v" for i in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}])
-def test_metadata_has_the_limits_of_openai(stateful: Starlette, serving: Serving, metadata: dict[str, str]) -> None:
+def test_metadata_has_the_limits_of_openai(stateful: Application, serving: Serving, metadata: dict[str, str]) -> None:
     with serving(stateful) as url, client(url) as one, pytest.raises(openai.BadRequestError, match="metadata"):
         one.responses.create(model="demo", input="hello", metadata=metadata)
 
@@ -219,7 +219,7 @@ def test_a_redis_that_does_not_answer_and_invalid_settings() -> None:
 
 
 def test_a_long_conversation_is_read_written_and_rendered_in_threads(
-    stateful: Starlette, make_client: Any, backend: ScriptedBackend, threads_of: Callable[..., list[threading.Thread]]
+    stateful: Application, make_client: Any, backend: ScriptedBackend, threads_of: Callable[..., list[threading.Thread]]
 ) -> None:
     """The client's event loop, which is also the server's, runs in this thread. The second body is short."""
     assert backend.info is not None

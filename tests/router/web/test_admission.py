@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 
 from pdserve.router.client_connection import ClientConnection
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -47,7 +47,7 @@ def keys_file(tmp_path: Path) -> str:
     ],
 )
 def test_embeddings_have_the_salt_of_their_key(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     tokenizer: Tokenizer,
     keys_file: str,
@@ -63,7 +63,7 @@ def test_embeddings_have_the_salt_of_their_key(
 
 
 def test_limits_of_keys(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     tokenizer: Tokenizer,
     keys_file: str,
@@ -104,7 +104,7 @@ def test_limits_of_keys(
 class Callers:
     """Concurrent requests of several keys on one event loop."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Application) -> None:
         self._app = app
         self.tasks: list[asyncio.Task[tuple[int, str]]] = []
 
@@ -137,7 +137,7 @@ class Callers:
 
 
 @asynccontextmanager
-async def callers(app: Starlette) -> AsyncIterator[Callers]:
+async def callers(app: Application) -> AsyncIterator[Callers]:
     made = Callers(app)
     try:
         yield made
@@ -154,7 +154,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_queued_requests_are_admitted_in_fair_order(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     tokenizer: Tokenizer,
     keys_file: str,
     metrics: Metrics,
@@ -231,7 +231,11 @@ def test_queued_requests_are_admitted_in_fair_order(
 
 
 def test_longer_outputs_lower_a_keys_share(
-    make_app: Callable[..., Starlette], tokenizer: Tokenizer, keys_file: str, metrics: Metrics, backend: ScriptedBackend
+    make_app: Callable[..., Application],
+    tokenizer: Tokenizer,
+    keys_file: str,
+    metrics: Metrics,
+    backend: ScriptedBackend,
 ) -> None:
     app = make_app(tokenizer, keys_file=keys_file, api_key="k", max_requests=4)
 
@@ -263,7 +267,7 @@ def test_longer_outputs_lower_a_keys_share(
 
 
 def test_within_a_key_the_lowest_priority_goes_first(
-    make_app: Callable[..., Starlette], tokenizer: Tokenizer, metrics: Metrics, backend: ScriptedBackend
+    make_app: Callable[..., Application], tokenizer: Tokenizer, metrics: Metrics, backend: ScriptedBackend
 ) -> None:
     app = make_app(tokenizer, max_requests=1)
     assert backend.info is not None

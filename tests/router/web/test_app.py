@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from starlette.applications import Starlette
-
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
@@ -29,7 +28,7 @@ def test_unknown_paths_and_methods(client: Client) -> None:
     }
 
 
-def test_cors(make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer) -> None:
+def test_cors(make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer) -> None:
     client = make_client(make_app(tokenizer, cors_origins="https://a.example, https://b.example", api_key="one"))
     asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     for origin, allowed in (("https://b.example", "https://b.example"), ("https://c.example", None)):

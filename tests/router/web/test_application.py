@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 
 from pdserve.router.limits import body_budget
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -72,7 +72,7 @@ def test_a_body_at_the_limit(client: Client) -> None:
 
 
 def test_a_client_that_stops_sending_is_cut_off(
-    make_app: Callable[..., Starlette], tokenizer: Tokenizer, serving: Callable[..., Any], backend: ScriptedBackend
+    make_app: Callable[..., Application], tokenizer: Tokenizer, serving: Callable[..., Any], backend: ScriptedBackend
 ) -> None:
     with serving(make_app(tokenizer, client_timeout_seconds=1)) as url:
         connection = http.client.HTTPConnection(urlsplit(url).netloc)
@@ -95,7 +95,7 @@ def test_a_client_that_stops_sending_is_cut_off(
 
 
 def test_unfinished_bodies_of_one_key_leave_room_for_those_of_another(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     tokenizer: Tokenizer,
     serving: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -162,7 +162,7 @@ def test_probes_by_head_and_options(url: str) -> None:
     assert httpx.options(f"{url}/nothing").status_code == httpx.head(f"{url}//health").status_code == 404
 
 
-def test_a_disconnect_while_sending_is_not_an_error(app: Starlette, backend: ScriptedBackend) -> None:
+def test_a_disconnect_while_sending_is_not_an_error(app: Application, backend: ScriptedBackend) -> None:
     messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
     sent: list[Any] = []
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import trustme
-from starlette.applications import Starlette
 
 from pdserve.cli.deployment import free_port
 from pdserve.config import RouterConfig
@@ -22,6 +21,7 @@ from pdserve.errors import SetupError
 from pdserve.router.server import serve
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
@@ -35,7 +35,7 @@ OPERATOR_PATHS += ["/docs/nothing", "/health/nothing"]
 
 @pytest.fixture
 def statuses(
-    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer
 ) -> Callable[..., dict[str, int]]:
     """statuses(["/v1/models"], key="a", api_key="a,b") returns path → status of a GET with this key."""
 
@@ -86,7 +86,7 @@ def test_refusals_are_counted_and_wrong_keys_logged(
 
 
 def test_the_error_says_what_is_needed(
-    make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer
 ) -> None:
     client = make_client(make_app(tokenizer, api_key="one"))
     refused = client.request("GET", "/v1/models", headers={"Authorization": "Basic one"})

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from starlette.applications import Starlette
 
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -23,7 +23,7 @@ Send = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def send(make_app: Callable[..., Starlette], make_client: type[Client], tokenizer: Tokenizer) -> Send:
+def send(make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer) -> Send:
     """send({"Host": "localhost"}, **settings) → status and error code of a completion request."""
 
     def post(headers: dict[str, str], request: tuple[str, str, bytes] = COMPLETE, **settings: Any) -> tuple[int, str]:

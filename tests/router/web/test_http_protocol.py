@@ -21,12 +21,12 @@ import httptools
 import pytest
 import trustme
 import uvicorn
-from starlette.applications import Starlette
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.config import RouterConfig
 from pdserve.router.web import http_protocol, http_server
+from pdserve.router.web.application import Application
 from pdserve.router.web.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED, HttpProtocol
 from pdserve.router.web.listening import listen
 
@@ -104,7 +104,7 @@ def error_of(answer: bytes, status: int) -> str:
     return str(error["code"])
 
 
-def test_a_head_that_is_too_large(app: Starlette, serve: Callable[..., Any]) -> None:
+def test_a_head_that_is_too_large(app: Application, serve: Callable[..., Any]) -> None:
     with serve(app) as connect:
         for head in (
             HEALTH + b"X: " + b"a" * MAX_HEAD_BYTES,  # without an end
@@ -120,7 +120,7 @@ def test_a_head_that_is_too_large(app: Starlette, serve: Callable[..., Any]) -> 
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_an_endless_header_is_not_read_to_its_end(app: Starlette, serve: Callable[..., Any]) -> None:
+def test_an_endless_header_is_not_read_to_its_end(app: Application, serve: Callable[..., Any]) -> None:
     with serve(app) as connect:
         connection, sent = connect(), 0
         connection.sendall(HEALTH + b"X: ")
@@ -134,7 +134,7 @@ def test_an_endless_header_is_not_read_to_its_end(app: Starlette, serve: Callabl
             assert sent < 50_000_000  # what the kernel buffers
 
 
-def test_a_large_body_beside_its_head_is_not_counted(app: Starlette, serve: Callable[..., Any]) -> None:
+def test_a_large_body_beside_its_head_is_not_counted(app: Application, serve: Callable[..., Any]) -> None:
     with serve(app) as connect:
         connection = connect()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 150000\r\n\r\n"
@@ -147,7 +147,7 @@ def test_a_large_body_beside_its_head_is_not_counted(app: Starlette, serve: Call
 
 
 @pytest.mark.parametrize("endless", [b"0\r\nX: ", b"1;x="])
-def test_what_surrounds_a_chunked_body_is_limited(app: Starlette, serve: Callable[..., Any], endless: bytes) -> None:
+def test_what_surrounds_a_chunked_body_is_limited(app: Application, serve: Callable[..., Any], endless: bytes) -> None:
     """Trailers and chunk extensions."""
     with serve(app) as connect:
         connection = connect()
@@ -158,7 +158,7 @@ def test_what_surrounds_a_chunked_body_is_limited(app: Starlette, serve: Callabl
                 connection.sendall(b"a" * 65536)
 
 
-def test_a_head_that_is_too_slow(app: Starlette, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_too_slow(app: Application, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 2.0)
     with serve(app, client_timeout_seconds=1) as connect:
         silent, slow, idle, blank = connect(), connect(), connect(), connect()
@@ -170,7 +170,9 @@ def test_a_head_that_is_too_slow(app: Starlette, serve: Callable[..., Any], monk
         assert read_all(idle).startswith(b"HTTP/1.1 200"), "it is closed after its answer"
 
 
-def test_a_running_request_is_not_cut_off(app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any]) -> None:
+def test_a_running_request_is_not_cut_off(
+    app: Application, backend: ScriptedBackend, serve: Callable[..., Any]
+) -> None:
     backend.generates([5], pause=4.0)
     body = b'{"prompt": "hello"}'
     with serve(app, client_timeout_seconds=1) as connect:
@@ -182,7 +184,7 @@ def test_a_running_request_is_not_cut_off(app: Starlette, backend: ScriptedBacke
 
 @pytest.mark.parametrize("seconds", [600.0, 0.05])
 def test_shutdown_serves_requests_that_are_on_their_way(
-    app: Starlette,
+    app: Application,
     serve: Callable[..., Any],
     eventually: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
@@ -210,7 +212,7 @@ def test_shutdown_serves_requests_that_are_on_their_way(
 
 
 def test_connections_beyond_the_maximum(
-    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
+    app: Application, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     backend.generates([5], finish_reason=None, hang=True)
     body = b'{"prompt": "hello", "stream": true}'
@@ -262,7 +264,7 @@ def test_what_a_client_does_not_read_stays_with_its_source(serve: Callable[..., 
 
 
 def test_a_client_that_does_not_read_its_stream_is_cut_off(
-    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
+    app: Application, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     backend.generates([5] * 2000, finish_reason=None, hang=True)
     body = b'{"prompt": "hello", "stream": true}'
@@ -277,7 +279,7 @@ def test_a_client_that_does_not_read_its_stream_is_cut_off(
 
 
 def test_pipelined_requests_are_limited(
-    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
+    app: Application, backend: ScriptedBackend, serve: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     body = b'{"prompt": "hello"}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
@@ -303,7 +305,7 @@ def test_pipelined_requests_are_limited(
     [(b"Transfer-Encoding: xchunked", b"1\r\n{\r\n0\r\n\r\n"), (b"Transfer-Encoding: chunked", b"%x\r\n" % 2**64)],
 )
 def test_a_body_with_invalid_framing(
-    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], framing: bytes, body: bytes
+    app: Application, backend: ScriptedBackend, serve: Callable[..., Any], framing: bytes, body: bytes
 ) -> None:
     backend.generates([5], pause=0.1)
     broken = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + framing + b"\r\n\r\n" + body
@@ -320,7 +322,7 @@ def test_a_body_with_invalid_framing(
 
 
 def test_a_slow_body(
-    app: Starlette, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+    app: Application, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
 ) -> None:
     """Some bytes each second, so that no pause is too long."""
     monkeypatch.setattr(http_protocol, "MIN_BODY_RATE", 1_000_000)
@@ -345,7 +347,7 @@ def test_a_slow_body(
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"anything, at/all"])
 @pytest.mark.parametrize("split", ["at once", "after the head", "every byte"])
 def test_offers_of_another_protocol_are_declined(
-    app: Starlette, backend: ScriptedBackend, serve: Callable[..., Any], protocol: bytes, split: str
+    app: Application, backend: ScriptedBackend, serve: Callable[..., Any], protocol: bytes, split: str
 ) -> None:
     """The body belongs to its request, however it arrives, and so does the next request."""
     backend.generates([5])
@@ -377,7 +379,7 @@ def test_offers_of_another_protocol_are_declined(
     assert [len(request.prompt) for request in backend.requests] == [len(backend.requests[0].prompt)] * 2
 
 
-def test_no_offer_makes_a_proxy_of_the_router(app: Starlette, serve: Callable[..., Any]) -> None:
+def test_no_offer_makes_a_proxy_of_the_router(app: Application, serve: Callable[..., Any]) -> None:
     with serve(app) as connect:
         connection = connect()
         connection.sendall(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\nGET / HTTP/1.1\r\n\r\n")
@@ -407,7 +409,7 @@ def test_the_names_of_uvicorn_that_the_protocol_uses() -> None:
     assert callable(httptools.HttpRequestParser(object()).set_dangerous_leniencies)
 
 
-def test_what_is_not_http(app: Starlette, serve: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_http(app: Application, serve: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     with serve(app) as connect, caplog.at_level(logging.INFO):
         for wrong in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/9\r\n\r\n", HEALTH + b"a b: c\r\n\r\n"):
             connection = connect()
@@ -417,7 +419,7 @@ def test_what_is_not_http(app: Starlette, serve: Callable[..., Any], caplog: pyt
 
 
 def test_a_handshake_that_is_too_slow(
-    app: Starlette, serving: Callable[..., Any], tmp_path: Path, eventually: Callable[..., None]
+    app: Application, serving: Callable[..., Any], tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     issued = trustme.CA().issue_cert("127.0.0.1")
     issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "all.pem")

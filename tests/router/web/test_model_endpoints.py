@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from starlette.applications import Starlette
 
 from pdserve.router.api import http_responses, parsing
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -76,7 +76,7 @@ def test_invalid_bodies(client: Client, path: str, body: object, message: str) -
     ],
 )
 def test_large_bodies_are_parsed_and_answered_in_threads(
-    make_app: Callable[..., Starlette],
+    make_app: Callable[..., Application],
     make_client: type[Client],
     tokenizer: Tokenizer,
     threads_of: Callable[..., list[threading.Thread]],

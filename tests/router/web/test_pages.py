@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from starlette.applications import Starlette
 
 from pdserve import __version__
+from pdserve.router.web.application import Application
 from pdserve.router.web.pages import PAGE
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(
-    browser: Any, make_scene: Callable[..., Scene], serving: Callable[[Starlette], AbstractContextManager[str]]
+    browser: Any, make_scene: Callable[..., Scene], serving: Callable[[Application], AbstractContextManager[str]]
 ) -> Iterator[Callable[..., Any]]:
     """Factory: open_page(width, path, history, **settings) opens a page of a router that served and lost an instance."""
     opened: list[Any] = []
