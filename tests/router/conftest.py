@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from msgspec import structs
 from pydantic import BaseModel
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -203,10 +204,10 @@ class ScriptedStream:
         self.timeline.local_hit_tokens = self._script.cached_tokens
         chunks = self._chunks
         if self._num_logprobs is not None:
-            chunks = [replace(chunk, logprobs=self._logprobs(chunk, self._num_logprobs)) for chunk in chunks]
+            chunks = [structs.replace(chunk, logprobs=self._logprobs(chunk, self._num_logprobs)) for chunk in chunks]
         if self._scored and chunks:
             scores = [TokenLogprobs(-1.0, ((40, -0.5), (token_id, -1.0)), 2) for token_id in self._scored]
-            chunks = [replace(chunks[0], prompt_logprobs=scores), *chunks[1:]]
+            chunks = [structs.replace(chunks[0], prompt_logprobs=scores), *chunks[1:]]
         for batch in [chunks] if self._script.at_once else [[chunk] for chunk in chunks]:
             await asyncio.sleep(self._script.pause)
             if self._script.gate is not None:
