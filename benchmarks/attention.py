@@ -11,7 +11,6 @@ tokens on, less than 50 % at 160 tokens of one sequence, where starting the thre
 first copies K and V (read, write, read again) and so stays below 30 %.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,13 +101,13 @@ def _measure(
 
     calls = {name: call(kernel) for name, kernel in kernels.items()}
     best = dict.fromkeys(calls, float("inf"))
-    stop = _now() + settings.seconds
-    while _now() < stop or float("inf") in best.values():
+    stop = report.now() + settings.seconds
+    while report.now() < stop or float("inf") in best.values():
         for name, run in calls.items():
             for layer in range(layers):
-                started = _now()
+                started = report.now()
                 run(layer)
-                best[name] = min(best[name], _now() - started)
+                best[name] = min(best[name], report.now() - started)
     head = {"sequences": sequences, "context": context, "kv_bytes": kv_bytes}
     return [head | {"kernel": name, "us": round(seconds * 1e6, 1)} for name, seconds in best.items()]
 
@@ -119,17 +118,10 @@ def _read_rate(device: torch.device, quick: bool) -> float:
     buffer.fill_(1)
     seconds = []
     for _ in range(5):
-        started = _now()
+        started = report.now()
         buffer.sum()
-        seconds.append(_now() - started)
+        seconds.append(report.now() - started)
     return buffer.nbytes / min(seconds)
-
-
-def _now() -> float:
-    """Return the time after the device has finished all queued work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _numbers(text: str) -> list[int]:

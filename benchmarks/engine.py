@@ -190,9 +190,9 @@ class OurEngine:
         forward = runner.forward
 
         def timed(*args: Any) -> torch.Tensor:
-            started = _now()
+            started = report.now()
             logits = forward(*args)
-            self._forward += _now() - started
+            self._forward += report.now() - started
             return logits
 
         setattr(runner, "forward", timed)  # noqa: B010 - mypy takes no assignment to a method
@@ -204,11 +204,11 @@ class OurEngine:
         for seq in waiting:
             self._engine.add(seq)
         timing = Timing([], [], 0, [])
-        started, cpu = _now(), time.process_time()
+        started, cpu = report.now(), time.process_time()
         while self._engine.has_work:
             self._forward = 0.0
             result = self._engine.step()
-            timing.steps.append(_now() - started)
+            timing.steps.append(report.now() - started)
             timing.cpu.append(time.process_time() - cpu)
             timing.forward.append(self._forward)
             if waiting & {*result.sampled}:
@@ -330,17 +330,10 @@ def _print(rows: list[dict[str, Any]], roofline: Roofline) -> None:
     report.show(shown, title)
 
 
-def _now() -> float:
-    """Return the time after the device has finished all queued work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def _timed(work: Callable[[], Any]) -> float:
-    started = _now()
+    started = report.now()
     work()
-    return _now() - started
+    return report.now() - started
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -122,6 +123,13 @@ def cpu_seconds(pids: list[int]) -> float:
     """Return the user and system CPU seconds of all threads of these processes."""
     times = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(one[11]) + int(one[12]) for one in times) / TICKS
+
+
+def now() -> float:
+    """Return the time in seconds after the device has finished all queued work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def rounded(figure: float, digits: int) -> float:

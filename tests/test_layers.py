@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.telemetry": {"router.instances", "router.scheduling", "control", "core"},
     "router.backend": {"router.telemetry", "core"},
     "router.client_connection": set(),
-    "router.storage": {"router.api", "core"},
+    "router.storage": {"router.api", "control", "core"},
     "router.dispatch": {
         "router.backend",
         "router.instances",

@@ -38,6 +38,30 @@ LIST_SCRIPT = f"{NOW} return redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf', '
 WITHDRAW_SCRIPT = "redis.call('ZREM', KEYS[1], ARGV[1])"
 
 
+def redis_client(url: str, timeout_s: float, expected: str, **options: Any) -> "redis.asyncio.Redis":
+    """Return a client that tries each call once. No connection is made yet.
+
+    Args:
+        expected: what the URL must be, as the beginning of the error.
+
+    Raises:
+        SetupError: the URL is invalid.
+    """
+    try:
+        client = redis.asyncio.Redis.from_url(
+            url,
+            password=os.environ.get("REDIS_PASSWORD") or None,  # a password in the URL takes precedence
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            **options,
+        )
+        client.connection_pool.make_connection()  # validates the parameters
+    except (TypeError, ValueError) as error:
+        raise SetupError(f"{expected}: {error}") from error
+    return client
+
+
 class Registry:
     """Registry client of one router or instance. Runs on one event loop."""
 
@@ -55,19 +79,8 @@ class Registry:
         self._model, self._token, self._on_failure = model, token, on_failure
         self._is_answering = True
         self._rejected: list[str] = []
-        try:
-            self._redis = redis.asyncio.Redis.from_url(
-                url,
-                password=os.environ.get("REDIS_PASSWORD") or None,  # a password in the URL takes precedence
-                socket_timeout=TIMEOUT_S,
-                socket_connect_timeout=TIMEOUT_S,
-                retry=Retry(NoBackoff(), 0),
-                decode_responses=True,
-                encoding_errors="replace",
-            )
-            self._redis.connection_pool.make_connection()  # validates the parameters
-        except (TypeError, ValueError) as error:
-            raise SetupError(f"--registry must be the URL of a Redis, such as redis://host:6379/0: {error}") from error
+        what = "--registry must be the URL of a Redis, such as redis://host:6379/0"
+        self._redis = redis_client(url, TIMEOUT_S, what, decode_responses=True, encoding_errors="replace")
 
     async def announce(self, host: str, port: int) -> None:
         """Keep a router registered until cancelled, then withdraw it.

@@ -10,6 +10,7 @@ taken meanwhile when the store answers again: each token is charged once, whatev
 """
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import logging
@@ -153,9 +154,8 @@ class FileAccounts:
 
 
 def _parse(stored: str | bytes | None) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = json.loads(stored or "{}")
-    except ValueError:
-        log.warning("the quotas that routers share were damaged, perhaps by a killed router: they start anew")
-        return {}
-    return value
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(stored or "{}"), dict):
+            return value
+    log.warning("the quotas that routers share were damaged, perhaps by a killed router: they start anew")
+    return {}

@@ -12,19 +12,17 @@ A key never sees the responses of another one. In Redis, routers share them:
 import asyncio
 import json
 import logging
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+import redis
 
 from pdserve.config import RouterConfig
-from pdserve.errors import SetupError, Unavailable
+from pdserve.control.registry import redis_client
+from pdserve.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -174,18 +172,8 @@ class RedisStore:
         """Parse the URL. No connection is made yet. Raises SetupError if it is invalid."""
         self._model, self._max_per_key, self._ttl_s = model, max_per_key, max(1, round(ttl_s))
         self._max_bytes = max_bytes
-        try:
-            self._redis = redis.asyncio.Redis.from_url(
-                url,
-                password=os.environ.get("REDIS_PASSWORD") or None,  # a password in the URL takes precedence
-                socket_timeout=TIMEOUT_S,
-                socket_connect_timeout=TIMEOUT_S,
-                retry=Retry(NoBackoff(), 0),
-            )
-            self._redis.connection_pool.make_connection()  # validates the parameters
-        except (TypeError, ValueError) as error:
-            message = "--response-store must be memory, or the URL of a Redis such as redis://host:6379/0"
-            raise SetupError(f"{message}: {error}") from error
+        what = "--response-store must be memory, or the URL of a Redis such as redis://host:6379/0"
+        self._redis = redis_client(url, TIMEOUT_S, what)
 
     async def get(self, key: str, response_id: str) -> StoredResponse | None:
         data = await self._call(self._redis.get(f"{self._index(key)}:{response_id}"))

@@ -110,11 +110,14 @@ def test_an_exchange_does_not_wait_for_another_router(routers: list[Router], tmp
     assert two.admit(tokens=500) == "rate_limit_tokens", "the report was kept for the next exchange"
 
 
-def test_a_damaged_file_starts_anew(routers: list[Router], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("content", ['{"alice": {"cho', "[1]"])
+def test_a_damaged_file_starts_anew(
+    routers: list[Router], tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
     one, two = routers
     assert not one.admit()
     one.sync()
-    (tmp_path / "accounts").write_text('{"alice": {"cho')
+    (tmp_path / "accounts").write_text(content)
     two.sync()
     assert "they start anew" in caplog.text and not two.admit(choices=8)
 
