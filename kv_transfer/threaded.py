@@ -368,7 +368,9 @@ class BatchedConnector(Connector):
         return operation.matched
 
     def _finish_transfer(self, operation: Operation[Result]) -> Result:
-        result = Result(list(operation.outcomes), time.perf_counter() - operation.started)
+        was_skipped = operation.on_end is None
+        seconds = 0.0 if was_skipped else time.perf_counter() - operation.started
+        result = Result(list(operation.outcomes), seconds)
         with self._lock:
             self._stats.bytes[operation.kind] += operation.bytes_moved
             self._stats.count(operation.kind, result, operation.expected)

@@ -6,6 +6,7 @@ fetch ─► match: the store's number of leading blocks ─► load the blocks 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pdserve.engine.engine import Engine
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
@@ -48,7 +49,7 @@ class Fetcher:
             self._engine.add(seq)
             return
         job.open_transfers += 1
-        self._context.add_done_callback(self._connector.match(keys), lambda stored: self._on_match(fetch, stored))
+        self._context.add_done_callback(self._connector.match(keys), partial(self._on_match, fetch))
 
     def _num_local(self, fetch: _Fetch) -> int:
         """Return the number of leading blocks that the pool has."""

@@ -9,7 +9,7 @@ not answer, queued transfers fail immediately for as long as that operation took
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +51,7 @@ class _Transfer:
     """One store or load.
 
     Attributes:
+        num_moved: blocks that the connector moves: none for a store that peers read in place.
         start: starts the connector operation.
         on_done: receives the result on the engine thread.
         is_needed: a request waits for it, so it is cancelled with its job. False for stores without a lease.
@@ -61,6 +62,7 @@ class _Transfer:
 
     job: Job
     blocks: list[int]
+    num_moved: int
     is_store: bool
     start: Callable[[], Future[Result]]
     on_done: OnDone
@@ -76,6 +78,8 @@ class Transfers:
     Attributes:
         max_transfer_blocks: recommended limit of one transfer, so that others can interleave.
         in_flight: blocks that the connector is moving.
+        waiting: blocks of queued transfers.
+        has_waiting_stores: some of these are stores.
         follows: loads can start while the blocks are still being stored.
         in_place: peers read the pool's rows directly, with a ticket.
         listener: None: none is told what the store has.
@@ -95,19 +99,12 @@ class Transfers:
         self.max_transfer_blocks = max(1, max_blocks // 2)
         self._unresponsive_until = -math.inf
         self.in_flight = 0
+        self.waiting = 0
+        self.has_waiting_stores = False
         self.in_place = connector.in_place
         self.follows = connector.follows
         self.listener: StoreListener | None = None
         self.num_holding = 0
-
-    @property
-    def waiting(self) -> int:
-        """Blocks of queued transfers."""
-        return sum(len(transfer.blocks) for transfer in self._waiting)
-
-    @property
-    def has_waiting_stores(self) -> bool:
-        return any(transfer.is_store for transfer in self._waiting)
 
     @property
     def free_capacity(self) -> int:
@@ -121,10 +118,11 @@ class Transfers:
 
         `on_done` receives the result on the engine thread; until then `job.open_transfers` counts the transfer.
         """
-        start = lambda: self._connector.store(keys, blocks, lease_s=lease_s)  # noqa: E731
+        start = partial(self._connector.store, keys, blocks, lease_s=lease_s)
+        num_moved = 0 if self._connector.in_place else len(blocks)
         if self.listener is not None and not self.in_place:
             on_done = partial(_report_stored, self.listener, job.seq, first, keys, on_done)
-        self._add(_Transfer(job, blocks, True, start, on_done, lease_s > 0, self._context.now()))
+        self._add(_Transfer(job, blocks, num_moved, True, start, on_done, lease_s > 0, self._context.now()))
 
     def load(
         self,
@@ -136,16 +134,15 @@ class Transfers:
         source: Source | None = None,
     ) -> None:
         """Queue a load from `source`, by default the connector. `on_done` as in `store`."""
-        actual_source = source or self._connector
-        start = lambda: actual_source.load(keys, blocks, tickets=tickets)  # noqa: E731
+        start = partial((source or self._connector).load, keys, blocks, tickets=tickets)
         if self.listener is not None and source is None:
             on_done = partial(_report_loaded, self.listener, keys, on_done)
-        self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
+        self._add(_Transfer(job, blocks, len(blocks), False, start, on_done, True, self._context.now()))
 
     def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], on_done: OnDone) -> None:
         """Queue a load of blocks that are still being stored. `on_done` as in `store`."""
-        start = lambda: self._connector.follow(keys, blocks, patience_s=FOLLOW_PATIENCE_S)  # noqa: E731
-        self._add(_Transfer(job, blocks, False, start, on_done, True, self._context.now()))
+        start = partial(self._connector.follow, keys, blocks, patience_s=FOLLOW_PATIENCE_S)
+        self._add(_Transfer(job, blocks, len(blocks), False, start, on_done, True, self._context.now()))
 
     def report_missing(self, keys: Iterable[bytes]) -> None:
         """Tell the listener that the store lacks these blocks."""
@@ -165,11 +162,12 @@ class Transfers:
         if keys:
             self._connector.release(keys, tickets=[ticket] if ticket else [])
 
-    def split(self, first: int, stop: int) -> Iterable[tuple[int, int]]:
+    def split(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split a range of blocks into (first, stop) parts, so that several threads move them and others can interleave."""
         minimum = max(1, MIN_PART_BYTES // self._block_bytes)
         step = min(max(minimum, -(-(stop - first) // SPLIT_PARTS)), self.max_transfer_blocks)
-        return ((start, min(start + step, stop)) for start in range(first, stop, step))
+        for start in range(first, stop, step):
+            yield start, min(start + step, stop)
 
     def cancel(self, job: Job) -> None:
         """Cancel the job's transfers.
@@ -182,44 +180,53 @@ class Transfers:
                 request_cancel(transfer.future)
         cancelled = [transfer for transfer in self._waiting if transfer.job is job]
         self._waiting = deque(transfer for transfer in self._waiting if transfer.job is not job)
+        self._count_waiting()
         self._fail(cancelled)
 
     def _add(self, transfer: _Transfer) -> None:
         self._pool.hold(transfer.blocks)
         self.num_holding += 1
         transfer.job.open_transfers += 1
-        self._waiting.append(transfer)
-        self._start_waiting()
-        self._fail_if_unresponsive()
+        if not self._waiting and self._fits(transfer):
+            self._start(transfer)
+        else:
+            self._waiting.append(transfer)
+            self._start_or_fail_waiting()
 
-    def _start_waiting(self) -> None:
+    def _start(self, transfer: _Transfer) -> None:
+        transfer.queue_seconds = self._context.now() - transfer.queued_at
+        self.in_flight += transfer.num_moved
+        transfer.future = transfer.start()
+        self._active.add(transfer)
+        self._context.add_done_callback(transfer.future, partial(self._on_done, transfer))
+
+    def _start_or_fail_waiting(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
-            transfer = self._waiting.popleft()
-            transfer.queue_seconds = self._context.now() - transfer.queued_at
-            self.in_flight += self._blocks_moved(transfer)
-            transfer.future = transfer.start()
-            self._active.add(transfer)
-            self._context.add_done_callback(transfer.future, partial(self._on_done, transfer))
+            self._start(self._waiting.popleft())
+        self._count_waiting()
+        if self._waiting and self._context.now() < self._unresponsive_until:
+            self._context.count("kv_transfer_given_up_blocks", self.waiting)
+            failed, self._waiting = self._waiting, deque()
+            self._count_waiting()
+            self._fail(failed)
+
+    def _count_waiting(self) -> None:
+        self.waiting = sum(len(transfer.blocks) for transfer in self._waiting)
+        self.has_waiting_stores = any(transfer.is_store for transfer in self._waiting)
 
     def _on_done(self, transfer: _Transfer, result: Result) -> None:
         self._active.discard(transfer)
         transfer.future = None  # it refers to the transfer: such a cycle would keep the request until a collection
-        self.in_flight -= self._blocks_moved(transfer)
-        if self._blocks_moved(transfer):
+        self.in_flight -= transfer.num_moved
+        if transfer.num_moved:
             self._context.record_transfer(result.outcomes.count(Outcome.OK), result.seconds)
         if Outcome.OK in result.outcomes:
             self._unresponsive_until = -math.inf
         elif Outcome.UNAVAILABLE in result.outcomes:
             self._unresponsive_until = self._context.now() + result.seconds
         self._end(transfer, replace(result, seconds=result.seconds + transfer.queue_seconds))
-        self._start_waiting()
-        self._fail_if_unresponsive()
-
-    def _fail_if_unresponsive(self) -> None:
-        if self._waiting and self._context.now() < self._unresponsive_until:
-            self._context.count("kv_transfer_given_up_blocks", self.waiting)
-            failed, self._waiting = self._waiting, deque()
-            self._fail(failed)
+        if self._waiting:
+            self._start_or_fail_waiting()
 
     def _fail(self, transfers: Iterable[_Transfer]) -> None:
         """End transfers as UNAVAILABLE, asynchronously: a caller that has just queued one expects its callback later."""
@@ -241,11 +248,7 @@ class Transfers:
         self._pool.release(blocks)
 
     def _fits(self, transfer: _Transfer) -> bool:
-        return self.in_flight == 0 or self.in_flight + self._blocks_moved(transfer) <= self._max_blocks
-
-    def _blocks_moved(self, transfer: _Transfer) -> int:
-        """Return the blocks that the connector moves: none for a store that peers read in place."""
-        return 0 if transfer.is_store and self._connector.in_place else len(transfer.blocks)
+        return self.in_flight == 0 or self.in_flight + transfer.num_moved <= self._max_blocks
 
 
 def _report_stored(

@@ -239,6 +239,7 @@ def test_the_breaker_of_a_batched_connector_does_as_one_around_it(
     assert connector.match(KEYS).result(0) == 0
     connector.release(KEYS)
     assert connector.stats().failures == failed | {("load", Outcome.UNAVAILABLE): 4}, "the probe is not counted"
+    assert not connector.stats().seconds["load"]
     run_posted()
     inner.answers.set()
     give_up_at = time.monotonic() + 60
