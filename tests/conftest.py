@@ -122,6 +122,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+PROCESS_FIXTURES = {
+    *("fork_server", "redis_server", "start_redis", "redis_cluster", "start_cluster", "mooncake", "fsspec_package"),
+    *("wire_address", "memcached_address", "unbuilt_library"),
+}
+PROCESS_PARAMETERS = ("redis", "nixl", "memcached", "mooncake")
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -174,11 +180,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_load("skips"), "skips")
 
 
+def starts_processes(item: pytest.Item) -> bool:
+    """Return whether a test starts processes, as far as its fixtures, its parameters and its module's imports tell."""
+    assert isinstance(item, pytest.Function)
+    parameters = map(str, item.callspec.params.values()) if hasattr(item, "callspec") else ()
+    return (
+        item.get_closest_marker("integration") is not None
+        or not PROCESS_FIXTURES.isdisjoint(item.fixturenames)
+        or any(one.startswith(PROCESS_PARAMETERS) for one in parameters)
+        or not {"subprocess", "multiprocessing"}.isdisjoint(vars(item.module))
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked gpu without one, and those marked slow, unless `-m` mentions that marker or they are due.
 
     Long ones come first.
     """
+    for item in items:
+        if starts_processes(item):
+            item.add_marker("processes")
     takes_slow, has_gpu = "slow" in config.option.markexpr, torch.cuda.is_available()
     recorded: Any = config.pluginmanager.get_plugin("recorded")
 

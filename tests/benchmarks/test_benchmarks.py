@@ -13,6 +13,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HEAD = {"benchmark", "when", "note", "machine", "commit", "settings", "rows"}
 
 
+def while_benchmarks_change(test: Any) -> Any:
+    """Mark a test of a script that no other test needs."""
+    return pytest.mark.slow(pytest.mark.until_recorded("benchmarks")(test))
+
+
 @pytest.fixture
 def run(pdserve: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """run("engine.py", "--peers", "transformers") → its JSON."""
@@ -80,6 +85,7 @@ def test_structured(run: Callable[..., Any]) -> None:
     assert len({row["tokens"] for row in content["rows"]}) == 1
 
 
+@while_benchmarks_change
 def test_store_faults(run: Callable[..., Any]) -> None:
     rows = run("store_faults.py")["rows"]
     assert [row["Redis"] for row in rows] == ["healthy", "stopped", "continued", "killed", "restarted"]
@@ -99,6 +105,7 @@ def test_a_burst_is_answered_and_loses_no_instance(pdserve: Callable[..., Any]) 
     assert done.stdout.startswith("300 requests: {") and done.stdout.endswith("instances lost: 0.0\n")
 
 
+@while_benchmarks_change
 def test_forecast(run: Callable[..., Any]) -> None:
     """Paced instances answer the same requests that were simulated."""
     content = run("forecast.py")
@@ -109,6 +116,7 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert content["errors_by_load"] == {"0.5": content["errors"]} and row["measured_request_throughput"] > 0
 
 
+@while_benchmarks_change
 def test_autoscale(run: Callable[..., Any]) -> None:
     rows = run("autoscale.py")["rows"]
     named = ["controller", "controller on averages", "plan that knows the load", "static peak"]
@@ -118,6 +126,7 @@ def test_autoscale(run: Callable[..., Any]) -> None:
     assert rows[0]["undone"] == 0 and rows[2]["attainment"] >= max(row["attainment"] for row in rows[3:]) - 0.1
 
 
+@while_benchmarks_change
 def test_clients(run: Callable[..., Any]) -> None:
     """Two clients without common code measure the same paced instances."""
     ours, plain = run("clients.py")["rows"]
@@ -130,6 +139,7 @@ def test_simulation(run: Callable[..., Any]) -> None:
     assert row["requests"] == 30 and row["simulated_per_cpu"] > 0
 
 
+@while_benchmarks_change
 def test_literature(run: Callable[..., Any], tmp_path: Path) -> None:
     fits = {
         "decoding_large_small_bs_threshold": 95,
@@ -154,6 +164,7 @@ def test_memory(run: Callable[..., Any]) -> None:
     )
 
 
+@while_benchmarks_change
 def test_transports(run: Callable[..., Any]) -> None:
     content = run("transports.py")
     assert content["skipped"] == {}
@@ -203,6 +214,7 @@ def test_router(run: Callable[..., Any]) -> None:
     assert all(row["us_p50"] > 0 for row in content["decisions"])
 
 
+@while_benchmarks_change
 def test_fleet(run: Callable[..., Any]) -> None:
     """64 mock instances: a router that is killed and started again has all of them and their block keys again."""
     content = run("fleet.py")
@@ -218,6 +230,7 @@ def test_fleet(run: Callable[..., Any]) -> None:
     assert outcomes["broken"] <= content["settings"]["connections"], "more than the requests under way"
 
 
+@while_benchmarks_change
 def test_codecs(run: Callable[..., Any]) -> None:
     rows = {row["codec"]: row for row in run("kv_codecs.py", "--speed")["rows"]}
     assert list(rows) == ["none", "lz4", "zstd", "fp8", "int8"]
@@ -231,6 +244,7 @@ def test_codecs(run: Callable[..., Any]) -> None:
     assert all(rows[name]["encode_of_memcpy"] > 0 < rows[name]["decode_of_memcpy"] for name in rows if name != "none")
 
 
+@while_benchmarks_change
 def test_prefix_cache(run: Callable[..., Any]) -> None:
     rows = {row["cache"]: row for row in run("prefix_cache.py")["rows"]}
     assert {name: row["found_percent"] for name, row in rows.items()} == {"off": 0, "0 %": 0, "50 %": 50, "90 %": 90}
@@ -238,6 +252,7 @@ def test_prefix_cache(run: Callable[..., Any]) -> None:
     assert all(row["requests_per_s"] > 0 and row["of_off"] > 0 for row in rows.values())
 
 
+@while_benchmarks_change
 def test_preemption(run: Callable[..., Any]) -> None:
     rows = run("preemption.py")["rows"]
     assert [row["block_size"] for row in rows] == [32]
