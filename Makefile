@@ -1,10 +1,12 @@
-# make demo: see it work · make test: the suite · make check: lint, types, tests · make slow: the tests that `make test`
-# leaves out, and the integration tests in 16 bits. All set up .venv first. .ci/run is `make check` where nothing is missing that
-# a test needs.
+# make demo: see it work · make test: the suite · make test-fast: its tests that start no processes · make check: lint, types,
+# tests · make slow: the tests that `make test` leaves out, and the integration tests in 16 bits. All set up .venv first.
+# .ci/run is `make check` where nothing is missing that a test needs.
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test slow check lint proto clean
+PYTEST := $(BIN)/pytest -n 4 --dist worksteal --durations=40 --durations-min=1
+
+.PHONY: setup demo test test-fast slow check lint proto clean
 
 setup: .venv/.ready
 
@@ -21,12 +23,15 @@ demo: setup
 	@$(BIN)/pdserve demo
 
 test: setup
-	$(BIN)/pytest -n 4 --dist worksteal
+	$(PYTEST)
+
+test-fast: setup
+	$(PYTEST) -m 'not processes'
 
 slow: setup
-	$(BIN)/pytest -m slow
-	$(BIN)/pytest -n 4 --dist worksteal -m 'integration and not slow' --dtype bfloat16
-	$(BIN)/pytest -n 4 --dist worksteal -m 'integration and not slow' --dtype float16
+	$(BIN)/pytest -m slow --durations=40
+	$(PYTEST) -m 'integration and not slow' --dtype bfloat16
+	$(PYTEST) -m 'integration and not slow' --dtype float16
 
 lint: setup
 	$(BIN)/ruff check .
@@ -39,4 +44,4 @@ proto: setup
 	scripts/proto
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .cache build *.egg-info

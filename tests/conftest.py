@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the cores of other tests
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -121,6 +122,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+PROCESS_FIXTURES = {
+    *("fork_server", "redis_server", "start_redis", "redis_cluster", "start_cluster", "mooncake", "fsspec_package"),
+    *("wire_address", "memcached_address", "unbuilt_library"),
+}
+PROCESS_PARAMETERS = ("redis", "nixl", "memcached", "mooncake")
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -168,17 +175,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_load("recorded").Recorded(torch.cuda.is_available()), "recorded")
     if os.environ.get("CI"):
         config.pluginmanager.register(_load("skips"), "skips")
 
 
+def starts_processes(item: pytest.Item) -> bool:
+    """Return whether a test starts processes, as far as its fixtures, its parameters and its module's imports tell."""
+    assert isinstance(item, pytest.Function)
+    parameters = map(str, item.callspec.params.values()) if hasattr(item, "callspec") else ()
+    return (
+        item.get_closest_marker("integration") is not None
+        or not PROCESS_FIXTURES.isdisjoint(item.fixturenames)
+        or any(one.startswith(PROCESS_PARAMETERS) for one in parameters)
+        or not {"subprocess", "multiprocessing"}.isdisjoint(vars(item.module))
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked slow, unless `-m` mentions that marker, and those marked gpu without one; put long ones first."""
-    left_out = [] if "slow" in config.option.markexpr else ["slow"]
-    left_out += [] if torch.cuda.is_available() else ["gpu"]
-    for marker in left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
-        items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    """Deselect tests marked gpu without one, and those marked slow, unless `-m` mentions that marker or they are due.
+
+    Long ones come first.
+    """
+    for item in items:
+        if starts_processes(item):
+            item.add_marker("processes")
+    takes_slow, has_gpu = "slow" in config.option.markexpr, torch.cuda.is_available()
+    recorded: Any = config.pluginmanager.get_plugin("recorded")
+
+    def is_left_out(item: pytest.Item) -> bool:
+        if item.get_closest_marker("gpu") and not has_gpu:
+            return True
+        return not takes_slow and item.get_closest_marker("slow") is not None and not recorded.is_due(item)
+
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -235,7 +266,38 @@ def demo_text() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
+def kept_reference() -> Callable[[Path, str, Callable[[], Any]], Any]:
+    """kept_reference(path, "what, and of which inputs", compute) → what `compute` returns, as JSON.
+
+    Its results are kept in .cache/references, by the bytes of the checkpoint, the description, and the versions of torch and
+    transformers: `compute` may call nothing of pdserve, and its description must name all that the result depends on.
+    """
+    folder = Path(__file__).parents[1] / ".cache" / "references"
+    checkpoints: dict[Path, str] = {}
+
+    def digest(path: Path) -> str:
+        if path not in checkpoints:
+            files = sorted([*path.glob("*.json"), *path.glob("*.safetensors")])
+            checkpoints[path] = "".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+        return checkpoints[path]
+
+    def find(path: Path, description: str, compute: Callable[[], Any]) -> Any:
+        parts = (digest(path), description, transformers.__version__, torch.__version__)
+        file = folder / f"{hashlib.sha256(' '.join(parts).encode()).hexdigest()}.json"
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as new:  # others may be writing the same
+                json.dump(compute(), new)
+            os.replace(new.name, file)
+        return json.loads(file.read_text())
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def generate(
+    kept_reference: Callable[[Path, str, Callable[[], Any]], Any],
+) -> Callable[[Path, list[list[int]], int], list[list[int]]]:
     """generate(path, prompts, new_tokens) → greedy continuations, ignoring EOS.
 
     By transformers in float32; in 16 bits, where it rounds otherwise, by our engine with one prompt after the other.
@@ -246,13 +308,16 @@ def generate() -> Callable[[Path, list[list[int]], int], list[list[int]]]:
 
     def run(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         key = f"{path} {new_tokens} {prompts}"
-        if key not in cache:
-            cache[key] = compute(path, prompts, new_tokens)
+        if key in cache:
+            return cache[key]
+        if json.loads((path / "config.json").read_text())["dtype"] == "float32":
+            description = f"greedy {new_tokens} {prompts}"
+            cache[key] = kept_reference(path, description, lambda: compute(path, prompts, new_tokens))
+        else:
+            cache[key] = compute_here(path, prompts, new_tokens)
         return cache[key]
 
     def compute(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        if json.loads((path / "config.json").read_text())["dtype"] != "float32":
-            return compute_here(path, prompts, new_tokens)
         model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         outputs: dict[int, list[int]] = {}
         for length in {

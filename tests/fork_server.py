@@ -11,6 +11,7 @@ starts are requested from this server too, through CLIENTS, the other end.
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -23,6 +24,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Self
 
+# What routers and instances import, so that each of hundreds of processes need not.
+IMPORTED = [
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+    *("pdserve.cli.commands", "pdserve.cli.supervisor", "pdserve.instance.process", "pdserve.ranks.follower"),
+    *("pdserve.kv_transfer.connectors.shm_segment", "pdserve.kv_transfer.connectors.shm_slab"),
+    *("pdserve.router.server", "pydantic.v1"),  # the latter by FastAPI when it makes an application
+]
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -178,12 +186,10 @@ def _die_with_parent(by: signal.Signals) -> None:
 
 if __name__ == "__main__":
     _die_with_parent(signal.SIGTERM)
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    for name in IMPORTED:
+        importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")  # fills a cache
-    import pdserve.instance.process
-    import pdserve.ranks.follower
-    import pdserve.router.server  # noqa: F401
 
     main()

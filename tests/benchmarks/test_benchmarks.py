@@ -13,6 +13,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HEAD = {"benchmark", "when", "note", "machine", "commit", "settings", "rows"}
 
 
+def while_benchmarks_change(test: Any) -> Any:
+    """Mark a test of a script that no other test needs."""
+    return pytest.mark.slow(pytest.mark.until_recorded("benchmarks")(test))
+
+
 @pytest.fixture
 def run(pdserve: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """run("engine.py", "--peers", "transformers") → its JSON."""
@@ -87,6 +92,7 @@ def test_exactness(run: Callable[..., Any]) -> None:
     assert not any(row["differ in tokens"] or row["differ in log probabilities only"] for row in content["rows"])
 
 
+@while_benchmarks_change
 def test_forecast(run: Callable[..., Any]) -> None:
     """Paced instances answer the same requests that were simulated."""
     content = run("forecast.py")
@@ -97,6 +103,7 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert content["errors_by_load"] == {"0.5": content["errors"]} and row["measured_request_throughput"] > 0
 
 
+@while_benchmarks_change
 def test_clients(run: Callable[..., Any]) -> None:
     """Two clients without common code measure the same paced instances."""
     ours, plain = run("clients.py")["rows"]
@@ -118,6 +125,7 @@ def test_memory(run: Callable[..., Any]) -> None:
     )
 
 
+@while_benchmarks_change
 def test_transports(run: Callable[..., Any]) -> None:
     content = run("transports.py")
     assert content["skipped"] == {}
@@ -167,6 +175,7 @@ def test_router(run: Callable[..., Any]) -> None:
     assert all(row["us_p50"] > 0 for row in content["decisions"])
 
 
+@while_benchmarks_change
 def test_fleet(run: Callable[..., Any]) -> None:
     """64 mock instances: a router that is killed and started again has all of them and their block keys again."""
     content = run("fleet.py")

@@ -27,6 +27,8 @@ from pdserve.request import SamplingParams
 if not native.is_available():
     pytest.skip("no C++ kernels", allow_module_level=True)
 
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "qwen3_moe"]
+
 
 def decode_logits(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
     """Return the logits of all steps of sequences that end one after the other."""
@@ -54,8 +56,14 @@ def decode_logits(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("llama", "float32"),
+        *((name, "bfloat16") for name in ARCHITECTURES),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in ARCHITECTURES[1:]),
+    ],
+)
 def test_replayed_steps_have_the_logits_of_eager_ones(
     architecture: str, dtype: str, checkpoint: Callable[..., Path]
 ) -> None:

@@ -20,6 +20,8 @@ from pdserve.request import SamplingParams
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 BLOCK = 4
+ROOMY: dict[str, Any] = {"num_blocks": 400}
+TIGHT: dict[str, Any] = {"num_blocks": 24, "max_model_len": 200}
 
 
 class Launched:
@@ -177,8 +179,18 @@ def pipelined_engine(path: Path, **settings: Any) -> tuple[Engine, StepPipeline]
     return engine, engine.runner.pipeline
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe"])
-@pytest.mark.parametrize("settings", [{"num_blocks": 400}, {"num_blocks": 24, "max_model_len": 200}], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("llama", ROOMY),
+        ("llama", TIGHT),
+        ("gemma2", TIGHT),
+        pytest.param("gemma2", ROOMY, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", ROOMY, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", TIGHT, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_equals_generate(
     architecture: str,
     settings: dict[str, Any],

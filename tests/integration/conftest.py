@@ -112,7 +112,7 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
             "threads": 1,
             "local_prefill_tokens": 0,
             "connector": f"{segment}?{PATIENT_STORE}",
-            "kv_cache_memory": "128MiB",  # clearing a larger pool takes longer than all else
+            "kv_cache_memory": "32MiB",  # clearing a larger pool takes longer than all else
         }
         all_flags = {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}
         deployment_class = type(

@@ -58,7 +58,11 @@ def reference_logprobs(path: Path, outputs: list[list[int]]) -> list[list[float]
     return found
 
 
-@pytest.mark.parametrize("topology", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}], ids=str)
+@pytest.mark.parametrize(
+    "topology",
+    [{"prefill": 1, "decode": 1}, pytest.param({"prefill": 0, "decode": 0, "both": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_equals_transformers(
     topology: dict[str, int], checkpoint: Callable[..., Path], deploy: Callable[..., Any], complete: Callable[..., Any]
 ) -> None:

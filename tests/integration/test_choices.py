@@ -61,7 +61,7 @@ def test_the_prompt_is_computed_and_moved_once(
         assert complete(deployment, prompt=PROMPT, n=4, max_tokens=1)["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("victim", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 def test_choices_survive_the_loss_of_an_instance(
     victim: str,
     checkpoint: Callable[..., Path],

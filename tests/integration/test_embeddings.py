@@ -36,7 +36,8 @@ def reference(path: Path, mode: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "topology"), [("last", {}), ("mean", {}), ("cls", {"prefill": 0, "decode": 0, "both": 1})]
+    ("mode", "topology"),
+    [("last", {}), pytest.param("mean", {}, marks=pytest.mark.slow), ("cls", {"prefill": 0, "decode": 0, "both": 1})],
 )
 def test_embeddings_equal_hidden_states(
     mode: str, topology: dict[str, int], checkpoint: Callable[..., Path], deploy: Callable[..., Any]

@@ -78,15 +78,13 @@ def test_killed_instance_fails_no_request(
         wait_until(lambda: not any(blocks_held(deployment).values()), 600, "all blocks are freed")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streams_of_a_killed_decode_migrate(
-    temperature: float,
     checkpoint: Callable[..., Path],
     deploy: Callable[..., Any],
     complete: Callable[..., dict[str, Any]],
 ) -> None:
     bodies = [
-        {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "temperature": temperature, "seed": i, "logprobs": 0}
+        {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "temperature": i % 2, "seed": i, "logprobs": 0}
         for i, prompt in enumerate(PROMPTS)
     ]
     with (

@@ -29,7 +29,7 @@ def block_size_flags(prefill: int, decode: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("connector_url", "prefill", "decode"),
-    [("shm", 16, 64), ("shm", 32, 16), ("file", 24, 16), ("nixl", 32, 16)],
+    [("shm", 16, 64), pytest.param("shm", 32, 16, marks=pytest.mark.slow), ("file", 24, 16), ("nixl", 32, 16)],
     indirect=["connector_url"],
 )
 def test_different_block_sizes_change_no_token(

@@ -13,7 +13,10 @@ import transformers
 from pdserve.router.api.answers import ChatCompletion, Completion
 
 LENGTHS = (1, 2, 16, 33, 300)
-TOPOLOGIES = [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}]
+TOPOLOGIES = [
+    {"prefill": 1, "decode": 1},
+    pytest.param({"prefill": 0, "decode": 0, "both": 1}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

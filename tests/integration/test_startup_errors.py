@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from pdserve.cli.commands import app
 from pdserve.cli.deployment import free_port
+from pdserve.errors import SetupError
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -97,32 +100,9 @@ def test_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["router", "--policy", "best"],
-            "--policy must be auto, round_robin, least_loaded",
-        ),
         (["prefill", "--block-size", "0"], "--block-size must be at least 1, not 0"),
-        (["prefill", "--kv-cache-memory", "lots"], "'lots' is not a size"),
-        (["prefill", "--dtype", "int3"], "--dtype must be auto, float32, bfloat16 or float16, not int3"),
-        (["prefill", "--device", "quantum"], "device 'quantum' is not supported"),
-        (["prefill", "--kernel", "magic"], "--kernel must be auto, reference, cpu, triton or flash, not magic"),
         (["prefill", "--num-blocks", "16", "--max-model-len", "999"], "does not fit into 16 blocks"),
-        (["prefill", "--lease-seconds", "-1"], "--lease-seconds must be at least 0, not -1.0"),
-        (["decode", "--drain-seconds", "-1"], "--drain-seconds must be at least 0, not -1.0"),
-        (["decode", "--metrics-port", "65536"], "--metrics-port must be from 0 to 65535, not 65536"),
-        (["decode", "--router", ","], "--router is empty; write host:port"),
-        (["decode", "--router", "127.0.0.1:8001,other"], "--router: 'other' is not an address; write host:port"),
         (["decode", "--registry", "http://x"], "--registry must be the URL of a Redis, such as redis://host:6379/0"),
-        (["decode", "--registry", "redis://x", "--router", "x:1"], "--router and --registry both name the routers"),
-        (["router", "--port", "0", "--drain-seconds", "-1"], "--drain-seconds must be at least 0, not -1.0"),
-        (["decode", "--router", "other:0"], "the port of --router other:0 must be from 1 to 65535"),
-        (["router", "--control-port", "-1"], "--control-port must be from 0 to 65535, not -1"),
-        (["router", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
-        (["router", "--workers", "2", "--port", "8002"], "--port and --control-port are both 8002"),
-        (
-            ["router", "--workers", "2", "--own-port", "65535"],
-            "--own-port of the last of --workers 2 must be from 0 to",
-        ),
         (["router", "--port", "0", "--control-port", "0", "--api-key", "a,,b"], "a key is empty"),
         (
             ["router", "--port", "0", "--control-port", "0", "--kv-events-subscribe", '[{"endpoint": "tcp://a"}]'],
@@ -133,19 +113,74 @@ def test_port_in_use(pdserve: Command, checkpoint: Callable[..., Path]) -> None:
             "--response-store",
         ),
         (["up", "--prefill", "0", "--decode", "1"], "no request could be served"),
-        (["up", "--prefill", "-1", "--both", "1"], "--prefill must be at least 0, not -1"),
-        (["up", "--connector", "pigeon://"], "There is no connector for pigeon://; installed schemes: "),
-        (["up", "--connector", "shm://kv?sizes=1GiB"], "sizes"),
-        (["router", "--cors-origins", "https://a.example,not a url"], "--cors-origins: 'not a url' is not an origin"),
         (["router", "--cors", "*"], "error: No such option: --cors"),
-        (["up", "--port", "0"], "--port must be from 1 to 65535, not 0"),
-        (["up", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
     ],
 )
 def test_invalid_settings(
     arguments: list[str], message: str, pdserve: Command, checkpoint: Callable[..., Path]
 ) -> None:
+    """One that is found when settings are read, and all that are found later."""
     assert_start_fails(pdserve(*arguments, "--model", str(checkpoint("llama"))), message)
+
+
+@pytest.fixture
+def starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that would start a router, an instance or a deployment in this process fails."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the settings were accepted")
+
+    for start in (
+        "pdserve.router.server.serve",
+        "pdserve.instance.process.serve",
+        "pdserve.cli.deployment.Deployment.__init__",
+    ):
+        monkeypatch.setattr(start, refuse)
+
+
+@pytest.mark.usefixtures("starts_nothing")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["router", "--policy", "best"],
+            "--policy must be auto, round_robin, least_loaded",
+        ),
+        (["prefill", "--kv-cache-memory", "lots"], "'lots' is not a size"),
+        (["prefill", "--dtype", "int3"], "--dtype must be auto, float32, bfloat16 or float16, not int3"),
+        (["prefill", "--device", "quantum"], "device 'quantum' is not supported"),
+        (["prefill", "--kernel", "magic"], "--kernel must be auto, reference, cpu, triton or flash, not magic"),
+        (["prefill", "--lease-seconds", "-1"], "--lease-seconds must be at least 0, not -1.0"),
+        (["decode", "--drain-seconds", "-1"], "--drain-seconds must be at least 0, not -1.0"),
+        (["decode", "--metrics-port", "65536"], "--metrics-port must be from 0 to 65535, not 65536"),
+        (["decode", "--router", ","], "--router is empty; write host:port"),
+        (["decode", "--router", "127.0.0.1:8001,other"], "--router: 'other' is not an address; write host:port"),
+        (["decode", "--registry", "redis://x", "--router", "x:1"], "--router and --registry both name the routers"),
+        (["router", "--port", "0", "--drain-seconds", "-1"], "--drain-seconds must be at least 0, not -1.0"),
+        (["decode", "--router", "other:0"], "the port of --router other:0 must be from 1 to 65535"),
+        (["router", "--control-port", "-1"], "--control-port must be from 0 to 65535, not -1"),
+        (["router", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
+        (["router", "--workers", "2", "--port", "8002"], "--port and --control-port are both 8002"),
+        (
+            ["router", "--workers", "2", "--own-port", "65535"],
+            "--own-port of the last of --workers 2 must be from 0 to",
+        ),
+        (["up", "--prefill", "-1", "--both", "1"], "--prefill must be at least 0, not -1"),
+        (["up", "--connector", "pigeon://"], "There is no connector for pigeon://; installed schemes: "),
+        (["up", "--connector", "shm://kv?sizes=1GiB"], "sizes"),
+        (["router", "--cors-origins", "https://a.example,not a url"], "--cors-origins: 'not a url' is not an origin"),
+        (["up", "--port", "0"], "--port must be from 1 to 65535, not 0"),
+        (["up", "--port", "9000", "--control-port", "9000"], "--port and --control-port are both 9000"),
+    ],
+)
+def test_settings_that_are_invalid_when_they_are_read(
+    arguments: list[str], message: str, checkpoint: Callable[..., Path]
+) -> None:
+    """Processes print such errors as those above."""
+    result = CliRunner().invoke(app, [*arguments, "--model", str(checkpoint("llama"))], standalone_mode=False)
+    assert isinstance(result.exception, SetupError), result.output
+    (line,) = str(result.exception).splitlines()
+    assert message in line
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])

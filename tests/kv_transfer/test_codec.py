@@ -281,16 +281,17 @@ CODEC_RULES = ["round-trip", "flipped-bytes", "foreign-namespace", "older-layout
 @pytest.mark.parametrize(
     ("scheme", "name", "rules"),
     [
-        ("shm", "int8", []),
+        ("shm", "int8", CODEC_RULES),
+        pytest.param("shm", "int8", [], marks=pytest.mark.slow),
         ("redis", "zstd", CODEC_RULES),
         ("memory", "lz4", CODEC_RULES),
         ("file", "fp8", CODEC_RULES),
-        ("redis+cluster", "lz4", CODEC_RULES),
+        pytest.param("redis+cluster", "lz4", CODEC_RULES, marks=pytest.mark.slow),
     ],
     indirect=["scheme"],
 )
 def test_the_rules_hold_with_codecs(scheme_url: Callable[[str], str], name: str, rules: list[str]) -> None:
-    """All rules with a lossless and a lossy codec; the rules that depend on codecs with each codec and each connector."""
+    """The rules that depend on codecs, with each codec and each kind of connector; at length all rules."""
     reports = list(check(scheme_url(name), rules_named(rules), seconds=0.5))
     assert not [one for one in reports if one.verdict is Verdict.BROKEN]
     assert {one.rule for one in reports if one.verdict is Verdict.HOLDS} >= set(CODEC_RULES)

@@ -169,7 +169,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "WORKSPACE_BYTES", 1)
 
 
-@pytest.mark.parametrize("int32", [False, True])
+@pytest.mark.parametrize("int32", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("prefill", "decode", "block_size"),
     [
@@ -182,7 +182,12 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (12, 20.0)])
 @pytest.mark.parametrize(
-    "lengths", [[(1, 17), (1, 70)], [(1, 33), (9, 9), (5, 40), (1, 8)], [(20, 25)]], ids=["decode", "mixed", "prefill"]
+    "lengths",
+    [
+        pytest.param([(1, 17), (1, 70)], id="decode"),
+        pytest.param([(1, 33), (9, 9), (5, 40), (1, 8)], id="mixed"),
+        pytest.param([(20, 25)], id="prefill", marks=pytest.mark.slow),
+    ],
 )
 def test_equals_the_reference(
     prefill: str,

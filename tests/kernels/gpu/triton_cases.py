@@ -34,6 +34,11 @@ INVARIANT = select_kernel("triton", DEVICE, batch_invariant="on")
 CUDA = DEVICE.type == "cuda"
 
 
+def slow(*cases: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield cases that repeat features of others: they run with `-m slow`, and while the kernels change."""
+    return (pytest.param(*case, marks=pytest.mark.slow) for case in cases)
+
+
 @pytest.fixture
 def exact_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `tl.dot` of the interpreter round once: NumPy's rounds a row by its place in the tile, which tensor cores do not.
@@ -60,19 +65,21 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "size", "block_size", "lengths", "window", "softcap"),
     [
-        (torch.float32, 4, 4, 32, 16, MIXED, None, None),
-        (torch.float32, 8, 2, 64, 8, MIXED, 20, None),
         (torch.float32, 4, 1, 80, 16, MIXED, None, 20.0),
-        (torch.float32, 8, 4, 128, 32, DECODE, 16, 30.0),
         (torch.float32, 8, 1, 256, 16, DECODE, None, None),
         (torch.float32, 40, 1, 32, 16, LONG, None, None),  # more heads of one token than a tile has rows
-        (torch.float32, 4, 2, 32, 16, LONG, None, None),
-        (torch.float32, 4, 2, 32, 16, LONG, 550, 20.0),
-        (torch.float32, 4, 2, 32, 16, TILES, None, None),
         (torch.float32, 4, 2, 32, 16, TILES, 30, 20.0),
         (torch.float16, 8, 2, 64, 16, MIXED, None, None),
-        (torch.bfloat16, 8, 4, 128, 16, MIXED, None, None),
         (torch.bfloat16, 4, 2, 64, 16, LONG, 550, 20.0),
+        *slow(
+            (torch.float32, 4, 4, 32, 16, MIXED, None, None),
+            (torch.float32, 8, 2, 64, 8, MIXED, 20, None),
+            (torch.float32, 8, 4, 128, 32, DECODE, 16, 30.0),
+            (torch.float32, 4, 2, 32, 16, LONG, None, None),
+            (torch.float32, 4, 2, 32, 16, LONG, 550, 20.0),
+            (torch.float32, 4, 2, 32, 16, TILES, None, None),
+            (torch.bfloat16, 8, 4, 128, 16, MIXED, None, None),
+        ),
     ],
 )
 def test_attention(
@@ -100,10 +107,12 @@ def test_attention(
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "size", "window", "softcap"),
     [
-        pytest.param(torch.bfloat16, 6, 2, 32, None, None, marks=pytest.mark.slow),
         (torch.float16, 2, 1, 64, 150, 20.0),
-        (torch.float16, 3, 1, 20, 200, None),
-        (torch.float16, 1, 1, 256, None, None),
+        *slow(
+            (torch.bfloat16, 6, 2, 32, None, None),
+            (torch.float16, 3, 1, 20, 200, None),
+            (torch.float16, 1, 1, 256, None, None),
+        ),
     ],
 )
 def test_a_row_depends_on_its_own_history_only(
@@ -138,8 +147,8 @@ def test_a_row_depends_on_its_own_history_only(
 
 
 @pytest.mark.usefixtures("exact_dot")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("features", "outputs"), [(64, 40), (200, 130), *([(4096, 8200)] if CUDA else [])])
+@pytest.mark.parametrize("dtype", [*slow((torch.bfloat16,)), torch.float16])
+@pytest.mark.parametrize(("features", "outputs"), [*slow((64, 40)), (200, 130), *([(4096, 8200)] if CUDA else [])])
 def test_linear(dtype: torch.dtype, features: int, outputs: int) -> None:
     """A row of a product is the same alone, in a batch of any size, and anywhere in it."""
     random = torch.Generator().manual_seed(1)
@@ -308,7 +317,7 @@ def test_block_copies(dtype: torch.dtype, kernel: Kernel) -> None:
     assert torch.equal(pool[targets], -out)
 
 
-@pytest.mark.parametrize("swap_space", [0, 0.001])
+@pytest.mark.parametrize("swap_space", [*slow((0,)), 0.001])
 def test_equals_generate_while_preempting(
     swap_space: float, equals_generate_while_preempting: Callable[..., None]
 ) -> None:
