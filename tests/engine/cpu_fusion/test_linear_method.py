@@ -62,7 +62,7 @@ def engine_with_deltas(path: Path, dtype: str) -> Engine:
 
 def test_a_delta_through_the_engine(checkpoint: Callable[..., Path], prompts: list[list[int]], generate: Any) -> None:
     path = checkpoint("llama", dtype="float32")
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for name, delta in deltas(model, torch.float32).items():
         model.get_submodule(name).register_forward_hook(lambda _, args, y, delta=delta: delta.add(args[0], y))
     settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
