@@ -5,7 +5,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated
 
-from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
@@ -87,8 +87,8 @@ class BatchEndpoints(Endpoints):
                     raise BadRequest(message, kind="missing_field", param="file")
                 name = (file.filename or "")[:MAX_FILENAME]
                 return await asyncio.to_thread(store.add_file, request.state.key, name, "batch", file.file)
-        except HTTPException as error:  # of starlette's parser
-            raise BadRequest(f"the body is no form: {error.detail}", kind="invalid_form") from None
+        except MultiPartException as error:
+            raise BadRequest(f"the body is no form: {error.message}", kind="invalid_form") from None
 
     @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=answers.StoredList)
     async def list_files(self, request: Request) -> Response:

@@ -75,7 +75,7 @@ def create_app(
         BodyLimit(config.max_body_bytes, config.client_timeout_seconds, admission.body_budget, uploads),
         [origin.strip() for origin in config.cors_origins.split(",") if config.cors_origins],
         prepare=document,
-        handlers={route.path: route.handle for route in generation_routes if route.methods == {"POST"}},
+        handlers={route.path: route.respond for route in generation_routes if route.methods == {"POST"}},
     )
 
 

@@ -128,7 +128,7 @@ class Endpoint(APIRoute):
 
     def get_route_handler(self) -> Handler:
         """Return the function from request to response; FastAPI's own unless the endpoint has a JsonBody."""
-        handle = self.handle if self.has_body else super().get_route_handler()
+        handle = self.respond if self.has_body else super().get_route_handler()
         if not self._json_only:
             return handle
 
@@ -148,7 +148,7 @@ class Endpoint(APIRoute):
         response = await self._respond(Request(scope, receive))
         await response(scope, receive, send)
 
-    async def handle(self, request: Request) -> Response:
+    async def respond(self, request: Request) -> Response:
         """Return the response to a request with a JsonBody."""
         answer = await self.endpoint(request, await read_json(request), **request.path_params)
         return answer if isinstance(answer, Response) else json_response(answer, self.status_code or 200)

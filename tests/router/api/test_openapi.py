@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fastapi import FastAPI
 
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
@@ -89,7 +88,7 @@ def test_keys_are_described_where_they_are_required(
 
 
 def test_a_prepared_router_has_the_document_before_anyone_asks(
-    app: FastAPI, client: Client, monkeypatch: pytest.MonkeyPatch
+    app: Application, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Building it takes 0.1 s, for which all streams would wait."""
     app.prepare()

@@ -151,7 +151,7 @@ def test_bodies_and_listings_are_read_in_threads(
 ) -> None:
     with serve() as url, client(url) as official:
         official.files.create(file=("a.jsonl", b"x\n"), purpose="batch")
-        threads, parsing_in = threads_of(FileStore, "load"), threads_of(parsing, "validate")
+        threads, parsing_in = threads_of(FileStore, "load"), threads_of(parsing, "parse_json")
         [serving] = [one for one in threading.enumerate() if one.name.endswith("(run)")]
         assert official.files.list().data
         with pytest.raises(openai.BadRequestError):
