@@ -244,8 +244,8 @@ class Tickets:
         super().open()
         self._finish_transfer = self.finish_with_ticket
 
-    def finish_with_ticket(self, operation, expected=frozenset()):
-        result = type(self)._finish_transfer(self, operation, expected)
+    def finish_with_ticket(self, operation):
+        result = type(self)._finish_transfer(self, operation)
         return replace(result, ticket=b"here" if operation.kind == "store" else b"")
 
 class Ticketed(Tickets, MemoryConnector): ...
