@@ -6,6 +6,9 @@ BIN := .venv/bin
 
 PYTEST := $(BIN)/pytest -n 4 --dist worksteal --durations=40 --durations-min=1
 
+# Otherwise each process that a test starts, and each worker, compiles anew what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-fast slow check lint proto clean
 
 setup: .venv/.ready
