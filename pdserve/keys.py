@@ -18,6 +18,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import TypeAlias
 
 Tokens: TypeAlias = "array[int]"
@@ -49,12 +50,12 @@ class Layout:
     ranks: int = 1
     latent: bool = False  # one row per token, from which all heads' K and V follow, instead of K and V
 
-    @property
+    @cached_property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         """Layers, 2 for K and V or 1 for latent rows, heads in the block, tokens, numbers of a row."""
         return self.num_layers, 1 if self.latent else 2, len(self.heads), self.block_size, self.head_dim
 
-    @property
+    @cached_property
     def heads(self) -> range:
         """KV heads in the block. Ranks share a head if there are fewer heads than ranks."""
         first = self.rank * self.num_kv_heads // self.ranks
@@ -66,11 +67,11 @@ class Layout:
         heads, ranks = self.num_kv_heads, self.ranks
         return 0 <= self.rank < ranks and not (heads % ranks and ranks % heads)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return math.prod(self.block_shape) * self.itemsize
 
-    @property
+    @cached_property
     def bytes_on_all_ranks(self) -> int:
         return self.block_bytes * self.ranks
 
@@ -84,7 +85,7 @@ class Layout:
             del values["latent"]
         return _digest(json.dumps(values, sort_keys=True).encode())
 
-    @property
+    @cached_property
     def model_digest(self) -> bytes:
         """A 16-byte digest of the model alone, the same for all its layouts."""
         return _digest(self.model_fingerprint.encode())

@@ -41,6 +41,8 @@ class StepResult:
         swap_seconds: duration of these copies.
         work: (tokens computed, tokens before them) of each advanced sequence.
         storing_paused: whether sequences whose KV is stored as it is computed were left out.
+        num_tokens: how many tokens all sequences got.
+        idle: the step did nothing; neither will the next, until a block is released or a request arrives.
     """
 
     advanced: list[Sequence] = field(default_factory=list)
@@ -52,16 +54,13 @@ class StepResult:
     swap_seconds: float = 0.0
     work: list[tuple[int, int]] = field(default_factory=list)
     storing_paused: bool = False
+    num_tokens: int = 0
+    idle: bool = False
 
     @property
     def sampled(self) -> list[Sequence]:
         """Sequences that got tokens."""
         return [seq for seq, accepted in self.outcome.items() if accepted.tokens]
-
-    @property
-    def idle(self) -> bool:
-        """True if the step did nothing; neither will the next, until a block is released or a request arrives."""
-        return not (self.advanced or self.preempted or self.resumed or self.swapped_in)
 
 
 class Engine:
@@ -113,6 +112,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
         self._compiling: list[Sequence] = []  # sequences whose grammar is being compiled
+        self._searches = set[Sequence]()  # the roots of beam searches that are here
         self._arrivals_per_priority = ARRIVALS_PER_PRIORITY if config.scheduling_policy == "priority" else 0
 
     def new_sequence(
@@ -217,6 +217,8 @@ class Engine:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, once its grammar, if it has one, is compiled."""
+        if seq.group is not None:
+            self._searches.add(seq)
         if seq.constraint is not None and not seq.constraint.is_ready:
             self._compiling.append(seq)
         else:
@@ -234,6 +236,7 @@ class Engine:
         seq.leave()
         self.scheduler.remove(seq)
         if seq.group is not None:
+            self._searches.discard(seq)
             for beam in seq.group.beams:
                 self.scheduler.remove(beam)
             seq.group.beams = []
@@ -248,10 +251,11 @@ class Engine:
         Args:
             pause_storing: see `Scheduler.schedule`.
         """
-        searched = self._branch_beams()
-        compiling, self._compiling = self._compiling, []
-        for seq in compiling:
-            self.add(seq)
+        searched = self._branch_beams() if self._searches else []
+        if self._compiling:
+            compiling, self._compiling = self._compiling, []
+            for seq in compiling:
+                self.add(seq)
         schedule = self.scheduler.schedule(pause_storing=pause_storing)
         plan = schedule.plan
         if self.drafter is not None:
@@ -262,20 +266,30 @@ class Engine:
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
         outcome = (self.runner.pipeline or self.runner).step(plan)
-        work = [(plan.num_tokens(seq), seq.num_computed) for seq, accepted in outcome.items() if accepted.computed]
+        work, leaders, num_tokens = list[tuple[int, int]](), list[Sequence](), 0
+        advanced = dict.fromkeys(searched)
         for seq, accepted in outcome.items():
+            if accepted.computed:
+                work.append((plan.num_tokens(seq), seq.num_computed))
+            advanced[seq if seq.group is None else seq.group.root] = None
             if len(accepted.tokens) > 1:
                 accepted.cut_at_end(seq)
                 seq.extend(accepted.tokens[:-1])
             seq.mark_computed(accepted.computed)
             seq.register_full_blocks(self.pool)
-        siblings = self._share_prompts(outcome)
+            num_tokens += len(accepted.tokens)
+            if seq.siblings and accepted.tokens:
+                leaders.append(seq)
+        for leader in leaders:
+            advanced.update(dict.fromkeys(self._share_prompt(leader)))
         for seq, accepted in outcome.items():
             if accepted.tokens:
                 seq.append(accepted.tokens[-1])
         return StepResult(
-            advanced=[*dict.fromkeys((*searched, *map(_root, outcome), *siblings))],
+            advanced=[*advanced],
             outcome=outcome,
+            num_tokens=num_tokens,
+            idle=not (advanced or schedule.preempted or schedule.resumed or schedule.swap_in),
             preempted=len(schedule.preempted),
             resumed=schedule.resumed,
             swapped_out=len(schedule.swap_out),
@@ -310,20 +324,13 @@ class Engine:
             group.beams = beams
         return [group.root for group in ready]
 
-    def _share_prompts(self, outcome: StepOutcome) -> list[Sequence]:
-        """Queue the sequences whose leaders have computed the prompt, and return them."""
-        shared = []
-        for leader in [seq for seq, accepted in outcome.items() if seq.siblings and accepted.tokens]:
-            for seq in leader.take_siblings():
-                seq.share(leader, self.pool)
-                self.scheduler.add(seq)
-                shared.append(seq)
+    def _share_prompt(self, leader: Sequence) -> list[Sequence]:
+        """Queue the sequences that have waited for a leader, which has computed the prompt, and return them."""
+        shared = leader.take_siblings()
+        for seq in shared:
+            seq.share(leader, self.pool)
+            self.scheduler.add(seq)
         return shared
-
-
-def _root(seq: Sequence) -> Sequence:
-    """Return the sequence that stands for the request in results: of a beam search, the one that computed the prompt."""
-    return seq if seq.group is None else seq.group.root
 
 
 def _load_runner(config: EngineConfig, checkpoint: Checkpoint | None) -> "ModelRunner":

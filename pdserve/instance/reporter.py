@@ -112,7 +112,7 @@ class Reporter:
             self.count("engine_steps", 1)
         if result.storing_paused:
             self.count("prefill_steps_held_back", 1)
-        self.meter.record_step(result.work, bool(result.sampled), seconds, now)
+        self.meter.record_step(result.work, result.num_tokens > 0, seconds, now)
         for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
             if blocks:
                 self.meter.record_swap(blocks, result.swap_seconds, now)

@@ -182,7 +182,7 @@ class Scheduler:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
         has_acted = output.preempted or output.resumed or output.swap_in
-        if not (output.plan.counts or output.storing_paused or has_acted):
+        if (self.running or self.loaded) and not (output.plan.counts or output.storing_paused or has_acted):
             self._make_room_for_beams(output)
         if self.grows_ahead:
             self._grow_ahead(output)
