@@ -158,7 +158,7 @@ def test_rate_limits_of_a_key_are_shared_by_all_routers(fleet: Fleet, wait_until
             text: Any = client.get(f"pdserve:limits:bob:{fleet.deployment.config.name}")
         return dict(json.loads(text or "{}"))
 
-    wait_until(lambda: 2 <= limits().get("requests", [4])[0] < 3, "two of four requests remain")
+    wait_until(lambda: 2 <= limits().get("rates", {"requests": [4]})["requests"][0] < 3, "two of four requests remain")
     wait_until(lambda: limits()["choices"] == {}, "no request is running")
 
 
