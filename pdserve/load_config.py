@@ -7,6 +7,7 @@ from typing import ClassVar
 from pdserve.config import (
     DEFAULT_PORT,
     LOCAL_PREFILL_HELP,
+    POLICIES_GROUP,
     POLICY_NAMES,
     PORTS,
     TTFT_TARGET_HELP,
@@ -72,7 +73,7 @@ class FleetConfig(LoadConfig):
     max_num_batched_tokens: int | None = flag(
         "maximum tokens per step of an instance; default: as in the profile", None, least=1
     )
-    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES)
+    policy: str = flag("routing policy for P and D", "auto", choices=POLICY_NAMES, plugins=POLICIES_GROUP)
     prefill_policy: str | None = policy_flag("prefill")
     decode_policy: str | None = policy_flag("decode")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)

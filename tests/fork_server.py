@@ -28,7 +28,7 @@ from typing import IO, Self
 IMPORTED = [
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
     *("pdserve.cli.commands", "pdserve.cli.supervisor", "pdserve.instance.process", "pdserve.ranks.follower"),
-    *("pdserve.kv_transfer.connectors.shm_segment", "pdserve.kv_transfer.connectors.shm_slab"),
+    *("pdserve.kv_transfer.connectors.shm.connector", "pdserve.kv_transfer.connectors.file"),
     *("pdserve.router.server", "pydantic.v1"),  # the latter by FastAPI when it makes an application
 ]
 PR_SET_PDEATHSIG = 1

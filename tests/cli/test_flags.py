@@ -61,7 +61,10 @@ def test_help_shows_the_limits() -> None:
         ({"instance_timeout_seconds": 0.0}, "--instance-timeout-seconds must be more than 0, not 0.0"),
         ({"instance_timeout_seconds": float("nan")}, "--instance-timeout-seconds must be more than 0, not nan"),
         ({"log_format": "xml"}, "--log-format must be text or json, not xml"),
-        ({"decode_policy": "best"}, "--decode-policy must be auto, round_robin, .* or prefix_aware, not best"),
+        (
+            {"decode_policy": "best"},
+            "--decode-policy must be auto, round_robin, .* or prefix_aware, or of a package, not best",
+        ),
     ],
 )
 def test_values_beyond_the_limits_are_refused(settings: dict[str, Any], message: str) -> None:

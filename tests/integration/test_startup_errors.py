@@ -149,7 +149,10 @@ def starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (["prefill", "--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["prefill", "--dtype", "int3"], "--dtype must be auto, float32, bfloat16 or float16, not int3"),
         (["prefill", "--device", "quantum"], "device 'quantum' is not supported"),
-        (["prefill", "--kernel", "magic"], "--kernel must be auto, reference, cpu, triton or flash, not magic"),
+        (
+            ["prefill", "--kernel", "magic"],
+            "--kernel must be auto, reference, cpu, triton or flash, or of a package, not magic",
+        ),
         (["prefill", "--lease-seconds", "-1"], "--lease-seconds must be at least 0, not -1.0"),
         (["decode", "--drain-seconds", "-1"], "--drain-seconds must be at least 0, not -1.0"),
         (["decode", "--metrics-port", "65536"], "--metrics-port must be from 0 to 65535, not 65536"),

@@ -25,6 +25,12 @@ DTYPES = [torch.float16, *([torch.bfloat16] if CUDA else [])]
 EPS = 1e-6
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Rounding of the last bit is compared, so the numbers are the same in each run."""
+    torch.manual_seed(1)
+
+
 def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
