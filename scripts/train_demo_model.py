@@ -91,7 +91,9 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- for message in messages -%}
 {%- if not (loop.first and tools and message['role'] == 'system') -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + text(message['content']) -}}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['reasoning_content'] -%}{{- '<think>\\n' + message['reasoning_content'] + '\\n</think>\\n\\n' -}}{%- endif -%}
+{{- text(message['content']) -}}
 {%- for call in message['tool_calls'] or [] -%}
 {%- set function = call['function'] or call -%}
 {{- '\\n' if not loop.first or message['content'] -}}

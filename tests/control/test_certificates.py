@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,7 +38,7 @@ def make_hello(name: str) -> pb.Hello:
         protocol_version=PROTOCOL_VERSION,
         nonce=bytes(NONCE_BYTES),
         namespace=LAYOUT.namespace,
-        layout=pb.Layout(**vars(LAYOUT)),
+        layout=pb.Layout(**asdict(LAYOUT)),
         block_size=LAYOUT.block_size,
         block_bytes=LAYOUT.block_bytes,
         num_blocks=9,

@@ -78,6 +78,7 @@ class IdleInstance:
     def __init__(self) -> None:
         self.kv_events = KVEventPublisher()
         self.heartbeat, self.load = pb.Heartbeat(), pb.Load()
+        self.reporter = self.status = self
 
     def other_load(self, link: str) -> pb.Load:
         return self.load
