@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel can do besides attention over blocks of equal heads. The engine asks for these, never for its name.
+    """Capabilities of a kernel beyond attention over K and V of equal heads. The engine reads these, not the kernel's name.
 
     Attributes:
         latent: attends over latent rows, which are wider than heads.

@@ -1,4 +1,4 @@
-"""What tests read of the outputs that instances send."""
+"""Readers of the outputs in the frames of instances."""
 
 from pdserve.output import Output, unpack
 from pdserve.proto import pdserve_pb2 as pb

@@ -248,7 +248,7 @@ class Sequence:
         return "length" if self.num_output >= self.sampling.max_tokens else None
 
     def ends_with(self, token: int, num_output: int) -> bool:
-        """Return whether a token stops it that is the last of so many of its output."""
+        """Return whether a token ends the sequence, if it is number `num_output` of its output tokens (from 1)."""
         return token in self.stop_token_ids and num_output >= self.sampling.min_tokens
 
     @cached_property

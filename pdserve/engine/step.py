@@ -18,7 +18,7 @@ from pdserve.request import TokenLogprobs
 
 
 class Accepted(msgspec.Struct, gc=False):
-    """What a step has done for one sequence.
+    """Outcome of a step for one sequence.
 
     Attributes:
         computed: number of further tokens that have KV now, accepted drafts included.
@@ -51,7 +51,7 @@ class Drafter(Protocol):
 
 @dataclass
 class StepPlan:
-    """What a step is to compute, in batch order.
+    """Work of one step: the tokens that the model computes, by sequence, in batch order.
 
     Attributes:
         counts: of each sequence, the number of further tokens, the first one without KV first.

@@ -42,7 +42,7 @@ ERRORS = {
 
 
 class Access(Enum):
-    """Which key a path requires. The value names the key."""
+    """API key that a path requires; the value is its name in the settings, empty for none."""
 
     OPEN = ""
     CLIENT = "API key"

@@ -1,6 +1,6 @@
 """Linear layers whose weights belong to a method, and to whose output a delta may be added.
 
-    Linear ─► LinearMethod.apply(x) ─► Delta.add(x, y)
+    Linear ─► LinearMethod.product(x) ─► Delta.add(x, y)
 
 A method is how a layer's weights are kept and its product is computed: plain, packed for our kernels, or low in bits. A delta
 is what another part adds, such as an adapter's product. Neither knows the other.
@@ -22,7 +22,7 @@ class LinearMethod(Protocol):
     features: tuple[int, int]
     num_bytes: int
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features], each row apart from the others."""
 
 
@@ -44,7 +44,7 @@ class PlainMethod(torch.nn.Module):
         self.features = (columns, rows) if isinstance(layer, torch.nn.Linear) else (rows, columns)
         self.num_bytes = sum(parameter.nbytes for parameter in layer.parameters())
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # of Module, which nobody calls
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layer(x)
         return y
 
@@ -64,7 +64,7 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]"""
-        y = self.method.apply(x)
+        y = self.method.product(x)
         return y if self.delta is None else self.delta.add(x, y)
 
 

@@ -25,7 +25,7 @@ class PackedMethod(torch.nn.Module):
         self.weight = weight  # no parameter, so that nothing takes it for the plain weight
         self.bias = bias
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # of Module, which nobody calls
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearMethod`."""
         return linear.linear(x, self.weight, self.bias)
 

@@ -96,5 +96,8 @@ def test_layers_and_methods() -> None:
             add_delta(model, name, first)
     packed = torch.nn.Sequential(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
     assert prepack(packed) == 1
+    names = list[str]()
+    packed.apply(lambda module: names.append(type(module).__name__))  # torch's own, which visits all modules
+    assert names == ["PackedMethod", "Linear", "Sequential"]
     layer: Any = packed[0]
     assert layer.method.features == (64, 32) and layer.method.num_bytes == 2 * (64 * 32 + 32)
