@@ -42,7 +42,7 @@ ERRORS = {
 
 
 class Access(Enum):
-    """API key that a path requires; the value is its name in the settings, empty for none."""
+    """API key that a path requires; the value is its name in error messages, empty for none."""
 
     OPEN = ""
     CLIENT = "API key"
