@@ -30,6 +30,7 @@ from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors, share
 NAME = "triton"
 CAPABILITIES = Capabilities(is_capturable=True)  # grids follow from the lengths on the host
 MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second kernel
+MAX_SPLIT_TOKENS = 1024  # KV tokens: one long sequence among many short ones would take as long alone
 INVARIANT_SPLIT_TOKENS = 512
 UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
 COPY_WORDS = 4096  # words of 8 bytes per program
@@ -539,8 +540,9 @@ def tuning_of(decode: bool, invariant: bool, repeats: int, padded: int, itemsize
 
 
 def _split_length(programs: int, kv_tokens: int, device: torch.device) -> int:
-    """Return the KV tokens of a split of decoding sequences: such that each multiprocessor has two programs."""
+    """Return the KV tokens of a split of decoding sequences: such that each multiprocessor has two programs, or more."""
     splits = min(2 * processors(device) // programs, kv_tokens // MIN_SPLIT_TOKENS)
+    splits = max(splits, triton.cdiv(kv_tokens, MAX_SPLIT_TOKENS))
     return triton.cdiv(kv_tokens, splits * 64) * 64 if splits > 1 else UNSPLIT  # whole tiles
 
 

@@ -61,7 +61,8 @@ def _prompt(count: int, block_size: int, blocks: range) -> Sequence:
 def graph_bytes(runner: "ModelRunner", config: EngineConfig) -> int:
     """Return the bytes that the graphs of decode steps will take, by those of the two largest.
 
-    The first takes the memory of its tensors, which all share, and each takes some for what it launches.
+    The first takes the memory of its tensors, which all share, and each takes some for its inputs, and outside of torch
+    for what it launches. Other processes on the GPU may start meanwhile: hence not by what is free on it.
     """
     longest, taken = runner.checkpoint.context_length, []
     sizes = padded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens), longest)
@@ -69,10 +70,10 @@ def graph_bytes(runner: "ModelRunner", config: EngineConfig) -> int:
     with runner.scratch_pool(1):
         for rows, limit in sizes[:2]:
             table = block_table([0] * -(-limit // runner.block_size))
-            before = gpu_memory.free_bytes(runner.device)
+            before = gpu_memory.reserved_bytes(runner.device)
             inputs = runner.step_inputs(
                 np.zeros(rows, np.uint32), [1] * rows, [limit - 1] * rows, [table] * rows, [*range(rows)]
             )
             graphs.logits(inputs.ids_1T, inputs.positions_1T, inputs.batch)
-            taken.append(max(0, before - gpu_memory.free_bytes(runner.device)))
-    return taken[0] + taken[-1] * (len(sizes) - 1)
+            taken.append(gpu_memory.reserved_bytes(runner.device) - before)
+    return taken[0] + taken[-1] * (len(sizes) - 1) + gpu_memory.GRAPH_BYTES * len(sizes)

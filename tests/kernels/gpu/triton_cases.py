@@ -196,6 +196,7 @@ def test_kv_depends_on_its_own_history_only(architecture: str, checkpoint: Calla
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="looks into the interpreter; test_on_gpu.py has the same for GPUs")
 @pytest.mark.parametrize("batch_invariant", ["off", "on"])
 @pytest.mark.parametrize("architecture", ["gemma2"])  # layers with and without a window, and soft caps
 def test_nothing_is_compiled_after_the_warm_up(
