@@ -268,7 +268,7 @@ def describe_device(environment: dict[str, str]) -> dict[str, Any]:
     code = """
 import importlib.metadata, json, platform, torch
 versions = {}
-for name in ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", "nixl"):
+for name in ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4", "nixl"):
     try:
         versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
