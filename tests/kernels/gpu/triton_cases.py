@@ -332,4 +332,4 @@ def test_programs_start_for_the_sequences_of_their_phase(make_case: Callable[...
     """As many as the longest prompt has tiles would start for each decoding sequence at the front, and end at once."""
     batch = make_case(torch.float32, 4, 2, 32, 16, [*[(1, 20)] * 6, (9, 30), (1, 8), (5, 5)], INVARIANT, DEVICE).batch
     plan = triton_kernels._plan(batch, None, 2, False, DEVICE)
-    assert {decode: seqs for decode, seqs, *_ in plan} == {False: range(6, 9), True: range(8)}
+    assert {launch.decode: launch.seqs for launch in plan} == {False: range(6, 9), True: range(8)}
