@@ -48,9 +48,9 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("use", "operator"),
     [
-        (lambda rows: rows.digest(1), "aten::_local_scalar_dense"),  # waits for the stream in which it runs
+        (lambda rows: rows.digests([1]), "aten::_to_copy"),  # waits for the stream in which it runs
         (lambda rows: rows.like(2), "aten::empty"),  # memory of the stream in which it runs
-        (lambda rows: rows.copy(0, rows, 1), "aten::copy_"),
+        (lambda rows: rows.copy([0], rows, [1]), "aten::index_copy_"),
     ],
 )
 def test_nothing_runs_on_the_models_stream(use: Callable[[GPURows], object], operator: str) -> None:
@@ -64,4 +64,4 @@ def test_nothing_runs_on_the_models_stream(use: Callable[[GPURows], object], ope
 def test_rows_for_copies_have_the_shape_of_these() -> None:
     rows = GPURows(torch.zeros(2, 64, dtype=torch.uint8))
     copies = rows.like(5)
-    assert len(copies) == 5 and copies.nbytes == 320 and rows.copy(0, copies, 4) == copies.digest(4)
+    assert len(copies) == 5 and copies.nbytes == 320 and rows.copy([1, 0], copies, [3, 4]) == copies.digests([3, 4])
