@@ -121,9 +121,9 @@ class ConvertedPrompt:
         self._loader = loader
         self._target_block_size = target.block_size
         self._source_block_size = source.block_size
-        self._num_tokens = seq.num_initial
-        self._block_index = {key: index for index, key in enumerate(seq.initial_keys())}
-        self._source_keys = seq.prefix_keys(block_ends(seq.num_initial, source.block_size, partial=True))
+        self._num_tokens = seq.kv.num_initial
+        self._block_index = {key: index for index, key in enumerate(seq.kv.initial_keys())}
+        self._source_keys = seq.kv.prefix_keys(block_ends(seq.kv.num_initial, source.block_size, partial=True))
         self.exact = source.is_exact_for(target)
 
     def num_complete_blocks(self, num_source_blocks: int) -> int:

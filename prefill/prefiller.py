@@ -123,10 +123,10 @@ class Prefiller:
 
     def submit(self, job: Job, others: Sequence[Job] = ()) -> None:
         """Start a request: fetch stored blocks, then queue the sequence in the engine. `others` continue the same prompt."""
-        job.keys = job.seq.initial_keys()
+        job.keys = job.seq.kv.initial_keys()
         job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
-        is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1 and job.seq.group is None
+        is_last_token = job.seq.sampling.max_tokens - job.seq.output.num_generated == 1 and job.seq.group is None
         job.seq.lead([other.seq for other in others])
         state = _PrefillState(job, [job, *others], job.seq, 0.0 if is_last_token else self._lease_seconds)
         self._states.update(dict.fromkeys(state.jobs, state))
@@ -147,7 +147,7 @@ class Prefiller:
             job.report_embedding(self._context.now())
             self._context.count_prompt_sources(job)
             self._end_prompt(state, job)
-        elif job.seq.group is not None and job.seq.num_uncomputed == 0:
+        elif job.seq.group is not None and job.seq.kv.num_uncomputed == 0:
             job.report_prompt_sources()
             self._context.count_prompt_sources(job)
             self._end_prompt(state, job)
@@ -180,17 +180,17 @@ class Prefiller:
         Prefix hits and loaded blocks too: decode may lack them, and the store knows what it has.
         """
         job, seq = state.job, state.seq
-        is_complete = seq.num_computed >= seq.num_initial
-        ready = len(job.keys) if is_complete else seq.num_computed // seq.block_size
+        is_complete = seq.kv.num_computed >= seq.kv.num_initial
+        ready = len(job.keys) if is_complete else seq.kv.num_computed // seq.kv.block_size
         first = state.submitted_blocks
         if ready <= first or state.has_gap:
             return
-        if seq.num_dropped > first:  # they have left the attention window
+        if seq.kv.num_dropped > first:  # they have left the attention window
             self._context.count("store_skipped_blocks", len(job.keys) - first)
-            state.parts.append(_StorePart(seq.num_dropped - first, 0))
+            state.parts.append(_StorePart(seq.kv.num_dropped - first, 0))
             return
-        if is_complete and seq.num_initial % seq.block_size:
-            self._engine.runner.kv.clear_tail(seq.block_ids[ready - 1], seq.num_initial % seq.block_size)
+        if is_complete and seq.kv.num_initial % seq.kv.block_size:
+            self._engine.runner.kv.clear_tail(seq.kv.block_ids[ready - 1], seq.kv.num_initial % seq.kv.block_size)
         state.submitted_blocks = ready
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
@@ -200,7 +200,7 @@ class Prefiller:
         job = state.job
         part = _StorePart(stop - first)
         state.parts.append(part)
-        keys, blocks = job.keys[first:stop], state.seq.blocks(first, stop)
+        keys, blocks = job.keys[first:stop], state.seq.kv.blocks(first, stop)
         self._transfers.store(
             job, first, keys, blocks, state.lease_s, lambda result: self._on_stored(state, part, keys, result)
         )
@@ -230,7 +230,7 @@ class Prefiller:
         self._context.count("generation_tokens", 1)
         job.report_prompt_sources()
         self._context.count_prompt_sources(job)
-        reason = job.seq.finish_reason()
+        reason = job.seq.output.finish_reason()
         if reason is not None:
             job.finish(reason, self._context.now())
         self._end_prompt(state, job)

@@ -155,7 +155,7 @@ class Engine:
         root = root_key(model_digest=self.layout.model_digest, salt=salt)
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
-        seq = Sequence(
+        seq = Sequence.new(
             constraint=self._constraint(sampling),
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             tenant=tenant,
@@ -170,7 +170,7 @@ class Engine:
             stop_token_ids=stops,
         )
         if sampling.logits_processors:
-            seq.process(make_processors(sampling.logits_processors))
+            seq.output.process(make_processors(sampling.logits_processors))
         if sampling.embed:
             if self.checkpoint.pooling is None:
                 raise ValueError("this model has no embeddings")
@@ -219,14 +219,14 @@ class Engine:
         """Queue a sequence, once its grammar, if it has one, is compiled."""
         if seq.group is not None:
             self._searches.add(seq)
-        if seq.constraint is not None and not seq.constraint.is_ready:
+        if seq.output.constraint is not None and not seq.output.constraint.is_ready:
             self._compiling.append(seq)
         else:
             self.scheduler.add(seq)
 
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
         """Queue and return a sequence that continues `seq` with its own parameters. The KV computed so far is shared."""
-        assert seq.constraint is None, "a grammar's state belongs to one sequence"
+        assert seq.output.constraint is None, "a grammar's state belongs to one sequence"
         return self.scheduler.fork(seq, request_id, sampling)
 
     def remove(self, seq: Sequence) -> None:
@@ -239,7 +239,7 @@ class Engine:
             self._searches.discard(seq)
             for beam in seq.group.beams:
                 self.scheduler.remove(beam)
-            seq.group.beams = []
+            seq.group.advance([])
         if siblings := seq.take_siblings():
             heir, *others = siblings
             heir.lead(others)
@@ -270,13 +270,13 @@ class Engine:
         advanced = dict.fromkeys(searched)
         for seq, accepted in outcome.items():
             if accepted.computed:
-                work.append((plan.num_tokens(seq), seq.num_computed))
+                work.append((plan.num_tokens(seq), seq.kv.num_computed))
             advanced[seq if seq.group is None else seq.group.root] = None
             if len(accepted.tokens) > 1:
                 accepted.cut_at_end(seq)
-                seq.extend(accepted.tokens[:-1])
-            seq.mark_computed(accepted.computed)
-            seq.register_full_blocks(self.pool)
+                seq.output.extend(accepted.tokens[:-1])
+            seq.kv.mark_computed(accepted.computed)
+            seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)
             if seq.siblings and accepted.tokens:
                 leaders.append(seq)
@@ -284,7 +284,7 @@ class Engine:
             advanced.update(dict.fromkeys(self._share_prompt(leader)))
         for seq, accepted in outcome.items():
             if accepted.tokens:
-                seq.append(accepted.tokens[-1])
+                seq.output.append(accepted.tokens[-1])
         return StepResult(
             advanced=[*advanced],
             outcome=outcome,
@@ -308,7 +308,7 @@ class Engine:
         groups = dict.fromkeys(seq.group for seq in self.scheduler.running if seq.group is not None)
         ready = [group for group in groups if group is not None and group.is_ready]
         for group in ready:
-            branches = group.search.step([seq.candidates or [] for seq in group.beams])
+            branches = group.search.step([group.candidates[seq] for seq in group.beams])
             # Fork first: a beam that has got its token is no longer what its other branches continue.
             heirs = {branch.parent: i for i, branch in reversed([*enumerate(branches)])}
             beams = []
@@ -317,11 +317,11 @@ class Engine:
                 keeps = heirs[branch.parent] == i and parent is not group.root
                 beams.append(parent if keeps else self.scheduler.fork(parent, parent.request_id, parent.sampling))
             for beam, branch in zip(beams, branches, strict=True):
-                beam.extend_beam(branch.token)
+                beam.output.append(branch.token)
             for parent in group.beams:
                 if parent not in beams:
                     self.scheduler.remove(parent)
-            group.beams = beams
+            group.advance(beams)
         return [group.root for group in ready]
 
     def _share_prompt(self, leader: Sequence) -> list[Sequence]:

@@ -46,7 +46,7 @@ def _repeat_less(rows: Rows) -> None:
     """Apply repetition penalties."""
     for logits_V, seq in rows:
         # Repeated tokens get the same value each time. Building the index from a list takes ten times as long.
-        seen_ids = torch.frombuffer(array("q", seq.tokens), dtype=torch.long).to(logits_V.device)
+        seen_ids = torch.frombuffer(array("q", seq.output.tokens), dtype=torch.long).to(logits_V.device)
         logits = logits_V[seen_ids]
         factor = seq.sampling.repetition_penalty
         logits_V[seen_ids] = torch.where(logits > 0, logits / factor, logits * factor)
@@ -55,7 +55,7 @@ def _repeat_less(rows: Rows) -> None:
 def _penalize(rows: Rows) -> None:
     """Apply frequency and presence penalties."""
     for logits_V, seq in rows:
-        if counts := Counter(seq.tokens[seq.num_prompt :]):
+        if counts := Counter(seq.output.generated):
             frequency, presence = seq.sampling.frequency_penalty, seq.sampling.presence_penalty
             penalties = [frequency * count + presence for count in counts.values()]
             logits_V[list(counts)] -= torch.tensor(penalties, dtype=logits_V.dtype, device=logits_V.device)
@@ -70,9 +70,9 @@ def _add_bias(rows: Rows) -> None:
 def _process(rows: Rows) -> None:
     """Call plug-ins."""
     for logits_V, seq in rows:
-        prompt, output = seq.tokens[: seq.num_prompt], seq.tokens[seq.num_prompt :]
-        if error := apply_processors(seq.processors, prompt, output, logits_V):
-            seq.fail(error)
+        prompt, output = seq.output.tokens[: seq.output.num_prompt], seq.output.generated
+        if error := apply_processors(seq.output.processors, prompt, output, logits_V):
+            seq.output.fail(error)
 
 
 def _allow_listed(rows: Rows) -> None:
@@ -85,13 +85,13 @@ def _allow_listed(rows: Rows) -> None:
 
 def _mask_early_stops(rows: Rows) -> None:
     for logits_V, seq in rows:
-        if seq.num_output < seq.sampling.min_tokens and seq.stop_token_ids:
-            _mask(logits_V, list(seq.stop_token_ids))
+        if seq.output.num_generated < seq.sampling.min_tokens and seq.output.stop_token_ids:
+            _mask(logits_V, list(seq.output.stop_token_ids))
 
 
 def _mask_bad_words(rows: Rows) -> None:
     for logits_V, seq in rows:
-        output = seq.tokens[seq.num_prompt :].tolist()
+        output = seq.output.generated.tolist()
         ends = {word[-1] for word in seq.sampling.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
         if ends:
             _mask(logits_V, sorted(ends))
@@ -100,20 +100,22 @@ def _mask_bad_words(rows: Rows) -> None:
 def _force_reasoning(rows: Rows) -> None:
     """Force tokens that begin or close reasoning, and keep an output from ending before the part with a grammar."""
     for logits_V, seq in rows:
-        token = seq.forced_token
+        token = seq.output.forced_token
         if token is not None:
             logits_V.fill_(float("-inf"))
             logits_V[token] = 0
-        elif seq.constraint is not None and seq.answer_start is None and seq.stop_token_ids:
-            _mask(logits_V, list(seq.stop_token_ids))
+        elif seq.output.constraint is not None and seq.output.answer_start is None and seq.output.stop_token_ids:
+            _mask(logits_V, list(seq.output.stop_token_ids))
 
 
 def _fail_without_tokens(rows: Rows) -> None:
     """End the requests whose logits processors have excluded all tokens, or all that their grammar allows."""
     for logits_V, seq in rows:
         if logits_V.max() == float("-inf"):
-            message = "the logits processors leave no token" + (" that the grammar allows" if seq.constraint else "")
-            seq.fail(BadRequest(message, kind="invalid_logits_processor", param="logits_processors"))
+            message = "the logits processors leave no token" + (
+                " that the grammar allows" if seq.output.constraint else ""
+            )
+            seq.output.fail(BadRequest(message, kind="invalid_logits_processor", param="logits_processors"))
 
 
 def _mask(logits_V: torch.Tensor, ids: list[int]) -> None:
@@ -128,8 +130,8 @@ FEATURES = (  # in the order in which they are applied
     Feature(lambda seq: seq.sampling.repetition_penalty != 1, _repeat_less),
     Feature(lambda seq: bool(seq.sampling.frequency_penalty or seq.sampling.presence_penalty), _penalize),
     Feature(lambda seq: bool(seq.sampling.logit_bias), _add_bias),
-    Feature(lambda seq: bool(seq.processors), _process),
-    Feature(lambda seq: seq.constraint is not None and seq.answer_start is not None, apply_grammars),
+    Feature(lambda seq: bool(seq.output.processors), _process),
+    Feature(lambda seq: seq.output.constraint is not None and seq.output.answer_start is not None, apply_grammars),
     Feature(lambda seq: bool(seq.sampling.allowed_token_ids), _allow_listed),
     Feature(lambda seq: seq.sampling.min_tokens > 0, _mask_early_stops),
     Feature(lambda seq: bool(seq.sampling.bad_words), _mask_bad_words),

@@ -25,9 +25,10 @@ from pdserve.engine.cuda_graph import PaddedGraphs
 from pdserve.engine.memory import step_memory
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
 from pdserve.engine.memory.kv_memory import KVMemory
+from pdserve.engine.memory.sequence_kv import BlockTable
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens, record_embedding, score
-from pdserve.engine.sequence import BlockTable, Sequence
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan, StepRows
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.engine.step_pipeline import StepPipeline
@@ -176,9 +177,11 @@ class ModelRunner:
                 samples, in these rows, the others their last token.
         """
         ahead = len(rows)
-        ids_T = np.array([*rows, *(seq.tokens[-1] for seq in seqs[ahead:])], dtype=np.uint32)
-        first = [seq.num_computed + (i < ahead) for i, seq in enumerate(seqs)]
-        inputs = self.step_inputs(ids_T, [1] * len(seqs), first, [seq.block_ids for seq in seqs], [*range(len(seqs))])
+        ids_T = np.array([*rows, *(seq.output.tokens[-1] for seq in seqs[ahead:])], dtype=np.uint32)
+        first = [seq.kv.num_computed + (i < ahead) for i, seq in enumerate(seqs)]
+        inputs = self.step_inputs(
+            ids_T, [1] * len(seqs), first, [seq.kv.block_ids for seq in seqs], [*range(len(seqs))]
+        )
         if last is not None and ahead:
             last.keep_logits()
             rows_A = inputs.ids_1T[0, :ahead]
@@ -231,12 +234,14 @@ class ModelRunner:
         """Return the inputs of a planned step, see `step_inputs`."""
         first, counts, new = [], [], []
         for seq, count in plan.counts.items():
-            new.append(np.frombuffer(seq.tokens, np.uint32)[seq.num_computed : seq.num_computed + count])
+            new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
             if seq in plan.drafts:
                 new.append(np.array(plan.drafts[seq], np.uint32))
-            first.append(seq.num_computed)
+            first.append(seq.kv.num_computed)
             counts.append(plan.num_tokens(seq))
-        return self.step_inputs(np.concatenate(new), counts, first, [seq.block_ids for seq in plan.counts], logit_rows)
+        return self.step_inputs(
+            np.concatenate(new), counts, first, [seq.kv.block_ids for seq in plan.counts], logit_rows
+        )
 
     def step_inputs(
         self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]

@@ -84,7 +84,7 @@ class SampledTokens:
         self._logits_SV = logits_SV
         self._params = [seq.sampling for seq in seqs]
         self._counters = [
-            rng_counter(seq.sampling.seed, seq.num_output + more) if seq.sampling.temperature > 0 else 0
+            rng_counter(seq.sampling.seed, seq.output.num_generated + more) if seq.sampling.temperature > 0 else 0
             for seq, more in zip(seqs, ahead or [0] * len(seqs), strict=True)
         ]
         self.tokens_S = _argmax(logits_SV)
@@ -174,17 +174,18 @@ def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     logprobs_SV = logits_SV.float().log_softmax(dim=-1)
     reported_SV = logprobs_SV.clone() if any(seq.sampling.logprobs is not None for seq in seqs) else logprobs_SV
     apply_features(logprobs_SV, seqs)
-    counts = [seq.group.search.num_candidates for seq in seqs if seq.group is not None]
+    groups = [seq.group for seq in seqs if seq.group is not None]
+    counts = [group.search.num_candidates for group in groups]
     values_SK, ids_SK = largest(logprobs_SV, max(counts))
-    rows = zip(seqs, counts, ids_SK.tolist(), values_SK.tolist(), strict=True)
-    for row, (seq, count, ids, values) in enumerate(rows):
+    rows = zip(seqs, groups, counts, ids_SK.tolist(), values_SK.tolist(), strict=True)
+    for row, (seq, group, count, ids, values) in enumerate(rows):
         if seq.sampling.logprobs is None:
-            seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
+            group.record_candidates(seq, [*zip(ids[:count], values[:count], strict=True)])
             continue
         values_1K, ids_1K = largest(reported_SV[row : row + 1], seq.sampling.logprobs)
         top = tuple(zip(ids_1K[0].tolist(), values_1K[0].tolist(), strict=True))
         reports = [TokenLogprobs(logprob, top) for logprob in reported_SV[row, ids[:count]].tolist()]
-        seq.record_candidates([*zip(ids[:count], values[:count], reports, strict=True)])
+        group.record_candidates(seq, [*zip(ids[:count], values[:count], reports, strict=True)])
 
 
 def record_embedding(seq: Sequence, head: torch.nn.Module) -> None:
@@ -210,7 +211,7 @@ def score(logits_SV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
 def _score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
     num_top = [seq.sampling.prompt_logprobs or 0 for seq, _ in tokens]
     logprobs_AV = logits_AV.float().log_softmax(dim=-1)
-    ids_A1 = torch.tensor([[seq.tokens[position]] for seq, position in tokens], device=logits_AV.device)
+    ids_A1 = torch.tensor([[seq.output.tokens[position]] for seq, position in tokens], device=logits_AV.device)
     chosen_A1 = logprobs_AV.gather(1, ids_A1)
     ranks_A = (logprobs_AV > chosen_A1).sum(dim=-1) + 1
     values_AK, ids_AK = largest(logprobs_AV, max(num_top))

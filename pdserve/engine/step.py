@@ -34,7 +34,7 @@ class Accepted(msgspec.Struct, gc=False):
     def cut_at_end(self, seq: Sequence) -> None:
         """Drop the tokens behind one that ends the sequence, which has none of them yet."""
         for count, token in enumerate(self.tokens[:-1], 1):
-            if seq.ends_with(token, seq.num_output + count):
+            if seq.output.ends_with(token, seq.output.num_generated + count):
                 self.computed -= len(self.tokens) - count
                 del self.tokens[count:], self.logprobs[count:]
 
@@ -122,9 +122,9 @@ class StepRows:
 
     def add(self, seq: Sequence, rows: range, num_drafts: int) -> None:
         """Add what is needed of a sequence's next tokens, in `rows`, and of the drafts behind them."""
-        is_complete = len(rows) == seq.num_uncomputed
+        is_complete = len(rows) == seq.kv.num_uncomputed
         if seq.scores_prompt:
-            due = range(seq.num_computed + 1, min(seq.num_computed + len(rows) + 1, seq.num_prompt))
+            due = range(seq.kv.num_computed + 1, min(seq.kv.num_computed + len(rows) + 1, seq.output.num_prompt))
             self.scored += [(seq, position) for position in due]
             self.before_scored += rows[: len(due)]
         if seq.pooling is not None:
@@ -143,7 +143,7 @@ def _pooled_part(seq: Sequence, rows: range) -> range:
     assert seq.pooling is not None
     match seq.pooling.mode:
         case "last":
-            return rows[-1:] if len(rows) == seq.num_uncomputed else rows[:0]
+            return rows[-1:] if len(rows) == seq.kv.num_uncomputed else rows[:0]
         case "cls":
-            return rows[:1] if seq.num_computed == 0 else rows[:0]
+            return rows[:1] if seq.kv.num_computed == 0 else rows[:0]
     return rows

@@ -7,7 +7,8 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
-from pdserve.engine.sequence import Sequence, block_table
+from pdserve.engine.memory.sequence_kv import block_table
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.kernels.gpu import memory as gpu_memory
 from pdserve.keys import token_array
@@ -45,7 +46,7 @@ def run_largest_steps(runner: "ModelRunner", config: EngineConfig) -> None:
 
 
 def _prompt(count: int, block_size: int, blocks: range) -> Sequence:
-    return Sequence(
+    return Sequence.new(
         "probe",
         token_array([0] * count),
         count,

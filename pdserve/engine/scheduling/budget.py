@@ -48,7 +48,7 @@ class StepBudget:
         tokens = {seq.tenant: max(1, int(self.tokens * seq.tenant.weight / weights)) for seq in demands}
         seconds = dict.fromkeys(tokens, 0.0)
         for seq in demands:
-            if chunk := min(seq.num_uncomputed, tokens[seq.tenant]):
+            if chunk := min(seq.kv.num_uncomputed, tokens[seq.tenant]):
                 tokens[seq.tenant] -= chunk
                 seconds[seq.tenant] += self.seconds(seq, chunk)
         self.shares = step_shares(self.base, seconds, creditors)
@@ -70,16 +70,16 @@ class StepBudget:
         share = self.shares.get(seq.tenant, math.inf)
         if share <= 0:
             return 0
-        count = min(seq.num_uncomputed, self.tokens)
+        count = min(seq.kv.num_uncomputed, self.tokens)
         if seq.scores_prompt:
             count = min(count, self.scored_tokens)
             self.scored_tokens -= count
-        if not seq.is_decoding:
-            affordable = _tokens_within(self.costs, self.prompt_seconds, seq.num_computed)
+        if not seq.kv.is_decoding:
+            affordable = _tokens_within(self.costs, self.prompt_seconds, seq.kv.num_computed)
             count = min(
-                count, max(self.min_chunk, affordable), max(1, _tokens_within(self.costs, share, seq.num_computed))
+                count, max(self.min_chunk, affordable), max(1, _tokens_within(self.costs, share, seq.kv.num_computed))
             )
-            self.prompt_seconds -= _added_seconds(self.costs, count, seq.num_computed)
+            self.prompt_seconds -= _added_seconds(self.costs, count, seq.kv.num_computed)
             self.min_chunk = 0
         self.tokens -= count
         if share < math.inf:
@@ -88,8 +88,8 @@ class StepBudget:
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""
-        if not seq.is_decoding:
-            return _added_seconds(self.costs, count, seq.num_computed)
+        if not seq.kv.is_decoding:
+            return _added_seconds(self.costs, count, seq.kv.num_computed)
         _, per_sequence, per_token = self.costs.decode
         return per_sequence + per_token * len(seq)
 

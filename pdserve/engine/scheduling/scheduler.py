@@ -132,7 +132,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
         self._by_tenant.setdefault(seq.tenant, set()).add(seq)
-        _enqueue(self.loaded if seq.block_ids else self.waiting, seq)
+        _enqueue(self.loaded if seq.kv.block_ids else self.waiting, seq)
 
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
         """Queue and return a copy of a sequence that shares all KV computed so far. Later writes are copy-on-write."""
@@ -145,7 +145,7 @@ class Scheduler:
         for queue in (self.running, self.loaded, self.waiting):
             if seq in queue:
                 queue.remove(seq)
-        seq.release_blocks(self.pool)
+        seq.kv.release_blocks(self.pool)
         self.swap_space.discard(seq)
         if seq in (of_tenant := self._by_tenant.get(seq.tenant, set())):
             of_tenant.remove(seq)
@@ -200,20 +200,22 @@ class Scheduler:
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
         for seq in output.plan.counts:
-            if seq.is_decoding and not seq.awaits_last_token and self.pool.num_free > len(self.running):
-                seq.grow(self.pool, 1)
+            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_free > len(self.running):
+                seq.kv.grow(self.pool, 1)
 
     def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
         """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
         room = self.max_num_batched_tokens - sum(plan.counts.values())
         for seq, drafts in proposed.items():
             spare = max(0, self.pool.num_free - len(self.running)) + len(
-                seq.block_ids
+                seq.kv.block_ids
             )  # one stays for each running one
-            most = min(room, seq.sampling.max_tokens - seq.num_output - 1, spare * seq.block_size - len(seq))
+            most = min(
+                room, seq.sampling.max_tokens - seq.output.num_generated - 1, spare * seq.kv.block_size - len(seq)
+            )
             if most > 0 and drafts:
                 plan.drafts[seq] = list(drafts[:most])
-                seq.grow(self.pool, len(plan.drafts[seq]))
+                seq.kv.grow(self.pool, len(plan.drafts[seq]))
                 room -= len(plan.drafts[seq])
 
     def _make_room_for_beams(self, output: SchedulerOutput) -> None:
@@ -251,18 +253,18 @@ class Scheduler:
         Returns:
             False if the pool has too few blocks; nothing was taken.
         """
-        assert not seq.block_ids
+        assert not seq.kv.block_ids
         order = self.order()
         ahead = [other for other in self.waiting if order(other) <= order(seq)] if respect_queue else []
         claimed = sum(self.pool.blocks_for(len(other)) for other in ahead)
         claimed += max((self._watermark(other) for other in ahead), default=0)
-        hits = self.pool.match(seq.full_keys()[first_block:max_hit_blocks])
+        hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks])
         self.pool.hold(hits)
         needed = self.pool.blocks_for(num_tokens) - first_block - len(hits)
         if needed > self.pool.num_free - claimed - watermark:
             self.pool.release(hits)
             return False
-        seq.take_blocks(first_block, hits, self.pool.allocate(needed))
+        seq.kv.take_blocks(first_block, hits, self.pool.allocate(needed))
         self.prefix_queries += len(seq) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
@@ -276,23 +278,23 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
         for seq in self.running:
-            seq.drop_blocks(self.pool, self.num_out_of_window(seq.num_computed))
+            seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
         for seq in list(self.running):
             if seq not in output.preempted:
                 self._ensure_blocks(seq, output)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
         candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
-        decoding = [seq for seq in candidates if seq.is_decoding]
+        decoding = [seq for seq in candidates if seq.kv.is_decoding]
         budget = StepBudget.for_step(
             self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
         )
         if len(self._by_tenant) < 2:
-            for seq in sorted(candidates, key=lambda seq: not seq.is_decoding):
+            for seq in sorted(candidates, key=lambda seq: not seq.kv.is_decoding):
                 self._schedule(seq, output, budget)
             return budget
         budget.share([*candidates, *self._queued()], self._credit.creditors(self._by_tenant.keys()))
         order = self.order()
-        prompts = sorted((seq for seq in candidates if not seq.is_decoding), key=order)
+        prompts = sorted((seq for seq in candidates if not seq.kv.is_decoding), key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
         for seq in [*overdue, *sorted(decoding, key=lambda seq: seq.turn)] if budget.shares else decoding:
@@ -318,7 +320,7 @@ class Scheduler:
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
-        if not seq.blocks_needed(self.pool):
+        if not seq.kv.blocks_needed(self.pool):
             return
         while not self._has_room(seq):
             if paused := [one for one in self.loaded if one.gave_way_at is not None]:
@@ -353,21 +355,21 @@ class Scheduler:
         return max(reversed(candidates), key=lambda one: (levels[one.tenant], one.rank), default=None)
 
     def _has_room(self, seq: Sequence) -> bool:
-        return seq.blocks_needed(self.pool) <= self.pool.num_free
+        return seq.kv.blocks_needed(self.pool) <= self.pool.num_free
 
     def _append_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
-        if (copy := seq.copy_on_write(self.pool)) is not None:
+        if (copy := seq.kv.copy_on_write(self.pool)) is not None:
             output.block_copies.append(copy)
-        seq.grow(self.pool)
+        seq.kv.grow(self.pool)
 
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
-        held = set(seq.held_blocks)
+        held = set(seq.kv.held_blocks)
         copies = [copy for copy in output.block_copies if copy[1] not in held]
         is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
         output.block_copies = copies
         output.preempted.append(seq)
-        num_blocks, swapped = self.pool.blocks_for(seq.num_computed) - seq.num_dropped, None
+        num_blocks, swapped = self.pool.blocks_for(seq.kv.num_computed) - seq.kv.num_dropped, None
         if is_whole and self.swap_space.pays(seq, num_blocks, self.costs):
             swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
@@ -382,18 +384,18 @@ class Scheduler:
             seq = self._pop_next(output.storing_paused, budget, below)
             if seq is None:
                 return
-            if seq.take_refetch():
+            if seq.kv.take_refetch():
                 output.resumed.append(seq)
                 continue
             if len(self.running) >= self.max_num_seqs and (victim := self._giving_way(seq.tenant)) is not None:
                 self._pause(victim, output, budget)
-            if seq.swapped is not None:
+            if seq.kv.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
-                seq.register_full_blocks(self.pool)  # others of its request find them at once
+                seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
             self._append_blocks(seq, output)
-            seq.admit()
+            seq.kv.admit()
             _enqueue(self.running, seq)
-            if seq.num_uncomputed:  # else a beam that has waited for others, and was swapped
+            if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
                 self._schedule(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
 
@@ -423,7 +425,7 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.full_keys()[: seq.num_usable_hits]))
+        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits]))
         return needed + self._watermark(seq) <= self.pool.num_free
 
     def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
@@ -478,13 +480,13 @@ class Scheduler:
                 yield seq
 
     def _num_computed_if_admitted(self, seq: Sequence) -> int:
-        if seq.swapped is not None:
-            return seq.swapped.num_tokens
-        hits = [] if seq.block_ids else self.pool.match(seq.full_keys()[: seq.num_usable_hits])
-        return seq.num_computed + len(hits) * self.pool.block_size
+        if seq.kv.swapped is not None:
+            return seq.kv.swapped.num_tokens
+        hits = [] if seq.kv.block_ids else self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
+        return seq.kv.num_computed + len(hits) * self.pool.block_size
 
     def _reserve_all(self, seq: Sequence) -> bool:
-        first = seq.swapped.first_block if seq.swapped is not None else 0
+        first = seq.kv.swapped.first_block if seq.kv.swapped is not None else 0
         return self.reserve(seq, seq.num_usable_hits, len(seq), first_block=first, watermark=self._watermark(seq))
 
     def _watermark(self, seq: Sequence) -> int:
@@ -492,7 +494,7 @@ class Scheduler:
 
         A preempted sequence is readmitted only if each running one keeps a spare block; otherwise it thrashes.
         """
-        return len(self.running) if seq.num_preemptions else 0
+        return len(self.running) if seq.kv.num_preemptions else 0
 
 
 def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
@@ -509,4 +511,4 @@ def _waiting_is_next(
     if loaded and order(waiting) >= min(map(order, loaded)):
         return False
     has_rivals = any(order(seq)[0] <= order(waiting)[0] for seq in loaded)
-    return not has_rivals or (first_loaded is not None and not first_loaded.is_decoding)
+    return not has_rivals or (first_loaded is not None and not first_loaded.kv.is_decoding)
