@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceABC
 
 import torch
 
-from pdserve.engine.logits_features import apply_features
+from pdserve.engine.features import apply_features
 from pdserve.engine.sequence import Sequence
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
