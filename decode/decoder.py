@@ -206,9 +206,8 @@ class Decoder:
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if seq.group is not None and seq.group.search.num_steps:
             self._report_search(state, seq.group.search)
-        if seq.embedded:
+        if seq.features and job.report_embedding(now):
             self._context.count_prompt_sources(job)
-            job.report_embedding(now)
             self._end(state)
         if not accepted.tokens:
             return

@@ -143,8 +143,7 @@ class Prefiller:
         self._store_computed(state)
         if accepted.tokens:
             self._report_first_token(state, job, accepted)
-        elif job.seq.embedded:
-            job.report_embedding(self._context.now())
+        elif job.seq.features and job.report_embedding(self._context.now()):
             self._context.count_prompt_sources(job)
             self._end_prompt(state, job)
         elif job.seq.group is not None and job.seq.kv.num_uncomputed == 0:

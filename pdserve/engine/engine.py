@@ -12,6 +12,7 @@ from msgspec import structs
 from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.features import features_of
 from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
@@ -152,6 +153,12 @@ class Engine:
         tokens.extend(output)
         if len(packed_keys) > len(prompt) // HASH_TOKENS * KEY_BYTES:
             raise ValueError(f"{len(packed_keys)} bytes of keys are more than those of {len(prompt)} tokens")
+        pooling = self.checkpoint.pooling
+        if sampling.embed and pooling is None:
+            raise ValueError("this model has no embeddings")
+        if not sampling.embed and pooling is not None and pooling.num_classes:
+            raise ValueError("this model is a classifier, which generates nothing")
+        pooling = pooling if sampling.embed else None
         root = root_key(model_digest=self.layout.model_digest, salt=salt)
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
@@ -168,15 +175,10 @@ class Engine:
             block_size=self.layout.block_size,
             chain=KeyChain(root, packed_keys),
             stop_token_ids=stops,
+            features=features_of(sampling, len(prompt), pooling, is_continued=bool(output)),
         )
         if sampling.logits_processors:
             seq.output.process(make_processors(sampling.logits_processors))
-        if sampling.embed:
-            if self.checkpoint.pooling is None:
-                raise ValueError("this model has no embeddings")
-            seq.embed(self.checkpoint.pooling)
-        elif self.checkpoint.pooling is not None and self.checkpoint.pooling.num_classes:
-            raise ValueError("this model is a classifier, which generates nothing")
         if width := sampling.beam_width:
             how = sampling.length_penalty, sampling.early_stopping
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
@@ -227,7 +229,8 @@ class Engine:
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
         """Queue and return a sequence that continues `seq` with its own parameters. The KV computed so far is shared."""
         assert seq.output.constraint is None, "a grammar's state belongs to one sequence"
-        return self.scheduler.fork(seq, request_id, sampling)
+        features = features_of(sampling, seq.output.num_prompt, is_continued=True)
+        return self.scheduler.fork(seq, request_id, sampling, features)
 
     def remove(self, seq: Sequence) -> None:
         """Dequeue a sequence, finished or not, and release its blocks. The first that waits for it takes its place."""
@@ -315,7 +318,11 @@ class Engine:
             for i, branch in enumerate(branches):
                 parent = group.beams[branch.parent]
                 keeps = heirs[branch.parent] == i and parent is not group.root
-                beams.append(parent if keeps else self.scheduler.fork(parent, parent.request_id, parent.sampling))
+                if keeps:
+                    beams.append(parent)
+                else:
+                    name, sampling, features = parent.request_id, parent.sampling, parent.features
+                    beams.append(self.scheduler.fork(parent, name, sampling, features))
             for beam, branch in zip(beams, branches, strict=True):
                 beam.output.append(branch.token)
             for parent in group.beams:

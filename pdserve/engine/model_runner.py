@@ -27,7 +27,7 @@ from pdserve.engine.memory.allocation import allocate, zeroed_blocks
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.memory.sequence_kv import BlockTable
 from pdserve.engine.numerics import numerics_class
-from pdserve.engine.sampler import SampledTokens, next_tokens, record_embedding, score
+from pdserve.engine.sampler import SampledTokens, next_tokens
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan, StepRows
 from pdserve.engine.step_graph import StepGraphs
@@ -145,10 +145,12 @@ class ModelRunner:
             return {}
         rows = plan.rows()
         logits_SV = self._logits(plan, rows)
-        for seq in rows.embedded:
-            record_embedding(seq, self._head)
-        if rows.scored:
-            score(logits_SV[len(rows.last) :], rows.scored)
+        for feature, seq in rows.completed:
+            feature.complete(seq, self._head)
+        start = len(rows.last)
+        for feature, seq, part in rows.read:
+            feature.take_logits(seq, logits_SV[start : start + len(part)])
+            start += len(part)
         is_shared = len(rows.sampled) > len(rows.last)
         sampled_from = rows.sampled_from if is_shared else slice(len(rows.last))
         return plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead))
@@ -160,11 +162,20 @@ class ModelRunner:
         return head
 
     def _logits(self, plan: StepPlan, rows: StepRows) -> torch.Tensor:
-        """Return the logits of the last tokens, then those of scored prompts; pool the hidden states of embeddings."""
-        logit_rows = rows.last + rows.before_scored
-        if not rows.pooled:
-            return self.forward(self.inputs(plan, logit_rows))
-        return self._forward_and_pool(self.inputs(plan, logit_rows), logit_rows, rows.pooled)
+        """Return the logits of the last tokens, then those that features read, which get the hidden states that they read."""
+        logit_rows = [*rows.last]
+        for _, _, part in rows.read:
+            logit_rows += part
+        inputs = self.inputs(plan, logit_rows)
+        if not rows.hidden:
+            return self.forward(inputs)
+        hidden_rows = [row for *_, part in rows.hidden for row in part]
+        logits_SV, hidden_RH = self._forward_with_hidden(inputs, logit_rows, hidden_rows)
+        start = 0
+        for feature, seq, part in rows.hidden:
+            feature.take_hidden(seq, hidden_RH[start : start + len(part)])
+            start += len(part)
+        return logits_SV
 
     @torch.inference_mode()
     def launch(
@@ -194,10 +205,10 @@ class ModelRunner:
             return self.graphs.logits(inputs.ids_1T, inputs.positions_1T, inputs.batch)
         return self.compute_logits(inputs.ids_1T, inputs.positions_1T, inputs.batch, inputs.logit_rows)
 
-    def _forward_and_pool(
-        self, inputs: StepInputs, logit_rows: list[int], pooled_rows: list[tuple[Sequence, int]]
-    ) -> torch.Tensor:
-        """Return the logits of `logit_rows`, and add the hidden states of `pooled_rows` to their sequences.
+    def _forward_with_hidden(
+        self, inputs: StepInputs, logit_rows: list[int], hidden_rows: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of `logit_rows`, and the hidden states of `hidden_rows`, float32 on the CPU.
 
         The hidden states are the input of the model's last layer, which then only gets the rows whose logits are wanted.
         """
@@ -207,15 +218,13 @@ class ModelRunner:
             hidden.append(args[0][0, len(logit_rows) : len(rows)].float())
             return (args[0][:, : len(logit_rows)], *args[1:])
 
-        rows = torch.tensor([*logit_rows, *(row for _, row in pooled_rows)], dtype=torch.long, device=self.device)
+        rows = torch.tensor([*logit_rows, *hidden_rows], dtype=torch.long, device=self.device)
         hook = self._head.register_forward_pre_hook(capture)
         try:
             logits_SV = self.compute_logits(inputs.ids_1T, inputs.positions_1T, inputs.batch, rows)
         finally:
             hook.remove()
-        for (seq, _), row_H in zip(pooled_rows, hidden[0].cpu(), strict=True):
-            seq.pool_hidden(row_H)
-        return logits_SV[: len(logit_rows)]
+        return logits_SV[: len(logit_rows)], hidden[0].cpu()
 
     def compute_logits(
         self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0

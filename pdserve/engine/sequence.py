@@ -6,7 +6,6 @@ end. Plain data: only methods of these classes change it; other modules call the
 
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
@@ -15,9 +14,8 @@ from pdserve.engine.memory.sequence_kv import SequenceKV, SwappedKV, block_table
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
 from pdserve.logits_processors import LogitsProcessor
-from pdserve.pooling import Pooling
 from pdserve.reasoning import ReasoningTracker
-from pdserve.request import NO_TENANT, SamplingParams, Tenant, TokenLogprobs
+from pdserve.request import NO_TENANT, SamplingParams, Tenant
 
 MIN_TOKENS_BETWEEN = 32  # that a sequence gets before it gives way to other tenants again
 TURN = 16  # tokens that a sequence gets in a row where a step is too short for all of its tenant
@@ -125,6 +123,49 @@ class SequenceOutput:
         self.failure = failure
 
 
+class Feature:
+    """What only some requests need of a step. A sequence carries the features of its request, and a step calls only these.
+
+    The methods are called in this order, each with the sequence and before anything of the step counts for it. Here, they ask
+    for nothing and do nothing; `engine/features.py` has those that there are.
+
+    Attributes:
+        has_output: tokens are sampled.
+    """
+
+    has_output = True
+
+    @property
+    def reads_prompt(self) -> bool:
+        """True if logits or hidden states of all prompt tokens are needed, so that none may be a prefix hit."""
+        return False
+
+    @property
+    def reads_logits(self) -> bool:
+        """True if logits of prompt tokens are still needed. They are large, and a step has few."""
+        return False
+
+    def logits_rows(self, seq: "Sequence", count: int) -> range:
+        """Return of which of the sequence's next `count` tokens it reads the logits."""
+        return range(0)
+
+    def hidden_rows(self, seq: "Sequence", count: int) -> range:
+        """Return of which of the sequence's next `count` tokens it reads the hidden states before the model's last layer."""
+        return range(0)
+
+    def take_hidden(self, seq: "Sequence", hidden_RH: Any) -> None:
+        """Read hidden states [R, H] float32 on the CPU."""
+
+    def complete(self, seq: "Sequence", head: Any) -> None:
+        """Make what there is in place of an output, now that all tokens are computed. `head` is the model's last layer."""
+
+    def take_logits(self, seq: "Sequence", logits_RV: Any) -> None:
+        """Read logits [R, V]."""
+
+    def restart(self) -> None:
+        """Forget what was read: the sequence has lost its KV, and is computed again."""
+
+
 @dataclass(eq=False)
 class BeamGroup:
     """The sequences of one beam search, which advance together.
@@ -168,10 +209,7 @@ class Sequence:
         siblings: sequences of the same request that wait for this one's prompt, to share its KV.
         leader: the sequence for whose prompt this one waits.
         group: of its beam search, if it is one.
-        prompt_scores: log probabilities of tokens of the prompt, by position, if the request asked for them.
-        pooling: how its embedding is made, if that is what the request asks for.
-        pooled: sum of the hidden states that count, so far.
-        embedded: float32 numbers, once its tokens are computed.
+        features: what its request needs of a step beside tokens; most need nothing.
     """
 
     request_id: str
@@ -186,10 +224,7 @@ class Sequence:
     siblings: list["Sequence"] = field(default_factory=list)
     leader: "Sequence | None" = None
     group: BeamGroup | None = None
-    prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
-    pooling: Pooling | None = None
-    pooled: Any = None
-    embedded: bytes = b""
+    features: tuple[Feature, ...] = ()
 
     @classmethod
     def new(
@@ -209,6 +244,7 @@ class Sequence:
         num_computed: int = 0,
         rank: int = 0,
         tenant: Tenant = NO_TENANT,
+        features: tuple[Feature, ...] = (),
     ) -> "Sequence":
         """Return the sequence of a request.
 
@@ -220,7 +256,7 @@ class Sequence:
         table = block_table(block_ids)
         kv = SequenceKV(tokens, block_size, num_initial, chain or KeyChain(root), table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
-        return cls(request_id, sampling, kv, output, rank, tenant)
+        return cls(request_id, sampling, kv, output, rank, tenant, features=features)
 
     def __len__(self) -> int:
         return len(self.output.tokens)
@@ -228,7 +264,7 @@ class Sequence:
     @property
     def takes_drafts(self) -> bool:
         """True if a step may compute drafts behind its last token: it has sampled here, and needs nothing but logits."""
-        return self.kv.is_decoding and len(self) > self.kv.num_initial and self.needs_only_logits
+        return self.kv.is_decoding and len(self) > self.kv.num_initial and not self.features
 
     @property
     def may_give_way(self) -> bool:
@@ -245,45 +281,21 @@ class Sequence:
     @property
     def num_usable_hits(self) -> int:
         """Leading full blocks that need not be computed. The last token always is, because its logits are needed."""
-        return 0 if self.scores_prompt or self.pools_all else (len(self) - 1) // self.kv.block_size
+        for feature in self.features:
+            if feature.reads_prompt:
+                return 0
+        return (len(self) - 1) // self.kv.block_size
 
     @property
-    def scores_prompt(self) -> bool:
-        """True if the logits of every token of the prompt are needed, and are not complete. Its KV must be computed here."""
-        is_asked = self.sampling.prompt_logprobs is not None and self.kv.num_initial == self.output.num_prompt
-        return is_asked and len(self.prompt_scores) < self.output.num_prompt - 1
-
-    @property
-    def pools_all(self) -> bool:
-        """True if hidden states of other tokens than the last one are needed, so that its KV must be computed here."""
-        return self.pooling is not None and self.pooling.mode != "last"
-
-    @cached_property
-    def needs_only_logits(self) -> bool:
-        """See `SamplingParams`. Asked in every step, where steps are launched ahead."""
-        return self.sampling.needs_only_logits
+    def reads_logits(self) -> bool:
+        """True if a feature still needs logits of the prompt."""
+        return bool(self.features) and any(feature.reads_logits for feature in self.features)
 
     # ---- changes of state ---------------------------------------------------------------------------------------
 
     def search(self, search: BeamSearch) -> None:
         """Become the first beam of a search."""
         self.group = BeamGroup(search, self, [self])
-
-    def embed(self, pooling: Pooling) -> None:
-        """Become a sequence whose embedding is wanted."""
-        self.pooling = pooling
-
-    def pool_hidden(self, hidden: Any) -> None:
-        """Add a hidden state that counts for the embedding."""
-        self.pooled = hidden if self.pooled is None else self.pooled + hidden
-
-    def record_embedding(self, embedding: bytes) -> None:
-        """Set the embedding."""
-        self.embedded, self.pooled = embedding, None
-
-    def record_prompt_score(self, position: int, logprobs: TokenLogprobs) -> None:
-        """Set the log probabilities of the prompt's token at a position."""
-        self.prompt_scores[position] = logprobs
 
     def mark_for_storing(self) -> None:
         """Record that its role stores its KV as it is computed, so that the scheduler may pause it."""
@@ -295,11 +307,15 @@ class Sequence:
         kv, output = self.kv.for_sibling(tokens), self.output.copy(tokens, sampling, constraint)
         return replace(self, request_id=request_id, sampling=sampling, kv=kv, output=output, siblings=[])
 
-    def fork(self, pool: BlockPool, request_id: str, sampling: SamplingParams) -> "Sequence":
+    def fork(
+        self, pool: BlockPool, request_id: str, sampling: SamplingParams, features: tuple[Feature, ...]
+    ) -> "Sequence":
         """Return a copy that shares all KV computed so far."""
         tokens = self.output.tokens[:]
         kv, output = self.kv.fork(pool, tokens), self.output.copy(tokens, sampling, self.output.constraint)
-        return replace(self, request_id=request_id, sampling=sampling, kv=kv, output=output, siblings=[])
+        return replace(
+            self, request_id=request_id, sampling=sampling, kv=kv, output=output, siblings=[], features=features
+        )
 
     def lead(self, siblings: list["Sequence"]) -> None:
         """Let sequences of the same tokens wait for this one's prompt."""
@@ -323,7 +339,6 @@ class Sequence:
     def share(self, other: "Sequence", pool: BlockPool) -> None:
         """Take over the KV that another sequence of the same prompt has. Later writes are copy-on-write."""
         self.kv.share(other.kv, pool)
-        self.prompt_scores = other.prompt_scores
 
     def give_way(self) -> None:
         """Record that another tenant gets its slot."""
@@ -337,4 +352,5 @@ class Sequence:
         """Release all its blocks, see `SequenceKV`."""
         self.kv.preempt(pool, swapped, is_stored=is_stored)
         if swapped is None:
-            self.pooled = None  # its tokens are computed again
+            for feature in self.features:
+                feature.restart()

@@ -131,4 +131,4 @@ class StepPipeline:
 
 def _decodes(seq: Sequence, count: int) -> bool:
     """Return whether a step only appends a token to this sequence, and needs nothing but logits for that."""
-    return count == seq.kv.num_uncomputed == 1 and seq.needs_only_logits and not seq.siblings
+    return count == seq.kv.num_uncomputed == 1 and not (seq.features or seq.siblings)

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
+from pdserve.engine.features import Embedding, PromptScores, find
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
@@ -168,8 +169,8 @@ class Job:
         if is_first or len(output.token_ids) >= BATCHED_TOKENS:
             self.urgent = True
         output.logprobs.extend(accepted.logprobs)
-        if is_first and self.leader is None:
-            self.scores = [of_prompt for _, of_prompt in sorted(self.seq.prompt_scores.items())]
+        if is_first and self.seq.features and self.leader is None and (found := find(PromptScores, self.seq)):
+            self.scores = [of_prompt for _, of_prompt in sorted(found.scores.items())]
 
     def report_answers(self, answers: SequenceABC[Hypothesis]) -> None:
         """Report the answers of a beam search that is over."""
@@ -180,11 +181,15 @@ class Job:
         self.pending_output().error = failure(error)
         self.ended = True
 
-    def report_embedding(self, now: float) -> None:
-        """Report the embedding of the prompt, which ends the request."""
+    def report_embedding(self, now: float) -> bool:
+        """Report the embedding of the prompt, which ends the request, if that is what it asks for and there is one."""
+        found = find(Embedding, self.seq)
+        if found is None or not found.vector:
+            return False
         self.report_prompt_sources()
-        self.pending_output().embedding = self.seq.embedded
+        self.pending_output().embedding = found.vector
         self.finish("stop", now)
+        return True
 
     def finish(self, reason: str, now: float) -> None:
         """Report the end of the request, with its OpenAI finish reason."""

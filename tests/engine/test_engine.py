@@ -9,6 +9,7 @@ import pytest
 from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
+from pdserve.engine.features import PromptScores, find
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
 
@@ -84,6 +85,12 @@ def test_equals_generate_with_blocks_of_one_token(
         assert run(engine, some, [greedy(32)] * len(some)) == generate(path, some, 32)
 
 
+def scores(seq: Sequence) -> PromptScores:
+    found = find(PromptScores, seq)
+    assert found is not None
+    return found
+
+
 def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored_prompt(
     checkpoint: Callable[..., Path],
 ) -> None:
@@ -107,8 +114,10 @@ def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored
         engine.remove(fork)
     engine.remove(decoding)
     finish(engine)
-    expected = [alone.prompt_scores[position].logprob for position in range(1, len(prompt))]
-    assert [scored.prompt_scores[at].logprob for at in range(1, len(prompt))] == pytest.approx(expected, abs=1e-4)
+    expected, found = (
+        [of.scores[at].logprob for at in range(1, len(prompt))] for of in (scores(alone), scores(scored))
+    )
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.01])

@@ -63,9 +63,9 @@ def test_they_change_their_own_requests_only(checkpoint: Callable[..., Path]) ->
     banned, other, broken = run(sampling(ids=expected[:1]), sampling(), sampling(ids=[1], fails_after=3))
     assert expected[0] not in banned.output.tokens[20:] and other.output.tokens[20:].tolist() == expected
     assert (
-        isinstance(broken.plugin_failure, BadRequest)
-        and "broken" in str(broken.plugin_failure)
-        and broken.num_output == 4
+        isinstance(broken.output.failure, BadRequest)
+        and "broken" in str(broken.output.failure)
+        and broken.output.num_generated == 4
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.memory.sequence_kv import SequenceKV, SwappedKV
+from pdserve.engine.memory.sequence_kv import SequenceKV
 from pdserve.engine.sequence import Sequence, SequenceOutput
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
@@ -49,7 +49,7 @@ def test_the_parts_of_a_sequence_and_of_its_copies_have_the_same_tokens() -> Non
     sibling = seq.sibling("sibling", seq.sampling, None)
     seq.kv.take_blocks(0, [], pool.allocate(2))
     seq.kv.mark_computed(6)
-    fork = seq.fork(pool, "fork", SamplingParams(max_tokens=1))
+    fork = seq.fork(pool, "fork", SamplingParams(max_tokens=1), ())
     sibling.share(seq, pool)
     for one, token in ((seq, 7), (sibling, 8), (fork, 10)):
         one.output.append(token)
@@ -57,15 +57,6 @@ def test_the_parts_of_a_sequence_and_of_its_copies_have_the_same_tokens() -> Non
         assert one.kv.tokens.tolist() == one.output.tokens.tolist() == [*range(6), token]
         assert one.kv.num_uncomputed == one.output.num_generated == 1 and one.output.generated.tolist() == [token]
     assert [one.output.finish_reason() for one in (seq, sibling, fork)] == [None, None, "length"]
-
-
-def test_a_preempted_sequence_pools_again_unless_its_kv_was_kept() -> None:
-    for swapped, pooled in ((None, None), (SwappedKV(0, 4, [1]), 5)):
-        seq = sequence(6)
-        seq.pool_hidden(2)
-        seq.pool_hidden(3)
-        seq.preempt(BlockPool(8, BLOCK), swapped, is_stored=False)
-        assert seq.pooled == pooled and seq.kv.num_preemptions == 1
 
 
 def writes_to_sequences(source: str) -> Iterator[str]:
@@ -115,4 +106,6 @@ def test_only_sequence_writes_its_state() -> None:
 )
 def test_writes_to_sequences_are_found(source: str) -> None:
     assert list(writes_to_sequences(source)) == [source]
-    assert not list(writes_to_sequences("job.keys = seq.kv.keys\nself.tokens -= 1\nseq.output.append(seq.kv.num_computed)"))
+    assert not list(
+        writes_to_sequences("job.keys = seq.kv.keys\nself.tokens -= 1\nseq.output.append(seq.kv.num_computed)")
+    )

@@ -10,6 +10,7 @@ import pytest
 from pdserve.config import EngineConfig
 from pdserve.engine import sampler
 from pdserve.engine.engine import Engine
+from pdserve.engine.features import features_of
 from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
@@ -59,9 +60,8 @@ class RecordingRunner:
 def decoding(name: str, max_tokens: int = 9, **settings: Any) -> Sequence:
     """Return a sequence that is about to compute its third token, and has blocks for six more."""
     sampling = SamplingParams(max_tokens=max_tokens, **settings)
-    return Sequence.new(
-        name, token_array([7, 7, 0]), 2, 2, sampling, b"", BLOCK, block_ids=block_table([5, 6]), num_computed=2
-    )
+    tokens, blocks, features = token_array([7, 7, 0]), block_table([5, 6]), features_of(sampling, 2)
+    return Sequence.new(name, tokens, 2, 2, sampling, b"", BLOCK, block_ids=blocks, num_computed=2, features=features)
 
 
 def run_step(pipeline: StepPipeline, *seqs: Sequence) -> dict[str, int]:

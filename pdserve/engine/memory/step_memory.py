@@ -7,6 +7,7 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
+from pdserve.engine.features import features_of
 from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
@@ -55,6 +56,7 @@ def _prompt(count: int, block_size: int, blocks: range) -> Sequence:
         b"",
         block_size,
         block_ids=block_table(blocks),
+        features=features_of(LARGEST_SAMPLING, count),
     )
 
 

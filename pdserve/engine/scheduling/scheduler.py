@@ -39,7 +39,7 @@ from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.scheduling.shares import Credit
-from pdserve.engine.sequence import TURN, Sequence
+from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.request import SamplingParams, Tenant
 
@@ -134,9 +134,11 @@ class Scheduler:
         self._by_tenant.setdefault(seq.tenant, set()).add(seq)
         _enqueue(self.loaded if seq.kv.block_ids else self.waiting, seq)
 
-    def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
+    def fork(
+        self, seq: Sequence, request_id: str, sampling: SamplingParams, features: tuple[Feature, ...] = ()
+    ) -> Sequence:
         """Queue and return a copy of a sequence that shares all KV computed so far. Later writes are copy-on-write."""
-        fork = seq.fork(self.pool, request_id, sampling)
+        fork = seq.fork(self.pool, request_id, sampling, features)
         self.add(fork)
         return fork
 
@@ -439,7 +441,7 @@ class Scheduler:
         order, tenants = self.order(), self._eligible_tenants(budget, below)
         loaded = [seq for seq in self.loaded if seq.tenant in tenants]
         # Scored prompts share a small budget, and must not hold up the others.
-        may_wait = (seq for seq in self.waiting if budget.scored_tokens or not seq.scores_prompt)
+        may_wait = (seq for seq in self.waiting if budget.scored_tokens or not seq.reads_logits)
         first = min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None)
         queue = sorted(loaded, key=order) + ([first] if first is not None else [])
         loaded = [*self._computable(queue, pause_storing, budget)]
@@ -471,7 +473,7 @@ class Scheduler:
         """Yield the sequences of which a step can compute tokens. No prompt overtakes one for which it has no time."""
         has_time = True
         for seq in queue:
-            if (pause_storing and seq.stores_kv) or (seq.scores_prompt and not budget.scored_tokens):
+            if (pause_storing and seq.stores_kv) or (seq.reads_logits and not budget.scored_tokens):
                 continue
             computed = self._num_computed_if_admitted(seq)
             is_prompt = len(seq) - computed > 1

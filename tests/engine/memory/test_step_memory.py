@@ -9,6 +9,7 @@ import transformers
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
+from pdserve.engine.features import features_of
 from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.memory.step_memory import run_largest_steps
 from pdserve.engine.model_runner import ModelRunner
@@ -43,7 +44,15 @@ def test_the_largest_steps_take_at_least_the_memory_of_any_other(tmp_path: Path)
         length = 48 // num_seqs
         seqs = [
             Sequence.new(
-                str(i), token_array([1] * length), length, length, sampling, b"", 16, block_ids=block_table([0, 1, 2])
+                str(i),
+                token_array([1] * length),
+                length,
+                length,
+                sampling,
+                b"",
+                16,
+                block_ids=block_table([0, 1, 2]),
+                features=features_of(sampling, length),
             )
             for i in range(num_seqs)
         ]
