@@ -127,7 +127,8 @@ class Prefiller:
         job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
         is_last_token = job.seq.sampling.max_tokens - job.seq.output.num_generated == 1 and job.seq.group is None
-        job.seq.lead([other.seq for other in others])
+        if others:
+            job.seq.lead([other.seq for other in others])
         state = _PrefillState(job, [job, *others], job.seq, 0.0 if is_last_token else self._lease_seconds)
         self._states.update(dict.fromkeys(state.jobs, state))
         if is_last_token and self._transfers.in_place:

@@ -17,7 +17,7 @@ from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Feature, Sequence
 from pdserve.engine.step import Drafter, StepOutcome
 from pdserve.errors import SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, root_key, token_array
@@ -158,12 +158,15 @@ class Engine:
             raise ValueError("this model has no embeddings")
         if not sampling.embed and pooling is not None and pooling.num_classes:
             raise ValueError("this model is a classifier, which generates nothing")
-        pooling = pooling if sampling.embed else None
+        features: tuple[Feature, ...] = ()
+        if not sampling.needs_only_logits:
+            pooling = pooling if sampling.embed else None
+            features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
         root = root_key(model_digest=self.layout.model_digest, salt=salt)
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
         seq = Sequence.new(
-            constraint=self._constraint(sampling),
+            constraint=self._constraint(sampling) if sampling.grammar else None,
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             tenant=tenant,
             request_id=request_id,
@@ -175,7 +178,7 @@ class Engine:
             block_size=self.layout.block_size,
             chain=KeyChain(root, packed_keys),
             stop_token_ids=stops,
-            features=features_of(sampling, len(prompt), pooling, is_continued=bool(output)),
+            features=features,
         )
         if sampling.logits_processors:
             seq.output.process(make_processors(sampling.logits_processors))
@@ -236,15 +239,16 @@ class Engine:
         """Dequeue a sequence, finished or not, and release its blocks. The first that waits for it takes its place."""
         if seq in self._compiling:
             self._compiling.remove(seq)
-        seq.leave()
+        if seq.leader is not None:
+            seq.leave()
         self.scheduler.remove(seq)
         if seq.group is not None:
             self._searches.discard(seq)
             for beam in seq.group.beams:
                 self.scheduler.remove(beam)
             seq.group.advance([])
-        if siblings := seq.take_siblings():
-            heir, *others = siblings
+        if seq.siblings:
+            heir, *others = seq.take_siblings()
             heir.lead(others)
             self.add(heir)
 

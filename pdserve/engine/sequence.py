@@ -332,9 +332,9 @@ class Sequence:
 
     def leave(self) -> None:
         """Wait no longer for another sequence's prompt."""
-        if self.leader is not None:
-            self.leader.siblings.remove(self)
-            self.leader = None
+        assert self.leader is not None
+        self.leader.siblings.remove(self)
+        self.leader = None
 
     def share(self, other: "Sequence", pool: BlockPool) -> None:
         """Take over the KV that another sequence of the same prompt has. Later writes are copy-on-write."""

@@ -245,19 +245,18 @@ class SequenceKV:
     def restore_swapped(self) -> SwappedKV:
         """Record that the KV in host memory has been copied back. Returns what may be released there."""
         swapped = self.discard_swapped()
-        assert swapped is not None
         self.num_computed = max(self.num_computed, swapped.num_tokens)
         return swapped
 
-    def discard_swapped(self) -> SwappedKV | None:
+    def discard_swapped(self) -> SwappedKV:
         """Forget the KV in host memory, and return what may be released there."""
         swapped, self.swapped = self.swapped, None
+        assert swapped is not None, "there is none"
         return swapped
 
-    def take_refetch(self) -> bool:
-        """Return whether the store should be asked for the KV, once after each preemption."""
-        needs_refetch, self.needs_refetch = self.needs_refetch, False
-        return needs_refetch
+    def end_refetch(self) -> None:
+        """Record that the store is asked for the KV, as it is once after each preemption."""
+        self.needs_refetch = False
 
     def _block_to_copy(self, pool: BlockPool) -> int | None:
         """Return the index of the block that the next token is written to if others read it or may find it, else None."""

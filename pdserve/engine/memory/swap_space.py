@@ -46,8 +46,7 @@ class SwapSpace:
 
     def discard(self, seq: Sequence) -> None:
         """Release the room of a sequence that will not run again."""
-        if (swapped := seq.kv.discard_swapped()) is not None:
-            self._release(swapped)
+        self._release(seq.kv.discard_swapped())
 
     def _release(self, swapped: SwappedKV) -> None:
         assert self.pool is not None

@@ -1,7 +1,7 @@
 """Compute budget of one engine step: a token limit, and the time that prompts may add beside decoding sequences."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pdserve.costs import Costs, attention_pairs
@@ -33,14 +33,14 @@ class StepBudget:
 
     @classmethod
     def for_step(
-        cls, costs: Costs, tokens: int, decoding: Iterable[Sequence], itl: float | None, min_chunk: int
+        cls, costs: Costs, tokens: int, decoding: Collection[Sequence], itl: float | None, min_chunk: int
     ) -> "StepBudget":
         """Return the budget of a step in which `decoding` decode, forecast to take at most `itl` seconds (None: no limit)."""
-        contexts = [len(seq) for seq in decoding]
-        base = costs.decode[0] if contexts else costs.prefill[0]
-        if itl is None or not contexts:
+        base = costs.decode[0] if decoding else costs.prefill[0]
+        if itl is None or not decoding:
             return cls(costs, tokens, base=base)
-        return cls(costs, tokens, itl - costs.step_seconds(len(contexts), sum(contexts)), min_chunk, base=base)
+        seconds = costs.step_seconds(len(decoding), sum(map(len, decoding)))
+        return cls(costs, tokens, itl - seconds, min_chunk, base=base)
 
     def share(self, demands: Collection[Sequence], creditors: Collection[Tenant]) -> None:
         """Limit the time of each tenant to its share of the step, see `step_shares`. `demands` are all that could run."""

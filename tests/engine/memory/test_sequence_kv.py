@@ -103,7 +103,9 @@ def test_tokens_count_as_loaded_or_hit_only_at_first_admission() -> None:
     kv.mark_loaded(8)
     assert (kv.num_local_hit, kv.num_loaded, kv.num_computed) == (4, 4, 8)
     kv.preempt(pool, None, is_stored=True)
-    assert kv.take_refetch() and not kv.take_refetch()
+    assert kv.needs_refetch
+    kv.end_refetch()
+    assert not kv.needs_refetch
     kv.take_blocks(0, [], pool.allocate(3))
     kv.mark_loaded(12)
     assert (kv.num_local_hit, kv.num_loaded, kv.num_computed) == (4, 4, 12)
