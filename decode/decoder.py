@@ -141,14 +141,16 @@ class Decoder:
             one.keys = job.keys
             limit = self._store_limit(one)
             self._states[one] = _DecodeState(one, loading, leases, store_limit=limit, converted=converted)
-        state, followers = self._states[job], [self._states[other] for other in others]
+        state, followers = self._states[job], [*map(self._states.__getitem__, others)]
         if job.phase == pb.BOTH:
             for one_state in (state, *followers):
                 one_state.loading.skip()
-            job.seq.lead([other.seq for other in others])
+            if others:
+                job.seq.lead([other.seq for other in others])
             self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
         else:
-            state.lead(followers)
+            if followers:
+                state.lead(followers)
             self._unreserved.append(state)
             self.reserve()
 
@@ -308,7 +310,8 @@ class Decoder:
             seq.kv.forbid_caching()
             state.store_limit = 0
             self._context.count("inexact_prompts", 1)
-        self._share(state, start.num_blocks if num_tokens else 0)
+        if state.followers:
+            self._share(state, start.num_blocks if num_tokens else 0)
         if state.first_token is not None:
             seq.output.append(state.first_token)
         elif seq.kv.num_computed == seq.kv.num_initial:

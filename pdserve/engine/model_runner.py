@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -241,16 +242,15 @@ class ModelRunner:
 
     def inputs(self, plan: StepPlan, logit_rows: list[int]) -> StepInputs:
         """Return the inputs of a planned step, see `step_inputs`."""
-        first, counts, new = [], [], []
+        first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
             new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
             if seq in plan.drafts:
                 new.append(np.array(plan.drafts[seq], np.uint32))
             first.append(seq.kv.num_computed)
             counts.append(plan.num_tokens(seq))
-        return self.step_inputs(
-            np.concatenate(new), counts, first, [seq.kv.block_ids for seq in plan.counts], logit_rows
-        )
+            tables.append(seq.kv.block_ids)
+        return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
 
     def step_inputs(
         self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]
@@ -262,7 +262,7 @@ class ModelRunner:
             counts, first, tables: of each sequence the number of new tokens, the position of the first, and the block ids.
             logit_rows: rows of the tokens whose logits are needed.
         """
-        kv_lens = [begin + count for begin, count in zip(first, counts, strict=True)]
+        kv_lens = [*map(add, first, counts)]
         starts = np.cumsum([0, *counts])
         rows_T = np.repeat(np.arange(len(counts)), counts)
         positions_T = np.arange(len(ids_T)) + np.subtract(first, starts[:-1])[rows_T]

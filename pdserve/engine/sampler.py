@@ -89,16 +89,16 @@ class SampledTokens:
 
     def __init__(self, logits_SV: torch.Tensor, seqs: list[Sequence], ahead: SequenceABC[int] = ()) -> None:
         self._logits_SV = logits_SV
-        self._params = [seq.sampling for seq in seqs]
-        self._counters = [
-            rng_counter(seq.sampling.seed, seq.output.num_generated + more) if seq.sampling.temperature > 0 else 0
-            for seq, more in zip(seqs, ahead or [0] * len(seqs), strict=True)
-        ]
+        self._params: dict[int, SamplingParams] = {}  # of the rows that are drawn
+        self._counters: dict[int, int] = {}
+        for row, seq in enumerate(seqs):
+            if seq.sampling.temperature > 0:
+                position = seq.output.num_generated + (ahead[row] if ahead else 0)
+                self._params[row], self._counters[row] = seq.sampling, rng_counter(seq.sampling.seed, position)
         self.tokens_S = _argmax(logits_SV)
-        self._drawn_rows = [row for row, params in enumerate(self._params) if params.temperature > 0]
         self.undecided: list[int] = []
-        if self._drawn_rows:
-            self._draw(self._drawn_rows)
+        if self._params:
+            self._draw([*self._params], len(seqs))
         self._on_host_S, self._copied = self.tokens_S, None
         if self.tokens_S.is_cuda:
             self._on_host_S = torch.empty_like(self.tokens_S, device="cpu", pin_memory=True)
@@ -107,7 +107,7 @@ class SampledTokens:
 
     def keep_logits(self) -> None:
         """Copy the logits if `read` may need them, since the next step may overwrite them."""
-        if self._drawn_rows:
+        if self._params:
             self._logits_SV = self._logits_SV.clone()
 
     def read(self) -> list[int]:
@@ -115,7 +115,9 @@ class SampledTokens:
         if self._copied is not None:
             self._copied.synchronize()
         tokens: list[int] = self._on_host_S.tolist()
-        rows = self.undecided = [row for row in self._drawn_rows if tokens[row] < 0]
+        if not self._params:
+            return tokens
+        rows = self.undecided = [row for row in self._params if tokens[row] < 0]
         # A few rows at a time. On a CPU a dozen passes over them stay in the cache, which takes a quarter of the time; on a
         # GPU they take little memory.
         on_cpu = self._logits_SV.device.type == "cpu"
@@ -128,13 +130,13 @@ class SampledTokens:
                 tokens[row] = token
         return tokens
 
-    def _draw(self, rows: list[int]) -> None:
-        """Sample rows that are not greedy, by the device's kernel if it has one."""
+    def _draw(self, rows: list[int], num_rows: int) -> None:
+        """Sample those of all rows that are not greedy, by the device's kernel if it has one."""
         if (draw_rows := _draw_function(self._logits_SV)) is not None:
             settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (self._params[row] for row in rows)]
             counters = [self._counters[row] for row in rows]
             drawn_R = draw_rows(self._logits_SV, self.tokens_S, rows, counters, settings)
-            if len(rows) == len(self._params):
+            if len(rows) == num_rows:
                 self.tokens_S = drawn_R
             else:
                 self.tokens_S[rows] = drawn_R

@@ -81,7 +81,7 @@ class StepPlan:
             sampled: sequence and token of each row that was sampled, in the order of `StepRows.sampled`, with its log
                 probabilities if they are asked for.
         """
-        outcome = {seq: Accepted(count) for seq, count in self.counts.items()}
+        outcome = dict(zip(self.counts, map(Accepted, self.counts.values()), strict=True))
         for seq, token, of_token in sampled:
             accepted = outcome.get(seq)
             if accepted is None:

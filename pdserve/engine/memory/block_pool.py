@@ -87,9 +87,11 @@ class BlockPool:
         """
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks requested, {self.num_free} of {self.num_blocks} free")
-        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
-        for block in blocks:
+        blocks: list[int] = []
+        for _ in range(count):
+            block = self._free.popleft() if self._free else self._evict()
             self._refs[block] = 1
+            blocks.append(block)
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
