@@ -81,10 +81,10 @@ def run(engine: Engine, prompts: list[list[int]], count: int, **sampling: Any) -
         started, ended = ended, time.perf_counter()
         steps.append(ended - started)
         for seq in sampled:
-            if seq.finish_reason() is not None:
+            if seq.output.finish_reason() is not None:
                 engine.remove(seq)
     steps[-1] += gpu_part.now() - ended
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs], steps
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs], steps
 
 
 def prompts_of(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
@@ -205,7 +205,7 @@ def sampler() -> Result:
     ]
     for settings in choices:
         seqs = [
-            Sequence(
+            Sequence.new(
                 str(i), token_array([0]), 1, 1, SamplingParams(**{"temperature": 1.0, "seed": i, **settings}), b"", 16
             )
             for i in range(rows)

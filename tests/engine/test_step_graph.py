@@ -51,7 +51,7 @@ def decode_logits(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
         engine.add(seq)
     while engine.has_work:
         for seq in engine.step().sampled:
-            if seq.finish_reason() is not None:
+            if seq.output.finish_reason() is not None:
                 engine.remove(seq)
     return logits
 

@@ -8,8 +8,10 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
+from pdserve.engine.features import features_of
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.scheduling.budget import StepBudget
-from pdserve.engine.sequence import Sequence, block_table
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.kernels.gpu import memory as gpu_memory
 from pdserve.keys import token_array
@@ -52,7 +54,7 @@ def run_largest_steps(runner: "ModelRunner", config: EngineConfig) -> None:
 
 
 def _prompt(count: int, block_size: int, blocks: range, sampling: SamplingParams = LARGEST_SAMPLING) -> Sequence:
-    return Sequence(
+    return Sequence.new(
         "probe",
         token_array([0] * count),
         count,
@@ -61,6 +63,7 @@ def _prompt(count: int, block_size: int, blocks: range, sampling: SamplingParams
         b"",
         block_size,
         block_ids=block_table(blocks),
+        features=features_of(sampling, count),
     )
 
 

@@ -10,10 +10,12 @@ import transformers
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
+from pdserve.engine.features import features_of
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.memory.step_memory import run_largest_steps
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduling.budget import StepBudget
-from pdserve.engine.sequence import Sequence, block_table
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
@@ -45,13 +47,21 @@ def test_the_largest_steps_take_at_least_the_memory_of_any_other(
     for num_seqs, sampling in ((1, everything), (8, everything), (3, everything), (8, SamplingParams(temperature=0))):
         length = 48 // num_seqs
         seqs = [
-            Sequence(
-                str(i), token_array([1] * length), length, length, sampling, b"", 16, block_ids=block_table([0, 1, 2])
+            Sequence.new(
+                str(i),
+                token_array([1] * length),
+                length,
+                length,
+                sampling,
+                b"",
+                16,
+                block_ids=block_table([0, 1, 2]),
+                features=features_of(sampling, length),
             )
             for i in range(num_seqs)
         ]
         assert peak_bytes(partial(runner.step, StepPlan(dict.fromkeys(seqs, length)))) <= largest * 1.01
-    greedy = Sequence(
+    greedy = Sequence.new(
         "0", token_array([1] * 48), 48, 48, SamplingParams(temperature=0), b"", 16, block_ids=block_table([0, 1, 2])
     )
     assert peak_bytes(lambda: runner.step(StepPlan({greedy: 48}))) < largest / 3, "what sampling takes is most of it"

@@ -117,9 +117,9 @@ def test_fused_models_say_what_plain_ones_say(architecture: str, checkpoint: Cal
 def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
     seq = engine.new_sequence("r", prompt, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
     engine.add(seq)
-    while seq.finish_reason() is None:
+    while seq.output.finish_reason() is None:
         engine.step()
-    return seq.tokens[seq.num_prompt :].tolist()
+    return seq.output.tokens[seq.output.num_prompt :].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -219,7 +219,7 @@ def test_nothing_is_compiled_after_the_warm_up(
             engine.add(seq)
             for _ in range(number % 3):
                 step(engine)
-            if seq.num_computed and number % 2:
+            if seq.kv.num_computed and number % 2:
                 engine.fork(seq, f"{number}, again", sampling)
         while engine.has_work:
             step(engine)
@@ -228,7 +228,7 @@ def test_nothing_is_compiled_after_the_warm_up(
 
 def step(engine: Engine) -> None:
     for seq in engine.step().sampled:
-        if seq.finish_reason():
+        if seq.output.finish_reason():
             engine.remove(seq)
 
 
@@ -271,11 +271,11 @@ def generate(
     kv: dict[str, torch.Tensor] = {}
     while engine.has_work:
         for seq in engine.step().sampled:
-            if seq.finish_reason():
-                blocks = engine.runner.kv.pool_NL2GBD[seq.block_ids].movedim(4, 1).flatten(0, 1)
-                kv[seq.request_id] = blocks[: seq.num_computed].clone()
+            if seq.output.finish_reason():
+                blocks = engine.runner.kv.pool_NL2GBD[seq.kv.block_ids].movedim(4, 1).flatten(0, 1)
+                kv[seq.request_id] = blocks[: seq.kv.num_computed].clone()
                 engine.remove(seq)
-    return [(seq.tokens.tolist(), kv[seq.request_id]) for seq in seqs]
+    return [(seq.output.tokens.tolist(), kv[seq.request_id]) for seq in seqs]
 
 
 def test_write_kv(make_case: Callable[..., Any], kernel: Kernel) -> None:
