@@ -90,10 +90,9 @@ def _obstacle(
         return "does not support compute capability {}.{}".format(*capability)
     if kv.dtype not in (torch.float16, torch.bfloat16):
         return f"has no {str(kv.dtype).removeprefix('torch.')}"
-    if kv.head_dim > MAX_HEAD_DIM[name] or kv.head_dim % 8:
-        return f"does not support heads of {kv.head_dim} elements"
-    if name == "flashinfer" and kv.head_dim not in (64, 128, 256):
-        return f"does not support heads of {kv.head_dim} elements"
+    for size in sorted(kv.head_dims):
+        if size > MAX_HEAD_DIM[name] or size % 8 or (name == "flashinfer" and size not in (64, 128, 256)):
+            return f"does not support heads of {size} elements"
     if name == "flash-attn-2" and phase == "decode" and kv.block_size % PAGE_MULTIPLE:
         return f"decodes over blocks of multiples of {PAGE_MULTIPLE} tokens only, not of {kv.block_size}"
     return None
@@ -209,13 +208,13 @@ class _KVCache:
 
 
 class _FlashInfer:
-    """Decode by FlashInfer over the pool. A step is planned once for each combination of scale, window and soft cap."""
+    """Decode by FlashInfer over the pool. A step is planned once for each scale, window, soft cap and number of heads."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = importlib.import_module(MODULES["flashinfer"])
         self._device = device
-        self._wrappers: dict[tuple[float, int | None, float | None], Any] = {}
-        self._planned: dict[tuple[float, int | None, float | None], PagedBatch] = {}
+        self._wrappers: dict[tuple[Any, ...], Any] = {}
+        self._planned: dict[tuple[Any, ...], PagedBatch] = {}
 
     def __call__(
         self,
@@ -226,7 +225,7 @@ class _FlashInfer:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        key = (scale, window, softcap)
+        key = (scale, window, softcap, *cache_N2GBD.shape[2:])
         if key not in self._wrappers:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
             # Tensor cores pay once several query heads share a key/value head.
