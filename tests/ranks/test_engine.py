@@ -158,6 +158,7 @@ def shard(config: Any, ranks: int) -> Shard:
         (transformers.BloomConfig(), 2, "transformers has no plan for it"),
         (llama_with_plan(up_proj="colwise"), 2, "its plan does not slice attention"),
         (transformers.Gemma3Config(), 2, "its text model is part of another one"),
+        (transformers.Gemma4TextConfig(), 2, "its layers differ in shape"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(config: Any, ranks: int, reason: str) -> None:

@@ -131,6 +131,8 @@ class Shard:
         config = hf_config.get_text_config()
         if config is not hf_config:
             raise self._unsupported("its text model is part of another one")
+        if getattr(config, "is_heterogeneous", False):
+            raise self._unsupported("its layers differ in shape")
         self._heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
