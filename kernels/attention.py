@@ -50,13 +50,13 @@ def paged_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Write the new KV and return causal attention of the new tokens over it, [T, H, D] in the dtype of the query."""
-    batch.kernel.write_kv(batch.layer(layer), k_TGD, v_TGD, batch.slots_T)
+    batch.kernel.write_kv(batch.caches[layer], k_TGD, v_TGD, batch.slots_T)
     return attend(q_THD, layer, batch, options)
 
 
 def attend(q_THD: torch.Tensor, layer: int, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
     """Return causal attention of the new tokens, whose KV is written, [T, H, D]."""
-    return batch.kernel.attend(q_THD, batch.layer(layer), batch, options.scale, options.window, options.softcap)
+    return batch.kernel.attend(q_THD, batch.caches[layer], batch, options.scale, options.window, options.softcap)
 
 
 def is_batch_invariant(setting: str, device: torch.device) -> bool:

@@ -115,6 +115,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "floor_scale": 200,
         },
     ),
+    # Two shapes of rows, and two layers that read the KV of others.
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 48,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 260,
+        },
+    ),
     "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
     "deepseek_v3": (
         "DeepseekV3Config",

@@ -100,7 +100,7 @@ class Instance:
             on_grammar_ready=lambda: self._inbox.put(lambda: None),
         )
         self.engine.pool.listeners.append(self.kv_events)  # before the warm-up, which changes keys too
-        pool = self.engine.runner.kv.pool_NL2GBD
+        pool = self.engine.runner.kv.pool_NX
         self._followers = followers
         self.connector = self._attach(connector)
         self.transfers = Transfers(
@@ -393,7 +393,7 @@ class Instance:
     def _attach(self, connector: Connector) -> Connector:
         kv = self.engine.runner.kv
         connector.may_start_out = True
-        attached = attach_pool(connector, kv.pool_NL2GBD, self.engine.layout, kv.copies)
+        attached = attach_pool(connector, kv.pool_NX, self.engine.layout, kv.copies)
         if self._followers is not None:
             attached = RankedConnector(attached, self._followers)
         attached.has_started_out = connector.has_started_out

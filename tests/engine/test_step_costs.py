@@ -23,7 +23,8 @@ from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted, StepPlan
-from pdserve.keys import Layout, token_array
+from pdserve.keys import token_array
+from pdserve.kv_spec import KVSpec
 from pdserve.request import SamplingParams
 
 triton = pytest.importorskip("triton")
@@ -110,16 +111,9 @@ def make_runner(architecture: str, layers: int) -> ModelRunner:
     with torch.device(GPU):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16, attn_implementation=paged_model.NAME)
     checkpoint_loader._fuse_for_gpu(model.eval().requires_grad_(False))
-    layout = Layout(
-        model_fingerprint="",
-        num_layers=layers,
-        num_kv_heads=hf_config.num_key_value_heads,
-        head_dim=hf_config.head_dim,
-        block_size=16,
-        dtype="bfloat16",
-        itemsize=2,
-    )
-    checkpoint = Checkpoint(model, layout, 1024, hf_config.vocab_size, frozenset(), GPU, torch.bfloat16)
+    spec = KVSpec.uniform(layers, hf_config.num_key_value_heads, hf_config.head_dim)
+    layout = spec.layout(model_fingerprint="", block_size=16, dtype="bfloat16", itemsize=2)
+    checkpoint = Checkpoint(model, layout, spec, 1024, hf_config.vocab_size, frozenset(), GPU, torch.bfloat16)
     return ModelRunner(checkpoint, EngineConfig(kernel="triton", batch_invariant="off", num_blocks=64))
 
 

@@ -26,21 +26,21 @@ def allocate(checkpoint: Checkpoint, config: EngineConfig, kernel: Kernel, step_
     num_blocks = pool_size(checkpoint, config, step_bytes)
     if checkpoint.group is not None:
         (num_blocks,) = checkpoint.group.minimum([num_blocks])
-    pool_NL2GBD = zeroed_blocks(checkpoint, num_blocks, checkpoint.device)
-    host_NL2GBD = zeroed_blocks(checkpoint, _num_host_blocks(checkpoint, config), torch.device("cpu"))
+    pool_NX = zeroed_blocks(checkpoint, num_blocks, checkpoint.device)
+    host_NX = zeroed_blocks(checkpoint, _num_host_blocks(checkpoint, config), torch.device("cpu"))
     if checkpoint.device.type == "cuda":
         try:
-            gpu_memory.pin(host_NL2GBD)
+            gpu_memory.pin(host_NX)
         except MemoryError as error:
             raise SetupError(f"--swap-space: {error}") from error
-    return KVMemory(pool_NL2GBD, host_NL2GBD, kernel)
+    return KVMemory(pool_NX, host_NX, kernel, checkpoint.layout, checkpoint.spec)
 
 
 def zeroed_blocks(checkpoint: Checkpoint, count: int, device: torch.device) -> torch.Tensor:
-    """Return new memory for `count` blocks [count, L, 2, G, B, D]; [count, L, 1, 1, B, D] of latents."""
-    blocks_NL2GBD = torch.empty((count, *checkpoint.layout.block_shape), dtype=checkpoint.dtype, device=device)
-    huge_pages(blocks_NL2GBD)
-    return blocks_NL2GBD.zero_()
+    """Return new memory for `count` blocks, [count, X]."""
+    blocks_NX = torch.empty((count, checkpoint.layout.block_numbers), dtype=checkpoint.dtype, device=device)
+    huge_pages(blocks_NX)
+    return blocks_NX.zero_()
 
 
 def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:

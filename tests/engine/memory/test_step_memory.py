@@ -38,9 +38,9 @@ def test_the_largest_steps_take_at_least_the_memory_of_any_other(
         max_num_batched_tokens=48,
     )
     runner = ModelRunner(load(config), config)
-    pool = runner.kv.pool_NL2GBD
+    pool = runner.kv.pool_NX
     largest = peak_bytes(lambda: run_largest_steps(runner, config))
-    assert runner.kv.pool_NL2GBD is pool
+    assert runner.kv.pool_NX is pool
     everything = SamplingParams(
         top_k=50, top_p=0.5, min_p=0.1, logprobs=20, prompt_logprobs=20, frequency_penalty=1, presence_penalty=1
     )
