@@ -4,11 +4,12 @@
 
 imports the modules of instances and routers, and then reads requests from the socket with the descriptor REQUESTS. A request
 is a JSON list of arguments and environment, with three descriptors: stdout, stderr, and a status pipe, which receives the
-pid and later the return code, one line each. The command `follower`, of pdserve/ranks/, has a fourth: its connection. For
-each request the server forks a keeper, which forks the command and waits for it. The children and followers that a command
-starts are requested from this server too, through CLIENTS, the other end.
+pid and later the return code, one line each. The commands `follower`, of pdserve/ranks/, and `compile`, of
+pdserve/grammars/, have a fourth: their connection. For each request the server forks a keeper, which forks the command and
+waits for it. What a command starts is requested from this server too, through CLIENTS, the other end.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -20,16 +21,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, NoReturn, Self
 
 # What routers and instances import, so that each of hundreds of processes need not.
 IMPORTED = [
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
     *("pdserve.cli.commands", "pdserve.cli.supervisor", "pdserve.instance.process", "pdserve.ranks.follower"),
     *("pdserve.kv_transfer.connectors.shm.connector", "pdserve.kv_transfer.connectors.file"),
-    *("pdserve.router.server", "pydantic.v1"),  # the latter by FastAPI when it makes an application
+    *("pdserve.grammars.compile_server", "pdserve.router.server"),
+    "pydantic.v1",  # by FastAPI when it makes an application
 ]
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -103,6 +106,10 @@ class ForkServer:
         """Start a follower as `pdserve.ranks.followers.start_process` does."""
         return self.start(["follower", str(rank), str(port)], os.environ, 1, 2, connection)
 
+    def start_compile_server(self, connection: int, arguments: list[str]) -> ForkedProcess:
+        """Start a compile server as `pdserve.grammars.compiler.start_process` does."""
+        return self.start(["compile", *arguments], os.environ, 1, 2, connection)
+
     def close(self) -> None:
         assert self._process is not None
         self._process.terminate()
@@ -115,25 +122,52 @@ def main() -> None:
     requests, clients = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:])
     with requests:
         arguments = wait_for_command(requests)
-    import pdserve.cli.commands
+    import pdserve.grammars.compiler
     import pdserve.ranks.followers
     from pdserve.cli.supervisor import Supervisor
 
     # Patched because the process factories are not parameters of the product.
     pdserve.ranks.followers.start_process = ForkServer(clients).start_follower  # type: ignore[assignment]
+    pdserve.grammars.compiler.start_process = ForkServer(clients).start_compile_server  # type: ignore[assignment]
     Supervisor._spawn = lambda _, *command: ForkServer(clients).spawn(*command)  # type: ignore[assignment,method-assign]
+    try:
+        run(arguments)
+    except SystemExit as ended:
+        end(ended.code)
+    end(None)
+
+
+def run(arguments: list[str]) -> None:
     if arguments[0] == "follower":
         import pdserve.ranks.follower
 
         _, rank, port, connection = arguments
         pdserve.ranks.follower.main(int(connection), int(rank), int(port))
+    elif arguments[0] == "compile":
+        import pdserve.grammars.compile_server
+
+        _, *of_model, connection = arguments
+        pdserve.grammars.compile_server.main([connection, *of_model])
     elif arguments[0].endswith(".py"):
         sys.argv[:] = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
     else:
+        import pdserve.cli.commands
+
         sys.argv[:] = ["pdserve", *arguments]
         pdserve.cli.commands.main()
+
+
+def end(code: object) -> NoReturn:
+    """Exit as `sys.exit(code)` does, but without the clean-up of all the imported modules, which takes 0.3 s."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def wait_for_command(requests: socket.socket) -> list[str]:

@@ -111,8 +111,9 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
             "port": free_port(),
             "threads": 1,
             "local_prefill_tokens": 0,
-            "connector": f"{segment}?{PATIENT_STORE}",
-            "kv_cache_memory": "32MiB",  # clearing a larger pool takes longer than all else
+            # Clearing larger ones takes longer than all else.
+            "connector": f"{segment}?size=32MiB&{PATIENT_STORE}",
+            "kv_cache_memory": "16MiB",
         }
         all_flags = {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}
         deployment_class = type(
