@@ -159,7 +159,6 @@ async def _serve(
         ]
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
         await stack.enter_async_context(_running(loops, on_end=lambda: server.handle_exit(signal.SIGINT, None)))
-        app.prepare()
         if config.reuse_port:
             await _wait_for_instances(dispatcher, server)
         await server.serve(sockets=listening)
