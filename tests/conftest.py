@@ -407,9 +407,11 @@ def load_test_module() -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[Any]:
-    """The ForkServer of tests/fork_server.py."""
-    with closing(_load("fork_server").ForkServer.run()) as server:
+def fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The ForkServer of tests/fork_server.py, which all workers of xdist share."""
+    folder = tmp_path_factory.getbasetemp()
+    is_worker = hasattr(request.config, "workerinput")
+    with closing(_load("fork_server").ForkServer.shared(folder.parent if is_worker else folder)) as server:
         yield server
 
 
