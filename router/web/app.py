@@ -1,5 +1,6 @@
 """Builds the router's HTTP application: endpoints, keys and limits."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
@@ -59,9 +60,11 @@ def create_app(
     ]
     key_names = _key_names(api_routes, clients, operators)
     document = cache(lambda: json_response(openapi_document(api_routes, config.name, key_names)).body)
+    building = asyncio.Lock()
 
     async def openapi() -> Response:
-        return Response(document(), media_type="application/json")
+        async with building:  # once, in a thread: it takes 0.2 s, for which all streams would wait
+            return Response(await asyncio.to_thread(document), media_type="application/json")
 
     document_route = Endpoint(openapi, method="GET", path="/openapi.json", access=Access.OPEN)
     unauthorized = admission.metrics.unauthorized
@@ -74,7 +77,6 @@ def create_app(
         lambda reason: unauthorized.labels(reason=reason).inc(),
         BodyLimit(config.max_body_bytes, config.client_timeout_seconds, admission.body_budget, uploads),
         [origin.strip() for origin in config.cors_origins.split(",") if config.cors_origins],
-        prepare=document,
         handlers={route.path: route.respond for route in generation_routes if route.methods == {"POST"}},
     )
 

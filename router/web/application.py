@@ -266,7 +266,6 @@ class Application:
         guard: of a router without API keys.
         on_unauthorized: called with `missing` or `wrong` for each request without a valid key.
         cors_origins: of web pages that may read the answers.
-        prepare: builds what the first request to an open path would otherwise wait for on the event loop.
         handlers: of the endpoints that generate, by path, for what does not come by HTTP.
     """
 
@@ -280,10 +279,8 @@ class Application:
         body_limit: BodyLimit,
         cors_origins: Sequence[str],
         *,
-        prepare: Callable[[], object],
         handlers: Mapping[str, Handler],
     ) -> None:
-        self.prepare = prepare
         self.handlers = handlers
         self.routes = Routes(routes)
         self._guard = guard
