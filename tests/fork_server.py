@@ -29,6 +29,8 @@ IMPORTED = [
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
     *("pdserve.cli.commands", "pdserve.cli.supervisor", "pdserve.instance.process", "pdserve.ranks.follower"),
     *("pdserve.kv_transfer.connectors.shm.connector", "pdserve.kv_transfer.connectors.file"),
+    *("pdserve.router.dialects.embeddings", "pdserve.router.dialects.messages.endpoints"),
+    *("pdserve.router.dialects.responses.endpoints", "pdserve.router.dialects.batches.endpoints"),
     *("pdserve.router.server", "pydantic.v1"),  # the latter by FastAPI when it makes an application
 ]
 PR_SET_PDEATHSIG = 1

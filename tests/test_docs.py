@@ -24,6 +24,8 @@ from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
 from pdserve.load_config import AutoscaleConfig, BenchServeConfig, FleetConfig, LoadConfig, PlanConfig, SimulateConfig
 from pdserve.router.api import schemas
+from pdserve.router.dialects.messages import schemas as messages
+from pdserve.router.dialects.responses import schemas as responses
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.telemetry.metrics import Metrics
 
@@ -133,10 +135,10 @@ def test_metrics_table_matches_the_code() -> None:
         ),
         ("Not supported yet", set(schemas.NO_OPS)),
         ("Not supported in messages", set(schemas.MESSAGE_NO_OPS)),
-        ("Responses", set(schemas.ResponseBody.model_fields)),
-        ("Not supported in responses", set(schemas.RESPONSES_NO_OPS)),
-        ("Messages", set(schemas.MessagesBody.model_fields)),
-        ("Not supported in messages of this format", set(schemas.MESSAGES_API_NO_OPS)),
+        ("Responses", set(responses.ResponseBody.model_fields)),
+        ("Not supported in responses", set(responses.RESPONSES_NO_OPS)),
+        ("Messages", set(messages.MessagesBody.model_fields)),
+        ("Not supported in messages of this format", set(messages.MESSAGES_API_NO_OPS)),
         ("Tokens", set(schemas.TokenizeBody.model_fields) | set(schemas.DetokenizeBody.model_fields)),
     ],
 )

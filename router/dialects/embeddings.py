@@ -1,25 +1,212 @@
-"""Embeddings, scores of pairs of texts, and rankings of documents: by cosine similarity, or by a cross-encoder."""
+"""/v1/embeddings, /score, /classify and /rerank: by the cosine similarity of embeddings, or by a cross-encoder."""
 
 import asyncio
 import base64
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import structs
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.request import SamplingParams, check_length
+from pdserve.router.api.answers import Answer
 from pdserve.router.api.generation import Generation, Json
-from pdserve.router.api.parsing import or_default
+from pdserve.router.api.http_responses import CLIENT_GONE, json_response
+from pdserve.router.api.parsing import BodyType, JsonBody, or_default
 from pdserve.router.api.requests import build_requests, check_model, check_token_ids, prompt_forms
-from pdserve.router.api.schemas import ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
+from pdserve.router.api.schemas import IDS, LISTS, TEXT, Array, Body, Short, untyped
 from pdserve.router.backend import Backend, ModelInfo, TokenStream, read
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.dialect import Dialect, admitted
+from pdserve.router.web.endpoint import example
+from pdserve.router.web.parse_queue import LARGE_BODY
 
 MAX_INPUTS = 2048  # as in OpenAI's API
+DOCUMENTS = ["Paris is the capital of France.", "Rome is the capital of Italy."]
 Vectors = Sequence["np.ndarray[tuple[int], np.dtype[np.float32]]"]
+
+
+# ---- bodies and answers -------------------------------------------------------------------------------------------
+
+
+class EmbeddingBody(Body):
+    model: str | None = None
+    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: Short | None = None
+
+
+class ScoreBody(Body):
+    model: str | None = None
+    text_1: str | Array[str]
+    text_2: str | Array[str]
+
+
+class ClassifyBody(Body):
+    model: str | None = None
+    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
+
+
+class RerankBody(Body):
+    model: str | None = None
+    query: str
+    documents: Array[str] = Field(min_length=1)
+    top_n: int | None = Field(None, ge=0)
+    return_documents: bool | None = None
+
+
+class EmbeddingUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class Score(Answer):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Classification(Answer):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classifications(Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+
+
+class Document(Answer):
+    text: str
+
+
+class Ranked(Answer):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(Answer):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
+# ---- the endpoints ------------------------------------------------------------------------------------------------
+
+RerankRequest = Annotated[JsonBody[RerankBody], example(query="The capital of France", documents=DOCUMENTS)]
+ParseTexts = Callable[[BodyType, RoutedRequest, Tokenizer, ModelInfo], Generation]
+
+
+class EmbeddingEndpoints(Dialect):
+    """Parses a body, waits for admission, has its texts embedded, and answers with what follows from the vectors."""
+
+    tag = "embeddings"
+
+    @admitted("/v1/embeddings", "req-", Embeddings)
+    async def embeddings(
+        self, request: Request, body: Annotated[JsonBody[EmbeddingBody], example(input=DOCUMENTS)]
+    ) -> Response:
+        """The embeddings of texts."""
+        return await self._embed(request, EmbeddingBody, body, parse_embedding, embedding_body)
+
+    @admitted("/score", "req-", Scores)
+    async def score(
+        self,
+        request: Request,
+        body: Annotated[JsonBody[ScoreBody], example(text_1="The capital of France", text_2=DOCUMENTS)],
+    ) -> Response:
+        """Scores of pairs of texts, by a cross-encoder or by their embeddings."""
+        return await self._embed(request, ScoreBody, body, parse_score, score_body)
+
+    @admitted("/classify", "req-", Classifications)
+    async def classify(
+        self, request: Request, body: Annotated[JsonBody[ClassifyBody], example(input=DOCUMENTS)]
+    ) -> Response:
+        """The classes of texts, by a sequence classifier."""
+        build = partial(classify_body, self.service.tokenizer.label)
+        return await self._embed(request, ClassifyBody, body, parse_classify, build)
+
+    @admitted("/v1/rerank", "req-", Ranking)
+    async def rerank_v1(self, request: Request, body: RerankRequest) -> Response:
+        """The same as /rerank."""
+        return await self.rerank(request, body)
+
+    @admitted("/rerank", "req-", Ranking)
+    async def rerank(self, request: Request, body: RerankRequest) -> Response:
+        """Documents in the order of their scores with a query, by a cross-encoder or by their embeddings."""
+        return await self._embed(request, RerankBody, body, parse_rerank, rerank_body)
+
+    async def _embed(
+        self,
+        request: Request,
+        model: type[BodyType],
+        body: JsonBody[BodyType],
+        parse: ParseTexts[BodyType],
+        build: Callable[[BodyType, Generation, Vectors], Json],
+    ) -> Response:
+        service, client, vectors = self.service, request.state.client, list[Vectors]()
+        service.model()  # or the error that there is none, before those of the body
+        fields, generation = await service.parse(request, model, body, partial(_parse_texts, parse))
+        slot = await service.enter(request, generation)
+        if slot is None:
+            return Response(status_code=CLIENT_GONE)
+
+        async def run() -> None:
+            vectors.append(await embed(generation, service.backend, slot.release))
+
+        if not await client.run(run()):
+            return Response(status_code=CLIENT_GONE)
+        num_bytes = len(body) + sum(vector.nbytes for vector in vectors[0])
+        if num_bytes < LARGE_BODY:
+            return json_response(build(fields, generation, vectors[0]))
+        return await asyncio.to_thread(lambda: json_response(build(fields, generation, vectors[0])))
+
+
+def _parse_texts(
+    parse: ParseTexts[BodyType], body: BodyType, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, _: int
+) -> tuple[BodyType, Generation]:
+    return body, parse(body, draft, tokenizer, info)
+
+
+# ---- from bodies to requests --------------------------------------------------------------------------------------
 
 
 def parse_embedding(body: EmbeddingBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo) -> Generation:
@@ -99,6 +286,9 @@ def _parse(
 def _check_num_inputs(count: int, param: str) -> None:
     if count > MAX_INPUTS:
         raise InvalidParameter(param, f"{param} has {count} texts; at most {MAX_INPUTS} are allowed")
+
+
+# ---- from vectors to answers --------------------------------------------------------------------------------------
 
 
 async def embed(generation: Generation, backend: Backend, release: Callable[[int], None]) -> Vectors:

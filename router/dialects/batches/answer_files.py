@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import BinaryIO
 
 from pdserve.batch.lines import read_done
-from pdserve.router.storage.file_store import FILE, FileStore, Json
+from pdserve.router.dialects.batches.file_store import FILE, FileStore, Json
 
 NAMES = ("output", "error")
 ROOM_BYTES = 1 << 20  # of answers between two looks at how much room is left

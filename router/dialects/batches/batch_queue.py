@@ -36,9 +36,9 @@ from pdserve.batch.lines import (
 )
 from pdserve.batch.runner import run_batch
 from pdserve.errors import Conflict, InvalidParameter, Overloaded, RequestError
-from pdserve.router.batches.answer_files import AnswerFiles
 from pdserve.router.client_connection import ClientConnection
-from pdserve.router.storage.file_store import BATCH, FILE, FileStore, Json, new_id
+from pdserve.router.dialects.batches.answer_files import AnswerFiles
+from pdserve.router.dialects.batches.file_store import BATCH, FILE, FileStore, Json, new_id
 from pdserve.router.web.endpoint import Handler
 
 log = logging.getLogger(__name__)
@@ -54,15 +54,12 @@ Item = TypeVar("Item")
 
 
 class BatchQueue:
-    """The batches of a router. Lives on one event loop, and reads and writes files in threads.
+    """The batches of a router. Lives on one event loop, and reads and writes files in threads."""
 
-    Attributes:
-        handlers: the handlers of the endpoints by path; set before a batch starts.
-    """
-
-    def __init__(self, store: FileStore, concurrency: int) -> None:
+    def __init__(self, store: FileStore, concurrency: int, handlers: Mapping[str, Handler]) -> None:
+        """`handlers` are those of the endpoints by path; they may come later, but before a batch starts."""
         self.store = store
-        self.handlers: Mapping[str, Handler] = {}
+        self._handlers = handlers
         self._concurrency = concurrency
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch id
         self._keys: dict[str, str] = {}  # of these batches
@@ -270,7 +267,7 @@ class BatchQueue:
                 "state": {"key": key, "request_id": request_id, "client": ClientConnection()},
             }
             try:
-                response = await self.handlers[request.url](Request(scope, receive))
+                response = await self._handlers[request.url](Request(scope, receive))
             except RequestError as error:
                 return error.status, request_id, error.body()
             answer: Json = await asyncio.to_thread(json.loads, bytes(response.body))

@@ -2,22 +2,22 @@
 
 import asyncio
 from contextlib import suppress
-from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from pdserve.config import parse_size
 from pdserve.errors import BadRequest, InvalidParameter, NotFound, Overloaded
-from pdserve.router.api import answers, schemas
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.parsing import JsonBody, check_not_compressed, parse_body
-from pdserve.router.batches.batch_queue import BatchQueue
-from pdserve.router.storage.file_store import FILE, FileStore, Json
-from pdserve.router.storage.input_items import page_limit
-from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
-from pdserve.router.web.parse_queue import ParseQueue
+from pdserve.router.api.parsing import JsonBody, check_not_compressed, page_limit
+from pdserve.router.dialects.batches import schemas
+from pdserve.router.dialects.batches.batch_queue import BatchQueue
+from pdserve.router.dialects.batches.file_store import FILE, FileStore, Json
+from pdserve.router.web.dialect import Dialect, Service
+from pdserve.router.web.endpoint import Access, endpoint, example
 
 MAX_FILENAME = 255
 
@@ -26,23 +26,36 @@ class LengthRequired(BadRequest):
     status = 411
 
 
-class BatchEndpoints(Endpoints):
+class Batches(Dialect):
     """Stores clients' files and answers their batches; without a folder for these, every path is a 404 that says so."""
 
     tag = "batches"
 
-    def __init__(self, queue: BatchQueue | None, parse_queue: ParseQueue) -> None:
-        self._given_queue = queue
-        self._parse_queue = parse_queue
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._opened_queue: BatchQueue | None = None
+        if service.config.batch_folder:
+            size, is_shared = parse_size(service.config.max_batch_bytes), len(service.admission.keys) > 1
+            store = FileStore(Path(service.config.batch_folder), size, is_shared=is_shared)
+            self._opened_queue = BatchQueue(store, service.config.batch_concurrency, service.handlers)
+            self.larger_bodies = {"/v1/files": size}
+
+    def start(self) -> None:
+        if self._opened_queue is not None:
+            self._opened_queue.resume()
+
+    async def close(self) -> None:
+        if self._opened_queue is not None:
+            await self._opened_queue.close()
 
     @property
     def _queue(self) -> BatchQueue:
-        if self._given_queue is None:
+        if self._opened_queue is None:
             message = (
                 "this router keeps no files and batches; it would with --batch-folder. `pdserve batch` needs neither"
             )
             raise NotFound(message, kind="no_batches")
-        return self._given_queue
+        return self._opened_queue
 
     async def _list(self, request: Request, prefix: str) -> Response:
         """Return a page of the objects whose ids begin like this; the query parameters are limit and after."""
@@ -60,7 +73,7 @@ class BatchEndpoints(Endpoints):
 
         return await asyncio.to_thread(read_page)
 
-    @endpoint("POST", "/v1/files", Access.CLIENT, errors=[404, 411, 413, 429], response_model=answers.StoredFile)
+    @endpoint("POST", "/v1/files", Access.CLIENT, errors=[404, 411, 413, 429], response_model=schemas.StoredFile)
     async def upload_file(self, request: Request) -> Response:
         """Store a file: a form with `file` and `purpose=batch`."""
         check_not_compressed(request)
@@ -90,12 +103,12 @@ class BatchEndpoints(Endpoints):
         except MultiPartException as error:
             raise BadRequest(f"the body is no form: {error.message}", kind="invalid_form") from None
 
-    @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=answers.StoredList)
+    @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=schemas.StoredList)
     async def list_files(self, request: Request) -> Response:
         """Files of this API key, the newest first: at most `limit`, those that are older than the file `after`."""
         return await self._list(request, "file-")
 
-    @endpoint("GET", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=answers.StoredFile)
+    @endpoint("GET", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=schemas.StoredFile)
     async def file(self, request: Request, file_id: str) -> Response:
         """A file's name, size and purpose."""
         return json_response(self._queue.store.load(request.state.key, file_id, FILE))
@@ -107,13 +120,13 @@ class BatchEndpoints(Endpoints):
         store.load(key, file_id, FILE)
         return FileResponse(store.data_path(key, file_id), media_type="application/octet-stream")
 
-    @endpoint("DELETE", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=answers.DeletedFile)
+    @endpoint("DELETE", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=schemas.DeletedFile)
     async def delete_file(self, request: Request, file_id: str) -> Response:
         """Delete a file."""
         self._queue.store.delete_file(request.state.key, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
-    @endpoint("POST", "/v1/batches", Access.CLIENT, errors=[404, 429], response_model=answers.Batch)
+    @endpoint("POST", "/v1/batches", Access.CLIENT, errors=[404, 429], response_model=schemas.Batch)
     async def create_batch(
         self,
         request: Request,
@@ -124,22 +137,21 @@ class BatchEndpoints(Endpoints):
     ) -> Response:
         """Answer the requests of a file."""
         queue, key = self._queue, request.state.key
-        parse = partial(parse_body, schemas.BatchBody, body, self._parse_queue.unknown_fields)
-        fields = await self._parse_queue.run(key, body, parse)
+        fields = await self.service.read(request, schemas.BatchBody, body, _whole)
         await asyncio.to_thread(queue.store.check_room, key, 0)
         return json_response(queue.create(key, fields.input_file_id, fields.endpoint, fields.metadata or {}))
 
-    @endpoint("GET", "/v1/batches", Access.CLIENT, errors=[404], response_model=answers.StoredList)
+    @endpoint("GET", "/v1/batches", Access.CLIENT, errors=[404], response_model=schemas.StoredList)
     async def list_batches(self, request: Request) -> Response:
         """Batches of this API key, the newest first: at most `limit`, those that are older than the batch `after`."""
         return await self._list(request, "batch_")
 
-    @endpoint("GET", "/v1/batches/{batch_id}", Access.CLIENT, errors=[404], response_model=answers.Batch)
+    @endpoint("GET", "/v1/batches/{batch_id}", Access.CLIENT, errors=[404], response_model=schemas.Batch)
     async def batch(self, request: Request, batch_id: str) -> Response:
         """The state of a batch, and its files of answers and errors once it has ended."""
         return json_response(self._queue.load(request.state.key, batch_id))
 
-    @endpoint("POST", "/v1/batches/{batch_id}/cancel", Access.CLIENT, errors=[404, 409], response_model=answers.Batch)
+    @endpoint("POST", "/v1/batches/{batch_id}/cancel", Access.CLIENT, errors=[404, 409], response_model=schemas.Batch)
     async def cancel_batch(self, request: Request, batch_id: str) -> Response:
         """Stop a batch; the answers so far are its output."""
         return json_response(self._queue.cancel(request.state.key, batch_id))
@@ -151,3 +163,7 @@ def _length(request: Request) -> int:
     if length is None:
         raise LengthRequired("an upload needs a Content-Length, not chunks", kind="length_required")
     return int(length)
+
+
+def _whole(body: schemas.BatchBody) -> schemas.BatchBody:
+    return body

@@ -16,12 +16,9 @@ from pdserve.router.api.parsing import checked_fields, json_type, quote
 from pdserve.router.api.schemas import (
     CalledFunction,
     ChatBody,
-    CountTokensBody,
     Function,
     JsonSchema,
     Message,
-    MessagesBody,
-    OutputConfig,
     ResponseFormat,
     StreamOptions,
     Thinking,
@@ -29,6 +26,7 @@ from pdserve.router.api.schemas import (
     ToolCall,
 )
 from pdserve.router.api.streaming import EventStream
+from pdserve.router.dialects.messages.schemas import CountTokensBody, MessagesBody, OutputConfig
 from pdserve.router.text.parsers.output import ToolCallDelta, in_order
 
 ERROR_TYPES = {

@@ -13,16 +13,15 @@ from pdserve.router.api.schemas import (
     CalledFunction,
     ChatBody,
     Function,
-    FunctionTool,
     GenerationBody,
     JsonSchema,
     Message,
-    ResponseBody,
     ResponseFormat,
     StreamOptions,
     Tool,
     ToolCall,
 )
+from pdserve.router.dialects.responses.schemas import FunctionTool, ResponseBody
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")

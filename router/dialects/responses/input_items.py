@@ -4,10 +4,8 @@ from collections.abc import Mapping
 
 from pdserve.errors import InvalidParameter
 from pdserve.router.api.generation import Json
-from pdserve.router.api.parsing import quote
-from pdserve.router.storage.response_store import StoredResponse
-
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+from pdserve.router.api.parsing import page_limit, quote
+from pdserve.router.dialects.responses.response_store import StoredResponse
 
 
 def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
@@ -34,14 +32,6 @@ def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
     page = items[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
     return {"object": "list", "data": page, **ends, "has_more": len(page) < len(items)}
-
-
-def page_limit(query: Mapping[str, str]) -> int:
-    """Return the most items of a page, the query's `limit`. Raises BadRequest if it is invalid."""
-    limit = query.get("limit", str(DEFAULT_LIMIT))
-    if not (len(limit) < 4 and limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= MAX_LIMIT):
-        raise InvalidParameter("limit", f"limit must be from 1 to {MAX_LIMIT}, not {quote(limit)}")
-    return int(limit)
 
 
 def _item(item_id: str, message: Json) -> Json:

@@ -10,10 +10,10 @@ from pdserve.errors import BadRequest, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.parsing import or_default
 from pdserve.router.api.requests import parse_chat
-from pdserve.router.api.responses.bodies import conversation, to_chat_body
-from pdserve.router.api.schemas import ResponseBody
 from pdserve.router.api.streaming import EventStream
 from pdserve.router.backend import ModelInfo
+from pdserve.router.dialects.responses.conversion import conversation, to_chat_body
+from pdserve.router.dialects.responses.schemas import ResponseBody
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.parsers.output import ToolCallDelta, in_order
 from pdserve.router.text.tokenizer import Tokenizer

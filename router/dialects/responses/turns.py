@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pdserve.errors import NotFound, Unavailable
 from pdserve.router.api.generation import Json
 from pdserve.router.api.parsing import quote
-from pdserve.router.api.responses.bodies import answer_message
-from pdserve.router.storage.response_store import ResponseStore, StoredResponse
+from pdserve.router.dialects.responses.conversion import answer_message
+from pdserve.router.dialects.responses.response_store import ResponseStore, StoredResponse
 
 log = logging.getLogger(__name__)
 

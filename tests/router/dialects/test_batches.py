@@ -21,13 +21,10 @@ import pytest
 from pdserve.config import RouterConfig
 from pdserve.errors import Overloaded, SetupError
 from pdserve.router.api import parsing
-from pdserve.router.batches import batch_queue
-from pdserve.router.batches.answer_files import AnswerFiles
-from pdserve.router.batches.batch_queue import BatchQueue
-from pdserve.router.batches.endpoints import BatchEndpoints
+from pdserve.router.dialects.batches import batch_queue, file_store
+from pdserve.router.dialects.batches.answer_files import AnswerFiles
+from pdserve.router.dialects.batches.file_store import FileStore
 from pdserve.router.limits.key_file import load_api_keys
-from pdserve.router.storage import file_store
-from pdserve.router.storage.file_store import FileStore
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
@@ -53,25 +50,26 @@ def serve(
     @contextmanager
     def run(on_closed: Callable[[], object] = lambda: None) -> Iterator[str]:
         config = RouterConfig(
-            model="demo", api_key="one,two", batch_folder=str(tmp_path), max_batch_bytes=str(MAX_BYTES)
+            model="demo",
+            api_key="one,two",
+            batch_folder=str(tmp_path),
+            max_batch_bytes=str(MAX_BYTES),
+            batch_concurrency=2,
         )
         admission = AdmissionController(load_api_keys(config.api_key), config, metrics, time.monotonic)
-        queue = BatchQueue(FileStore(tmp_path, MAX_BYTES, is_shared=True), 2)
-        further = [BatchEndpoints(queue, admission.parse_queue)]
-        app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, further=further)
-        queue.handlers = app.handlers
+        app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict)
         loops: list[asyncio.AbstractEventLoop] = []
 
         async def remember_loop(scope: Any, receive: Any, send: Any) -> None:
             if not loops:
                 loops.append(asyncio.get_running_loop())
-                queue.resume()
+                app.start()
             await app(scope, receive, send)
 
         with serving(remember_loop) as url, client(url, "one") as any_client:
             any_client.models.list()
             yield url
-            asyncio.run_coroutine_threadsafe(queue.close(), loops[0]).result(600)
+            asyncio.run_coroutine_threadsafe(app.close(), loops[0]).result(600)
             on_closed()
 
     return run
@@ -255,7 +253,7 @@ def test_a_batch_whose_answers_find_no_room_fails(
     with serve() as url, client(url) as official:
         if failure is None:
             official.files.create(file=("large", bytes(MAX_BYTES // 3)), purpose="batch")
-            monkeypatch.setattr("pdserve.router.batches.answer_files.ROOM_BYTES", 1)
+            monkeypatch.setattr("pdserve.router.dialects.batches.answer_files.ROOM_BYTES", 1)
             monkeypatch.setattr(file_store, "ENTRY_BYTES", MAX_BYTES // 32)
         else:
             monkeypatch.setattr(AnswerFiles, "append", Mock(side_effect=failure))
@@ -272,8 +270,7 @@ def test_an_ended_batch_is_not_answered_again(tmp_path: Path) -> None:
     store.save("one", batch)
 
     async def resume() -> None:
-        queue = BatchQueue(store, 1)
-        queue.resume()
+        batch_queue.BatchQueue(store, 1, {}).resume()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(tasks)
 
@@ -374,8 +371,7 @@ def test_without_a_folder(
 ) -> None:
     config = RouterConfig(model="demo")
     admission = AdmissionController([], config, metrics, time.monotonic)
-    further = [BatchEndpoints(None, admission.parse_queue)]
-    app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, further=further)
+    app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict)
     for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1"):
         reply = make_client(app).get(path)
         assert reply.status_code == 404 and "--batch-folder" in reply.json()["error"]["message"]

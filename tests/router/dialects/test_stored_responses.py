@@ -15,10 +15,15 @@ import redis
 
 from pdserve.config import RouterConfig
 from pdserve.errors import SetupError, Unavailable
-from pdserve.router.api.responses import output
+from pdserve.router.dialects.responses import output, response_store
+from pdserve.router.dialects.responses.response_store import (
+    MemoryStore,
+    RedisStore,
+    ResponseStore,
+    StoredResponse,
+    open_store,
+)
 from pdserve.router.limits.key_file import load_api_keys
-from pdserve.router.storage import response_store
-from pdserve.router.storage.response_store import MemoryStore, RedisStore, ResponseStore, StoredResponse, open_store
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
@@ -36,8 +41,7 @@ def stateful(tokenizer: Tokenizer, backend: ScriptedBackend, metrics: Metrics) -
     """An application with two keys that keeps responses in memory."""
     config = RouterConfig(model="demo", api_key="one,two", response_store="memory", max_stored_responses=3)
     admission = AdmissionController(load_api_keys(config.api_key), config, metrics, lambda: 0.0)
-    store = open_store(config)
-    return create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, response_store=store)
+    return create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict)
 
 
 def client(url: str, key: str = "one") -> openai.OpenAI:
