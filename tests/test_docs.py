@@ -22,12 +22,19 @@ from pdserve.config import (
 )
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
-from pdserve.load_config import AutoscaleConfig, BenchServeConfig, FleetConfig, LoadConfig, PlanConfig, SimulateConfig
 from pdserve.router.api import schemas
 from pdserve.router.dialects.messages import schemas as messages
 from pdserve.router.dialects.responses import schemas as responses
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.telemetry.metrics import Metrics
+from pdserve.tools.load_config import (
+    AutoscaleConfig,
+    BenchServeConfig,
+    FleetConfig,
+    LoadConfig,
+    PlanConfig,
+    SimulateConfig,
+)
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -26,15 +26,14 @@ def names(text: str) -> list[str]:
 CORE = names("""
     request output keys config costs counters errors lifetime slo sizes plugins parent model_path
     reasoning pooling beam_search logits_processors grammars lines
-    proto kernels kv_transfer engine roles prefill decode instance control profile.profile
-    profile.fit profile.drift
+    proto kernels kv_transfer engine roles prefill decode instance control profile
     router.api router.text router.web router.parse_server router.limits router.routed_request router.client_connection
     router.backend router.dispatch router.scheduling router.instances router.telemetry router.server
 """)
 # Everything else. Core runs it only by name: through an entry point of pyproject.toml, or as a command.
 EXTENSIONS = names("""
     __main__ cli offline admin_client batch launchers ranks
-    bench profile simulator planner autoscaler load_config
+    tools
     kernels.gpu engine.gpu_fusion engine.cuda_graph
     control.grpc_calls control.grpc_health control.grpc_server control.vllm_kv_events control.vllm_metrics
     instance.zmq_publisher router.dialects router.rpc router.kv_events
@@ -53,7 +52,18 @@ IMPORTS_ONLY = {
     "kernels": {"kernels"},
     "kv_transfer": {"kv_transfer", "keys", "errors", "sizes"},
     "proto": {"proto"},
-    "bench": {"bench", "lines", "load_config", "config", "admin_client", "errors", "slo", "sizes", "__init__"},
+    "tools.bench": {
+        "tools.bench",
+        "tools.load_config",
+        "tools",
+        "lines",
+        "config",
+        "admin_client",
+        "errors",
+        "slo",
+        "sizes",
+        "__init__",
+    },
 }
 # Part → what it never imports. Frames connect a router with instances, and hand-overs connect the roles.
 SERVING = {"prefill", "decode", "roles", "engine", "kernels", "kv_transfer", "instance", "ranks"}
@@ -85,7 +95,7 @@ DECISION_FILES = (
     "kv_transfer/breaker",
 )
 DECISION_FOLDERS = {  # folder → the only files in it that do I/O
-    "pdserve/bench": {"command", "http_client", "load", "server", "traces", "workers"},
+    "pdserve/tools/bench": {"command", "http_client", "load", "server", "traces", "workers"},
     "router/dispatch": set[str](),
     "router/instances": {"arrivals", "control_server"},
     "router/limits": {"shared_quota"},

@@ -10,9 +10,9 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TypeVar
 
-from pdserve.autoscaler.change import Change
-from pdserve.autoscaler.situation import Situation
-from pdserve.bench.requests import Request
+from pdserve.tools.autoscaler.change import Change
+from pdserve.tools.autoscaler.situation import Situation
+from pdserve.tools.bench.requests import Request
 
 MAX_INSTANCES = 16  # in a forecast
 MIN_OF_ROLE = 2  # instances that a cell has of a role, if the fleet has as many

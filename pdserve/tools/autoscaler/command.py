@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pdserve.autoscaler.controller import Controller, Decision, Limits
-from pdserve.autoscaler.forecast import Forecaster, rate
-from pdserve.autoscaler.rehearsal import rehearse
-from pdserve.autoscaler.router_client import RouterClient
-from pdserve.bench.requests import Sample
 from pdserve.errors import SetupError
 from pdserve.launchers.launcher import Launcher
-from pdserve.load_config import AutoscaleConfig
-from pdserve.planner.slo_file import load_targets
-from pdserve.planner.targets import Target
 from pdserve.profile.profile import Profile
-from pdserve.simulator.fleet import Fleet, deployment_of, draw_requests, instance_model, load_profile, mean_rate
-from pdserve.simulator.simulation import Deployment, Simulation
+from pdserve.tools.autoscaler.controller import Controller, Decision, Limits
+from pdserve.tools.autoscaler.forecast import Forecaster, rate
+from pdserve.tools.autoscaler.rehearsal import rehearse
+from pdserve.tools.autoscaler.router_client import RouterClient
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.load_config import AutoscaleConfig
+from pdserve.tools.planner.slo_file import load_targets
+from pdserve.tools.planner.targets import Target
+from pdserve.tools.simulator.fleet import Fleet, deployment_of, draw_requests, instance_model, load_profile, mean_rate
+from pdserve.tools.simulator.simulation import Deployment, Simulation
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pdserve.autoscaler.cell import cell_share
-from pdserve.autoscaler.change import Change, MadeChange, flips, starts, stops
-from pdserve.autoscaler.forecast import Rating, rate
-from pdserve.autoscaler.load import answer_lengths, answer_seconds, expected_load, expected_rate, replayed, since_change
-from pdserve.autoscaler.observation import Observation
-from pdserve.autoscaler.situation import Situation
-from pdserve.planner.targets import Target
+from pdserve.tools.autoscaler.cell import cell_share
+from pdserve.tools.autoscaler.change import Change, MadeChange, flips, starts, stops
+from pdserve.tools.autoscaler.forecast import Rating, rate
+from pdserve.tools.autoscaler.load import (
+    answer_lengths,
+    answer_seconds,
+    expected_load,
+    expected_rate,
+    replayed,
+    since_change,
+)
+from pdserve.tools.autoscaler.observation import Observation
+from pdserve.tools.autoscaler.situation import Situation
+from pdserve.tools.planner.targets import Target
 
 MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
 MIN_GOOD = 0.9  # share of good requests, with fewer of which a better fleet is looked for although it meets the SLO

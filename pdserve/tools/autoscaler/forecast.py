@@ -5,18 +5,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pdserve.autoscaler.cell import make_cell
-from pdserve.autoscaler.change import Change
-from pdserve.autoscaler.observation import Member
-from pdserve.autoscaler.situation import Situation
-from pdserve.bench.metrics import summarize
-from pdserve.bench.requests import Sample
-from pdserve.bench.slo import METRICS
 from pdserve.errors import Conflict, NotFound
-from pdserve.planner.targets import FAILED, Target, attainment, compare
-from pdserve.simulator.fleet import PERCENTILES
-from pdserve.simulator.model import InstanceModel
-from pdserve.simulator.simulation import Deployment, Simulation
+from pdserve.tools.autoscaler.cell import make_cell
+from pdserve.tools.autoscaler.change import Change
+from pdserve.tools.autoscaler.observation import Member
+from pdserve.tools.autoscaler.situation import Situation
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.slo import METRICS
+from pdserve.tools.planner.targets import FAILED, Target, attainment, compare
+from pdserve.tools.simulator.fleet import PERCENTILES
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.simulation import Deployment, Simulation
 
 MAX_FAILED_SHARE = 0.01  # of the requests, above which the SLO is not met
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pdserve.autoscaler.observation import Seen
-from pdserve.bench.requests import Request
+from pdserve.tools.autoscaler.observation import Seen
+from pdserve.tools.bench.requests import Request
 
 MAX_TREND = 1.5  # factor by which the rate may rise or fall from the newest half of the window
 SIGNIFICANT = 3.0  # standard deviations of a Poisson process, less than which is no trend; real arrivals vary by more

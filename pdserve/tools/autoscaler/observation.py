@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pdserve.bench.requests import Request, Sample
 from pdserve.lines.json_lines import json_lines
+from pdserve.tools.bench.requests import Request, Sample
 
 
 @dataclass(frozen=True)

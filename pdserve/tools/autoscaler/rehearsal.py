@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.autoscaler.change import Change
-from pdserve.autoscaler.controller import Decision
-from pdserve.autoscaler.forecast import make, simulated_members
-from pdserve.autoscaler.observation import Observation, merge_traffic, parse_traffic
-from pdserve.bench.requests import Request, Sample
 from pdserve.router.telemetry.traffic import traffic_lines
-from pdserve.simulator.simulation import Simulation
+from pdserve.tools.autoscaler.change import Change
+from pdserve.tools.autoscaler.controller import Decision
+from pdserve.tools.autoscaler.forecast import make, simulated_members
+from pdserve.tools.autoscaler.observation import Observation, merge_traffic, parse_traffic
+from pdserve.tools.bench.requests import Request, Sample
+from pdserve.tools.simulator.simulation import Simulation
 
 Decide = Callable[[Observation], Decision]
 

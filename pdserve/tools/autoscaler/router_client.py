@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 import httpx
 
 from pdserve.admin_client import AdminClient, StateConflict
-from pdserve.autoscaler.change import Change, MadeChange
-from pdserve.autoscaler.forecast import choose
-from pdserve.autoscaler.observation import Member, Observation, merge_traffic, parse_traffic
 from pdserve.errors import SetupError
 from pdserve.launchers.launcher import Launcher
 from pdserve.router.telemetry.traffic import TIME_HEADER
+from pdserve.tools.autoscaler.change import Change, MadeChange
+from pdserve.tools.autoscaler.forecast import choose
+from pdserve.tools.autoscaler.observation import Member, Observation, merge_traffic, parse_traffic
 
 
 class RouterClient:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pdserve.bench.requests import Request
+from pdserve.tools.bench.requests import Request
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,18 @@ from typing import Any
 
 from rich.console import Console
 
-from pdserve.bench import page, report
-from pdserve.bench.datasets import draw_load
-from pdserve.bench.load import Target
-from pdserve.bench.metrics import summarize
-from pdserve.bench.requests import Request, counted
-from pdserve.bench.server import find_model, read_breakdown
-from pdserve.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wilson
-from pdserve.bench.sweep import Search, Trial, is_saturated
-from pdserve.bench.vocabulary import Vocabulary, load_vocabulary
-from pdserve.bench.workers import Run, play
 from pdserve.errors import SetupError
-from pdserve.load_config import BenchServeConfig
+from pdserve.tools.bench import page, report
+from pdserve.tools.bench.datasets import draw_load
+from pdserve.tools.bench.load import Target
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.requests import Request, counted
+from pdserve.tools.bench.server import find_model, read_breakdown
+from pdserve.tools.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wilson
+from pdserve.tools.bench.sweep import Search, Trial, is_saturated
+from pdserve.tools.bench.vocabulary import Vocabulary, load_vocabulary
+from pdserve.tools.bench.workers import Run, play
+from pdserve.tools.load_config import BenchServeConfig
 
 PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 PROMPT_TOLERANCE = 0.05  # of prompt lengths that the server counts, beyond which there is a warning

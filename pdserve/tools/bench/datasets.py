@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol
 
-from pdserve.bench import traces
-from pdserve.bench.requests import Request
 from pdserve.errors import SetupError
-from pdserve.load_config import LoadConfig
+from pdserve.tools.bench import traces
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.load_config import LoadConfig
 
 TRACES = ("mooncake", "azure", "burstgpt")  # data sets with times of arrival
 Randint = Callable[[int, int], int]  # a draw between two numbers, both included

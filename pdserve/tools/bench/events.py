@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pdserve.bench.requests import Sample
 from pdserve.lines.event_stream import EventReader
+from pdserve.tools.bench.requests import Sample
 
 Pieces = Sequence[tuple[float, bytes]]  # when it arrived, and what
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.bench.events import read_answer
-from pdserve.bench.http_client import HttpClient
-from pdserve.bench.requests import Request, Sample
-from pdserve.bench.vocabulary import write
+from pdserve.tools.bench.events import read_answer
+from pdserve.tools.bench.http_client import HttpClient
+from pdserve.tools.bench.requests import Request, Sample
+from pdserve.tools.bench.vocabulary import write
 
 
 @dataclass(frozen=True)

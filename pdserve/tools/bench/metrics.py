@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.bench.requests import Sample
-from pdserve.bench.slo import is_good
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.slo import is_good
 
 LAG_MS = 10.0  # p99 of the client's lag from which its own figures are in doubt
 LAG_OF_TTFT = 0.1  # or this share of the median TTFT

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.bench.requests import Sample
-from pdserve.bench.sweep import Trial
 from pdserve.errors import SetupError
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.sweep import Trial
 
 Chart = dict[str, Any]
 POINTS = 200  # of a curve

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.bench.requests import Sample
-from pdserve.bench.slo import is_good
 from pdserve.errors import SetupError
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.slo import is_good
 
 HEADINGS = {
     "ttft": ("TTFT", "Time to First Token"),

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 
 from pdserve.admin_client import admin_headers
-from pdserve.bench.requests import Sample
 from pdserve.errors import SetupError
+from pdserve.tools.bench.requests import Sample
 
 TIMELINES = 200  # requests whose timelines are read, spread over the run
 PARTS = {  # of a timeline: the stages at which a part begins and ends

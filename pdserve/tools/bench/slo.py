@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from pdserve.bench.requests import Sample
 from pdserve.slo import limits_of, parse_slo
+from pdserve.tools.bench.requests import Sample
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 ITL_SHARE = 0.99  # of a request's gaps between tokens that must be within the objective `itl`

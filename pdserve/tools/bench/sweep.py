@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdserve.bench.requests import Sample
+from pdserve.tools.bench.requests import Sample
 
 STEP = 2.0  # factor between two rates until one of them fails
 MAX_STEPS = 12  # doublings, or halvings, before the search gives up

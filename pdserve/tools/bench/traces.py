@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pdserve.bench.requests import Request
 from pdserve.errors import SetupError
 from pdserve.lines.json_lines import json_lines
+from pdserve.tools.bench.requests import Request
 
 BLOCK = 512  # tokens per id of `hash_ids` in a Mooncake trace, unless its lines say otherwise
 MAX_TOKENS = 10_000_000  # of a prompt or an answer

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection, wait
 
 import uvloop
 
-from pdserve.bench.load import Load, Target
-from pdserve.bench.requests import Request, Sample
 from pdserve.errors import SetupError
+from pdserve.tools.bench.load import Load, Target
+from pdserve.tools.bench.requests import Request, Sample
 
 FLUSH_S = 0.2  # between two reports of a process
 HEAD_START_S = 0.1  # from the command to begin until time 0

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.planner.search import NOISE, Trial, best
-from pdserve.planner.targets import Target
-from pdserve.simulator.fleet import Fleet
+from pdserve.tools.planner.search import NOISE, Trial, best
+from pdserve.tools.planner.targets import Target
+from pdserve.tools.simulator.fleet import Fleet
 
 TRADED = {"throughput": "request_throughput", "TTFT p50": "p50_ttft_ms", "ITL p99": "p99_itl_ms"}  # figures, by name
 ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others are the router's

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from pdserve.bench.page import Chart, chart
-from pdserve.planner.advice import TRADED
-from pdserve.planner.measured import THROUGHPUT, Comparison
-from pdserve.planner.plan import Plan
-from pdserve.planner.search import Trial, best
-from pdserve.planner.settings import Dimension
-from pdserve.planner.targets import Target
-from pdserve.simulator.breakdown import DECODE_STEP, HAND_OVER, TTFT_PARTS
+from pdserve.tools.bench.page import Chart, chart
+from pdserve.tools.planner.advice import TRADED
+from pdserve.tools.planner.measured import THROUGHPUT, Comparison
+from pdserve.tools.planner.plan import Plan
+from pdserve.tools.planner.search import Trial, best
+from pdserve.tools.planner.settings import Dimension
+from pdserve.tools.planner.targets import Target
+from pdserve.tools.simulator.breakdown import DECODE_STEP, HAND_OVER, TTFT_PARTS
 
 MAX_RATIO = 3.0  # shown
 MET, MISSED = "#2c7bb6", "#d7191c"

@@ -7,20 +7,20 @@ from typing import Any
 
 from rich.console import Console
 
-from pdserve.bench import page
-from pdserve.bench.report import write_file
-from pdserve.bench.requests import counted
-from pdserve.load_config import PlanConfig
-from pdserve.planner.advice import advise, describe, env_lines, trade
-from pdserve.planner.charts import charts
-from pdserve.planner.measured import load_measured
-from pdserve.planner.plan import CHANGE, Plan, Planner
-from pdserve.planner.search import NOISE, Trial, best
-from pdserve.planner.settings import Dimension
-from pdserve.planner.slo_file import check_groups, load_targets
-from pdserve.planner.targets import Target, thin_sentences
-from pdserve.simulator.command import as_dict, as_table, console_for_tables
-from pdserve.simulator.fleet import draw_requests, load_profile, notes
+from pdserve.tools.bench import page
+from pdserve.tools.bench.report import write_file
+from pdserve.tools.bench.requests import counted
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.advice import advise, describe, env_lines, trade
+from pdserve.tools.planner.charts import charts
+from pdserve.tools.planner.measured import load_measured
+from pdserve.tools.planner.plan import CHANGE, Plan, Planner
+from pdserve.tools.planner.search import NOISE, Trial, best
+from pdserve.tools.planner.settings import Dimension
+from pdserve.tools.planner.slo_file import check_groups, load_targets
+from pdserve.tools.planner.targets import Target, thin_sentences
+from pdserve.tools.simulator.command import as_dict, as_table, console_for_tables
+from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes
 
 
 def run(config: PlanConfig) -> bool:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve.bench.requests import Request
 from pdserve.errors import SetupError
-from pdserve.planner.search import Trial
-from pdserve.planner.targets import METRICS
-from pdserve.simulator.fleet import PERCENTILES, Fleet, parse_fleet
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.planner.search import Trial
+from pdserve.tools.planner.targets import METRICS
+from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, parse_fleet
 
 THROUGHPUT = "requests/s"
 TOLERANCE = 0.1  # of mean lengths, beyond which two loads are not the same

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from rich.status import Status
 
-from pdserve.load_config import PlanConfig
-from pdserve.planner.measured import Comparison, Measured, compare
-from pdserve.planner.search import Trial, best, best_in_mean, close_to_best, headroom, judge, smallest, try_size
-from pdserve.planner.settings import Dimension, dimensions
-from pdserve.planner.targets import Target
-from pdserve.planner.tuning import tune_sizes
 from pdserve.profile.profile import Profile
-from pdserve.simulator.fleet import Fleet, check_fits, mean_rate, parse_itl_targets, simulate_all
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.measured import Comparison, Measured, compare
+from pdserve.tools.planner.search import Trial, best, best_in_mean, close_to_best, headroom, judge, smallest, try_size
+from pdserve.tools.planner.settings import Dimension, dimensions
+from pdserve.tools.planner.targets import Target
+from pdserve.tools.planner.tuning import tune_sizes
+from pdserve.tools.simulator.fleet import Fleet, check_fits, mean_rate, parse_itl_targets, simulate_all
 
 CURVE = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the rate, at which attainment is reported
 CHANGE = 0.2  # of rate and lengths, whose effect is reported

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from pdserve.planner.targets import FAILED, Target, attainment, compare
-from pdserve.simulator.fleet import Fleet, Forecast
+from pdserve.tools.planner.targets import FAILED, Target, attainment, compare
+from pdserve.tools.simulator.fleet import Fleet, Forecast
 
 EXHAUSTIVE = 12  # instances up to which all splits are tried
 NEIGHBOURS = 2  # of the best split of a larger fleet, to either side, that are tried

@@ -6,9 +6,9 @@ from typing import Any
 
 from pdserve.config import POLICY_NAMES
 from pdserve.errors import SetupError
-from pdserve.load_config import PlanConfig
 from pdserve.profile.profile import Profile
-from pdserve.simulator.fleet import Fleet
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.simulator.fleet import Fleet
 
 POLICIES = tuple(name for name in POLICY_NAMES if name != "session")  # simulated requests have no sessions
 ITL_TARGET = "itl_target_ms"  # the one that is a field of `Fleet`

@@ -19,9 +19,9 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.bench.requests import Request
 from pdserve.errors import SetupError
-from pdserve.planner.targets import ALL, Group, Target, parse_targets
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.planner.targets import ALL, Group, Target, parse_targets
 
 FIELDS = ("prompt_tokens", "key", "slo")
 

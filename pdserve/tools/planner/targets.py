@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.bench.requests import Sample
-from pdserve.bench.slo import is_good
-from pdserve.simulator.fleet import PERCENTILES
 from pdserve.slo import parse_slo
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.slo import is_good
+from pdserve.tools.simulator.fleet import PERCENTILES
 
 MIN_BEYOND = 5  # values above a percentile, with which it is steady
 METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2E latency"}
@@ -79,7 +79,7 @@ class Target:
 
 
 def _values(metric: str, sample: Sample) -> Sequence[float]:
-    """Return what one request adds to the distribution of a metric, as in `pdserve.bench.metrics`."""
+    """Return what one request adds to the distribution of a metric, as in `pdserve.tools.bench.metrics`."""
     if metric == "itl":
         return sample.itls
     if metric == "tpot":

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pdserve.planner.search import Simulate, Trial, best, fleets_of
-from pdserve.planner.settings import Dimension
-from pdserve.simulator.fleet import Fleet
+from pdserve.tools.planner.search import Simulate, Trial, best, fleets_of
+from pdserve.tools.planner.settings import Dimension
+from pdserve.tools.simulator.fleet import Fleet
 
 ROUNDS = 3  # over all dimensions, at most
 NEAR = 1.25  # ratio from which a fleet of one instance fewer is worth tuning

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from pdserve.config import InstanceConfig, ProfileConfig, UpConfig, shared_settings
 from pdserve.errors import SetupError
-from pdserve.profile import deployment, imports
 from pdserve.profile.drift import check_match, drift_of
 from pdserve.profile.fit import fit_steps, fit_transfer, step_residuals
 from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, Residuals, TransferModel
+from pdserve.tools.profiling import deployment, imports
 
 Start = Callable[[UpConfig], AbstractContextManager[Any]]
 Show = Callable[[str], None]
@@ -117,7 +117,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
 
     from pdserve.engine.warm_up import measure_swaps
     from pdserve.instance.instance import Instance
-    from pdserve.profile.steps import grid, random_steps, time_around_steps, time_steps
+    from pdserve.tools.profiling.steps import grid, random_steps, time_around_steps, time_steps
 
     show("loading the model")
     if config.threads is not None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from pdserve.bench.requests import Sample
 from pdserve.lifetime import Stage
+from pdserve.tools.bench.requests import Sample
 
 Stamps = Mapping[Stage, float]
 TTFT_PARTS = {

@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.report import write_csv, write_file
-from pdserve.bench.slo import parse_goodput
 from pdserve.errors import SetupError
-from pdserve.load_config import SimulateConfig
-from pdserve.simulator.fleet import (
+from pdserve.tools.bench.report import write_csv, write_file
+from pdserve.tools.bench.slo import parse_goodput
+from pdserve.tools.load_config import SimulateConfig
+from pdserve.tools.simulator.fleet import (
     Fleet,
     Forecast,
     fleet_roles,

@@ -10,19 +10,19 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from pdserve.bench.datasets import draw_load
-from pdserve.bench.metrics import summarize
-from pdserve.bench.requests import Request, Sample, counted
-from pdserve.bench.slo import METRICS
-from pdserve.bench.sweep import is_saturated
-from pdserve.bench.traces import BLOCK
 from pdserve.config import InstanceConfig, RouterConfig, parse_size
 from pdserve.errors import SetupError
-from pdserve.load_config import FleetConfig
 from pdserve.profile.profile import Profile
-from pdserve.simulator.breakdown import breakdown
-from pdserve.simulator.model import InstanceModel
-from pdserve.simulator.simulation import MODEL, Deployment, Simulation
+from pdserve.tools.bench.datasets import draw_load
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.requests import Request, Sample, counted
+from pdserve.tools.bench.slo import METRICS
+from pdserve.tools.bench.sweep import is_saturated
+from pdserve.tools.bench.traces import BLOCK
+from pdserve.tools.load_config import FleetConfig
+from pdserve.tools.simulator.breakdown import breakdown
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.simulation import MODEL, Deployment, Simulation
 
 PERCENTILES = (50, 90, 95, 99)
 CHARS_PER_TOKEN = 4  # of texts, which are not tokenized

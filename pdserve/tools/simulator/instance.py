@@ -22,10 +22,10 @@ from pdserve.instance.router_link import (
     UPDATE_INTERVAL_S,
 )
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.simulator.engine_thread import EngineThread
-from pdserve.simulator.model import InstanceModel
-from pdserve.simulator.store import SimulatedConnector, SimulatedStore
-from pdserve.simulator.virtual_clock import VirtualClock
+from pdserve.tools.simulator.engine_thread import EngineThread
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.store import SimulatedConnector, SimulatedStore
+from pdserve.tools.simulator.virtual_clock import VirtualClock
 
 MIN_SKIPPED, MAX_SKIPPED = 2, 64  # plain decode steps that are taken at once
 Receive = Callable[[pb.InstanceFrame, list[float]], None]

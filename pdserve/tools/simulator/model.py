@@ -7,7 +7,7 @@ from pdserve.costs import Work
 from pdserve.engine.paced_runner import paced_layout
 from pdserve.keys import Layout
 from pdserve.profile.profile import Profile
-from pdserve.simulator.store import Link
+from pdserve.tools.simulator.store import Link
 
 FOLLOWING_SCHEMES = ("shm",)  # whose blocks can be loaded while later ones are still being stored
 

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pdserve.bench.requests import Request as Load
-from pdserve.bench.requests import Sample
 from pdserve.config import RouterConfig
 from pdserve.errors import RequestError
 from pdserve.keys import Tokens
@@ -20,9 +18,11 @@ from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.key_file import ANONYMOUS
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.simulator.instance import SimulatedInstance
-from pdserve.simulator.model import InstanceModel
-from pdserve.simulator.virtual_clock import VirtualClock
+from pdserve.tools.bench.requests import Request as Load
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.simulator.instance import SimulatedInstance
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.virtual_clock import VirtualClock
 
 
 @dataclass(eq=False)

@@ -9,16 +9,16 @@ from functools import partial
 from itertools import count
 from statistics import fmean
 
-from pdserve.bench.requests import Request as Load
-from pdserve.bench.requests import Sample
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.keys import KeyChain, Tokens, root_key, token_array
-from pdserve.simulator.breakdown import Stamps
-from pdserve.simulator.instance import SimulatedInstance
-from pdserve.simulator.model import InstanceModel
-from pdserve.simulator.router import SimulatedClient, SimulatedRouter
-from pdserve.simulator.store import SimulatedStore
-from pdserve.simulator.virtual_clock import VirtualClock
+from pdserve.tools.bench.requests import Request as Load
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.simulator.breakdown import Stamps
+from pdserve.tools.simulator.instance import SimulatedInstance
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.router import SimulatedClient, SimulatedRouter
+from pdserve.tools.simulator.store import SimulatedStore
+from pdserve.tools.simulator.virtual_clock import VirtualClock
 
 MODEL = "model"
 COLLECTION_OBJECTS = 200_000

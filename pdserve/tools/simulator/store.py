@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
-from pdserve.simulator.virtual_clock import VirtualClock
+from pdserve.tools.simulator.virtual_clock import VirtualClock
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.autoscaler import forecast
-from pdserve.autoscaler.cell import MAX_INSTANCES, MAX_SHARED, cell_share, make_cell
-from pdserve.autoscaler.change import Change
-from pdserve.autoscaler.command import make_controller
-from pdserve.autoscaler.forecast import Forecaster
-from pdserve.autoscaler.situation import Situation
-from pdserve.bench.requests import Request
-from pdserve.load_config import AutoscaleConfig
-from pdserve.planner.targets import parse_targets
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
-from pdserve.simulator.fleet import instance_model
+from pdserve.tools.autoscaler import forecast
+from pdserve.tools.autoscaler.cell import MAX_INSTANCES, MAX_SHARED, cell_share, make_cell
+from pdserve.tools.autoscaler.change import Change
+from pdserve.tools.autoscaler.command import make_controller
+from pdserve.tools.autoscaler.forecast import Forecaster
+from pdserve.tools.autoscaler.situation import Situation
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.load_config import AutoscaleConfig
+from pdserve.tools.planner.targets import parse_targets
+from pdserve.tools.simulator.fleet import instance_model
 
 PROFILE = Profile(
     model="slow",

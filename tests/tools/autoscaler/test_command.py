@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from pdserve.autoscaler.change import Change, MadeChange
-from pdserve.autoscaler.command import DecisionLog, step
-from pdserve.autoscaler.controller import Controller, Decision
-from pdserve.autoscaler.observation import Observation
-from pdserve.autoscaler.router_client import RouterClient
 from pdserve.errors import SetupError
-from pdserve.load_config import AutoscaleConfig
+from pdserve.tools.autoscaler.change import Change, MadeChange
+from pdserve.tools.autoscaler.command import DecisionLog, step
+from pdserve.tools.autoscaler.controller import Controller, Decision
+from pdserve.tools.autoscaler.observation import Observation
+from pdserve.tools.autoscaler.router_client import RouterClient
+from pdserve.tools.load_config import AutoscaleConfig
 
 CHANGE = Change("decode", "prefill")
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.autoscaler.change import Change, flips, starts, stops
-from pdserve.autoscaler.controller import Controller, Decision, Limits
-from pdserve.autoscaler.forecast import Rating
-from pdserve.autoscaler.observation import Member, Observation, Seen
-from pdserve.autoscaler.situation import Situation
-from pdserve.bench.requests import Request
-from pdserve.planner.targets import parse_targets
+from pdserve.tools.autoscaler.change import Change, flips, starts, stops
+from pdserve.tools.autoscaler.controller import Controller, Decision, Limits
+from pdserve.tools.autoscaler.forecast import Rating
+from pdserve.tools.autoscaler.observation import Member, Observation, Seen
+from pdserve.tools.autoscaler.situation import Situation
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.planner.targets import parse_targets
 
 TARGETS = parse_targets("ttft.p90=500ms,itl.p99=50ms")
 LIMITS = Limits(window=60.0, horizon=40.0, cooldown=20.0, start_timeout=100.0)

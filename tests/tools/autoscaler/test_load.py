@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from pdserve.autoscaler.load import (
+from pdserve.tools.autoscaler.load import (
     MAX_TREND,
     answer_lengths,
     answer_seconds,
@@ -15,8 +15,8 @@ from pdserve.autoscaler.load import (
     replayed,
     since_change,
 )
-from pdserve.autoscaler.observation import Seen, merge_traffic, parse_traffic
-from pdserve.bench.requests import Request
+from pdserve.tools.autoscaler.observation import Seen, merge_traffic, parse_traffic
+from pdserve.tools.bench.requests import Request
 
 
 def seen(at: float, output: int, ttft: float | None = 1.0, e2e: float | None = None) -> Seen:

@@ -7,15 +7,15 @@ from pathlib import Path
 from random import Random
 from subprocess import CompletedProcess
 
-from pdserve.autoscaler.command import make_controller
-from pdserve.autoscaler.forecast import rate
-from pdserve.autoscaler.rehearsal import Rehearsal, rehearse
-from pdserve.bench.requests import Request
-from pdserve.load_config import AutoscaleConfig
-from pdserve.planner.targets import parse_targets
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
-from pdserve.simulator.fleet import instance_model
-from pdserve.simulator.simulation import Simulation
+from pdserve.tools.autoscaler.command import make_controller
+from pdserve.tools.autoscaler.forecast import rate
+from pdserve.tools.autoscaler.rehearsal import Rehearsal, rehearse
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.load_config import AutoscaleConfig
+from pdserve.tools.planner.targets import parse_targets
+from pdserve.tools.simulator.fleet import instance_model
+from pdserve.tools.simulator.simulation import Simulation
 
 # Slow steps make few events: a prompt of 1,000 tokens takes 2 s, and a decode step of 8 sequences 0.8 s.
 PROFILE = Profile(

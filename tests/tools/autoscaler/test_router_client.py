@@ -6,9 +6,9 @@ import socket
 import httpx
 import pytest
 
-from pdserve.autoscaler.router_client import RouterClient
 from pdserve.errors import Conflict, SetupError
 from pdserve.router.instances.controller_lease import ControllerLease
+from pdserve.tools.autoscaler.router_client import RouterClient
 
 
 def test_a_name_stands_for_all_of_its_addresses_at_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

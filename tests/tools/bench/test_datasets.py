@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.bench.datasets import arrival_times, ramp_times, replay, schedule
-from pdserve.bench.requests import Request
+from pdserve.tools.bench.datasets import arrival_times, ramp_times, replay, schedule
+from pdserve.tools.bench.requests import Request
 
 GAMMA = random.Random(1).gammavariate
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pdserve.bench.events import read_answer
-from pdserve.bench.requests import Sample
+from pdserve.tools.bench.events import read_answer
+from pdserve.tools.bench.requests import Sample
 
 GOOD = b'data: {"choices":[{"text":"a "}]}\n\n'
 END = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\ndata: [DONE]\n\n'

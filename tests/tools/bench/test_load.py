@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.load import Load, Target
-from pdserve.bench.metrics import summarize
-from pdserve.bench.report import as_text
-from pdserve.bench.requests import Request, Sample
+from pdserve.tools.bench.load import Load, Target
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.report import as_text
+from pdserve.tools.bench.requests import Request, Sample
 
 Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 METRICS = ["ttft", "tpot", "itl", "e2el"]

@@ -2,9 +2,9 @@
 
 import re
 
-from pdserve.bench.page import page, run_charts, sweep_chart
-from pdserve.bench.requests import Sample
-from pdserve.bench.sweep import Trial
+from pdserve.tools.bench.page import page, run_charts, sweep_chart
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.sweep import Trial
 
 
 def test_the_page_needs_no_other_host_and_escapes_what_servers_say() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.bench.requests import Sample
-from pdserve.bench.slo import is_good, mean_interval, parse_goodput, wilson
-from pdserve.bench.sweep import Search, Trial, is_saturated
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.slo import is_good, mean_interval, parse_goodput, wilson
+from pdserve.tools.bench.sweep import Search, Trial, is_saturated
 
 
 def sample(*times: float, sent: float = 0.0, status: int = 200) -> Sample:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.bench.datasets import load_requests
-from pdserve.bench.requests import Request
-from pdserve.bench.vocabulary import Vocabulary, load_vocabulary, write
 from pdserve.errors import SetupError
-from pdserve.load_config import BenchServeConfig
 from pdserve.model_path import DEMO
+from pdserve.tools.bench.datasets import load_requests
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.bench.vocabulary import Vocabulary, load_vocabulary, write
+from pdserve.tools.load_config import BenchServeConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def load(name: str, path: Path | str = "", **settings: Any) -> list[Request]:

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pdserve.bench.requests import Request
-from pdserve.load_config import PlanConfig
-from pdserve.planner.advice import advise, env_lines, trade
-from pdserve.planner.plan import Planner
-from pdserve.planner.search import (
+from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferModel
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.advice import advise, env_lines, trade
+from pdserve.tools.planner.plan import Planner
+from pdserve.tools.planner.search import (
     NOISE,
     VERIFIED,
     Trial,
@@ -29,9 +30,8 @@ from pdserve.planner.search import (
     smallest,
     try_size,
 )
-from pdserve.planner.targets import FAILED, Target, parse_targets, thin_sentences
-from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferModel
-from pdserve.simulator.fleet import Fleet, Forecast, draw_requests, mean_rate, simulate
+from pdserve.tools.planner.targets import FAILED, Target, parse_targets, thin_sentences
+from pdserve.tools.simulator.fleet import Fleet, Forecast, draw_requests, mean_rate, simulate
 
 Run = Callable[..., Any]
 TARGETS = parse_targets("ttft.p90=500ms,itl.p99=0.05s")

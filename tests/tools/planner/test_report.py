@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench import page
-from pdserve.bench.requests import Request, Sample
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
-from pdserve.load_config import PlanConfig
-from pdserve.planner.charts import frontier, pareto
-from pdserve.planner.command import run
-from pdserve.planner.measured import compare, load_measured
-from pdserve.planner.search import Trial, judge
-from pdserve.planner.targets import parse_targets
-from pdserve.simulator.breakdown import breakdown
-from pdserve.simulator.fleet import Fleet, Forecast, parse_fleet
+from pdserve.tools.bench import page
+from pdserve.tools.bench.requests import Request, Sample
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.charts import frontier, pareto
+from pdserve.tools.planner.command import run
+from pdserve.tools.planner.measured import compare, load_measured
+from pdserve.tools.planner.search import Trial, judge
+from pdserve.tools.planner.targets import parse_targets
+from pdserve.tools.simulator.breakdown import breakdown
+from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet
 
 TARGETS = parse_targets("ttft.p90=100ms")
 LOAD = [Request(0, 20, input_tokens=200), Request(1, 20, input_tokens=400)]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.requests import Request, Sample
 from pdserve.errors import SetupError
-from pdserve.planner.search import judge
-from pdserve.planner.slo_file import check_groups, load_targets
-from pdserve.planner.targets import ALL, Group, Target, attainment
-from pdserve.simulator.fleet import Fleet, Forecast
+from pdserve.tools.bench.requests import Request, Sample
+from pdserve.tools.planner.search import judge
+from pdserve.tools.planner.slo_file import check_groups, load_targets
+from pdserve.tools.planner.targets import ALL, Group, Target, attainment
+from pdserve.tools.simulator.fleet import Fleet, Forecast
 
 SHORT, CHAT = Group(0, 1000), Group(key="chat")
 

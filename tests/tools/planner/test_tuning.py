@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.load_config import PlanConfig
-from pdserve.planner.advice import env_lines
-from pdserve.planner.search import Trial, best, judge, smallest
-from pdserve.planner.settings import Dimension, dimensions
-from pdserve.planner.targets import parse_targets
-from pdserve.planner.tuning import ROUNDS, tune, tune_sizes
 from pdserve.profile.profile import Profile, TransferModel
-from pdserve.simulator.fleet import Fleet, Forecast
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.advice import env_lines
+from pdserve.tools.planner.search import Trial, best, judge, smallest
+from pdserve.tools.planner.settings import Dimension, dimensions
+from pdserve.tools.planner.targets import parse_targets
+from pdserve.tools.planner.tuning import ROUNDS, tune, tune_sizes
+from pdserve.tools.simulator.fleet import Fleet, Forecast
 
 TARGETS = parse_targets("ttft.p90=100ms")
 CHUNK = Dimension("max_num_batched_tokens", (2048, 512, 1024))

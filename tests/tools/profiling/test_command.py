@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.profile.command import _compare, _progress
 from pdserve.profile.profile import Machine, Profile
+from pdserve.tools.profiling.command import _compare, _progress
 
 COMMAND = [sys.executable, "-m", "pdserve", "profile"]
 

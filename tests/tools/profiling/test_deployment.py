@@ -7,8 +7,8 @@ import pytest
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
-from pdserve.profile import deployment
 from pdserve.profile.profile import Overheads
+from pdserve.tools.profiling import deployment
 
 
 @pytest.mark.long

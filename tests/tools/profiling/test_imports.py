@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.profile.imports import _of_instance, from_fleet, import_file
+from pdserve.tools.profiling.imports import _of_instance, from_fleet, import_file
 
 DISTSERVE = {  # LLMServe/DistServe, Apache-2.0; ms
     "facebook/opt-13b": {

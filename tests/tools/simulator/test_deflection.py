@@ -3,11 +3,11 @@
 from itertools import pairwise
 from statistics import median
 
-from pdserve.bench.requests import Request
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
-from pdserve.simulator.model import InstanceModel
-from pdserve.simulator.simulation import Deployment, Outcome, Simulation
+from pdserve.tools.bench.requests import Request
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.simulation import Deployment, Outcome, Simulation
 
 PROFILE = Profile(
     model="demo",

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pdserve.simulator.router import MAX_SLOTS, SLOT_S, RouterThread
+from pdserve.tools.simulator.router import MAX_SLOTS, SLOT_S, RouterThread
 
 
 def test_work_waits_for_what_arrived_before_it() -> None:

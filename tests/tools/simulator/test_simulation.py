@@ -19,8 +19,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.requests import Request as Load
-from pdserve.bench.requests import Sample
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.costs import Costs, Work, attention_pairs
 from pdserve.engine.sequence import Sequence
@@ -30,10 +28,12 @@ from pdserve.profile.profile import StepModel
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import Job
 from pdserve.router.dispatch.request_state import RequestState
-from pdserve.simulator.model import InstanceModel
-from pdserve.simulator.router import SimulatedClient, SimulatedRouter
-from pdserve.simulator.simulation import Deployment, Outcome, Simulation
-from pdserve.simulator.store import Link
+from pdserve.tools.bench.requests import Request as Load
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.router import SimulatedClient, SimulatedRouter
+from pdserve.tools.simulator.simulation import Deployment, Outcome, Simulation
+from pdserve.tools.simulator.store import Link
 
 COSTS = Costs(prefill=(0.01, 1e-3, 1e-7), decode=(0.02, 2e-3, 1e-6))
 LAYOUT = Layout(

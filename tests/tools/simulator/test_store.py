@@ -3,8 +3,8 @@
 from concurrent.futures import Future
 
 from pdserve.kv_transfer.connector import Outcome, Result
-from pdserve.simulator.store import Link, SimulatedConnector, SimulatedStore
-from pdserve.simulator.virtual_clock import VirtualClock
+from pdserve.tools.simulator.store import Link, SimulatedConnector, SimulatedStore
+from pdserve.tools.simulator.virtual_clock import VirtualClock
 
 KEYS = [b"a", b"b", b"c"]
 

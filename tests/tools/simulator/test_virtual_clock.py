@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from pdserve.simulator.virtual_clock import VirtualClock
+from pdserve.tools.simulator.virtual_clock import VirtualClock
 
 
 def test_actions_of_the_same_interval_and_beginning_repeat_in_order() -> None:
