@@ -23,7 +23,7 @@ import pdserve
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
 from pdserve.errors import SetupError
-from pdserve.simulator.fleet import Fleet
+from pdserve.tools.simulator.fleet import Fleet
 
 PLAIN = Path(__file__).parent / "plain_client.py"
 MODEL = Path(pdserve.__file__).parent / "demo_model"

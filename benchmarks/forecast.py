@@ -22,14 +22,14 @@ from typing import Any
 import report
 import stores
 
-from pdserve.bench.requests import Sample
-from pdserve.bench.sweep import is_saturated
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import UpConfig, flag, parse_size
-from pdserve.load_config import FleetConfig
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, StepModel, TransferModel
-from pdserve.simulator.fleet import Fleet, Forecast, parse_fleet, simulate
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.sweep import is_saturated
+from pdserve.tools.load_config import FleetConfig
+from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet, simulate
 
 GOALS = {"ttft": 0.5, "itl": 0.06}  # seconds, of a request
 FIGURES = [f"p{p}_{metric}_ms" for metric in ("ttft", "itl") for p in (50, 90, 99)] + ["good_request_fraction"]

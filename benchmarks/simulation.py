@@ -14,9 +14,9 @@ import report
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
-from pdserve.load_config import FleetConfig
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
-from pdserve.simulator.fleet import Fleet, simulate
+from pdserve.tools.load_config import FleetConfig
+from pdserve.tools.simulator.fleet import Fleet, simulate
 
 TOKEN_BYTES = 320 * 1024
 PROFILE = Profile(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from pdserve.config import parse_size
 from pdserve.errors import SetupError
+from pdserve.sizes import parse_size
 
 P = TypeVar("P")
 D = TypeVar("D")

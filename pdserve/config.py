@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any, ClassVar
 
 from pdserve import plugins
+from pdserve.sizes import parse_size as parse_size
 from pdserve.slo import Slo
 
 DEFAULT_CONNECTOR = "shm://default"
@@ -534,28 +535,6 @@ class UpConfig(ServingConfig, TransferConfig):
 def _check_port(what: str, port: int, least: int = 0) -> None:
     if not least <= port <= 65535:
         raise ValueError(f"{what} must be from {least} to 65535, not {port}")
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that a size such as `4GiB`, `512M` or `1048576` means.
-
-    K, M, G and T are powers of 1024, with or without `iB` or `B`.
-
-    Raises:
-        ValueError: `text` is not a size.
-    """
-    number = text.strip().rstrip("Bb").rstrip("i").rstrip()
-    factor = 1
-    if number and number[-1].upper() in "KMGT":
-        factor = 1024 ** ("KMGT".index(number[-1].upper()) + 1)
-        number = number[:-1]
-    try:
-        size = int(float(number) * factor)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a size; write bytes, or a size such as 512MiB or 4GiB") from None
-    if size <= 0:
-        raise ValueError(f"{text!r} must be more than 0 bytes")
-    return size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,11 @@ client. All instances need the package.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib.metadata import entry_points
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pdserve.errors import BadRequest
+from pdserve import plugins
+from pdserve.errors import BadRequest, SetupError
 
 ENTRY_POINT_GROUP = "pdserve.logits_processors"
 
@@ -26,12 +25,6 @@ class LogitsProcessor(Protocol):
         request that moves to another instance has the same tokens."""
 
 
-@cache
-def _factory(name: str) -> Callable[[Mapping[str, Any]], LogitsProcessor] | None:
-    entries = [*entry_points(group=ENTRY_POINT_GROUP, name=name)]
-    return entries[0].load() if entries else None
-
-
 def make_processors(specification: str) -> list[LogitsProcessor]:
     """Return the processors of a request.
 
@@ -39,18 +32,16 @@ def make_processors(specification: str) -> list[LogitsProcessor]:
         specification: JSON object from names to arguments.
 
     Raises:
-        BadRequest: a name is not installed, or its package refuses the arguments.
+        BadRequest: a name is not installed, or its package cannot be imported or refuses the arguments.
     """
-    processors = []
+    processors: list[LogitsProcessor] = []
     for name, arguments in json.loads(specification).items():
-        factory = _factory(name)
-        if factory is None:
-            names = sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+        if name not in (names := plugins.names(ENTRY_POINT_GROUP)):
             message = f"no logits processor {name!r} is installed; there are: {', '.join(names) or 'none'}"
             raise BadRequest(message, kind="invalid_logits_processor", param="logits_processors")
         try:
-            processors.append(factory(arguments))
-        except ValueError as error:
+            processors.append(plugins.load(ENTRY_POINT_GROUP, name)(arguments))
+        except (ValueError, SetupError) as error:
             raise BadRequest(
                 f"logits_processors.{name}: {error}", kind="invalid_logits_processor", param="logits_processors"
             ) from error

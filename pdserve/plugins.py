@@ -1,4 +1,6 @@
-"""Parts of pdserve from other packages, found by entry point. Each group says with its contract what an entry is.
+"""Parts of pdserve that are found by entry point: extensions of our own, and parts of other packages.
+
+Each group says with its contract what an entry is. `pdserve.extensions` has what the core runs only if a setting asks for it.
 
 [project.entry-points."pdserve.kernels"]
 mine = "my_package.kernel:load"
@@ -17,17 +19,30 @@ def names(group: str) -> tuple[str, ...]:
     return tuple(sorted({entry.name for entry in entry_points(group=group)}))
 
 
+def extension(name: str) -> Any:
+    """Return an extension of our own, which is imported only now. Raises SetupError as `load`."""
+    return load("pdserve.extensions", name)
+
+
 @cache
-def load(group: str, name: str) -> Any:
-    """Return what a package has added to a group under a name.
+def load(group: str, name: str, base: type | None = None) -> Any:
+    """Return what a package has added to a group under a name: a subclass of `base`, if that is given.
 
     Raises:
-        SetupError: it is not installed, or cannot be imported.
+        SetupError: it is not installed, several packages have it, it cannot be imported, or it is no such class.
     """
-    entry = next(iter(entry_points(group=group, name=name)), None)
-    if entry is None:
+    entries = {entry.value: entry for entry in entry_points(group=group, name=name)}  # an editable one is listed twice
+    if not entries:
         raise SetupError(f"{group} has no {name!r}; installed are {', '.join(names(group)) or 'none'}")
+    if len(entries) > 1:
+        raise SetupError(
+            f"{group}: several packages have {name!r}; uninstall all but one: {', '.join(sorted(entries))}"
+        )
+    [entry] = entries.values()
     try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
+        loaded = entry.load()
+    except (ImportError, AttributeError, TypeError) as error:  # the last: a class that its base class refuses
         raise SetupError(f"{group}: {name} ({entry.value}) cannot be imported: {error}") from error
+    if base is not None and not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise SetupError(f"{group}: {name} ({entry.value}) is not a subclass of {base.__name__}")
+    return loaded

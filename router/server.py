@@ -16,21 +16,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
 
-from pdserve.config import INTERRUPT_GRACE_S, RouterConfig, parse_size
+from pdserve import plugins
+from pdserve.config import INTERRUPT_GRACE_S, RouterConfig
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.keys import root_key
-from pdserve.router.batches.batch_queue import BatchQueue
-from pdserve.router.batches.endpoints import BatchEndpoints
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
 from pdserve.router.instances.fleet import Fleet
@@ -38,8 +35,6 @@ from pdserve.router.limits.key_file import ApiKey, load_api_keys
 from pdserve.router.limits.quota import Quota
 from pdserve.router.limits.shared_quota import FileAccounts, RedisAccounts, SharedQuotas
 from pdserve.router.parse_server import ParseServer
-from pdserve.router.storage.file_store import FileStore
-from pdserve.router.storage.response_store import open_store
 from pdserve.router.telemetry.events import EventLog
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import log_finished
@@ -48,6 +43,7 @@ from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
 from pdserve.router.web.application import Application
+from pdserve.router.web.dialect import Dialect, load_dialects
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
@@ -84,8 +80,9 @@ def serve(config: RouterConfig) -> None:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
+    dialects = load_dialects()  # before the parse server is forked, which parses their bodies
     with ParseServer(tokenizer, listening) as parse_server:
-        uvloop.run(_serve(config, keys, tls, tokenizer, parse_server, listening))
+        uvloop.run(_serve(config, keys, tls, tokenizer, dialects, parse_server, listening))
     # Everything is closed. Skip the clean-up of imported modules, which takes 0.3 s and releases nothing of pdserve.
     logging.shutdown()
     sys.stdout.flush()
@@ -97,6 +94,7 @@ async def _serve(
     keys: list[ApiKey],
     tls: ssl.SSLContext | None,
     tokenizer: Tokenizer,
+    dialects: list[type[Dialect]],
     parse_server: ParseServer,
     listening: list[socket.socket],
 ) -> None:
@@ -116,10 +114,6 @@ async def _serve(
         control_port = await control.listen(config.control_host, config.control_port, tls)
         grammars = _grammar_checker(config.model, metrics)
         stack.callback(grammars.close)
-        response_store = open_store(config)
-        if response_store is not None:
-            stack.push_async_callback(response_store.close)
-        batches = _batch_queue(config, is_shared=len(keys) > 1)
         app = create_app(
             config,
             tokenizer,
@@ -129,19 +123,14 @@ async def _serve(
             dispatcher.timelines.latest,
             overview.snapshot,
             grammars,
-            response_store,
-            [BatchEndpoints(batches, admission.parse_queue)],
+            dialects,
         )
-        if batches is not None:
-            batches.handlers = app.handlers
-            stack.push_async_callback(batches.close)
-            batches.resume()
+        stack.push_async_callback(app.close)
+        app.start()
         ports = f"clients on port {listening[0].getsockname()[1]}, instances on port {control_port}"
         rpc = None
         if config.grpc_port is not None:
-            from pdserve.router.rpc.server import make_server  # gRPC is loaded only if it is used
-
-            rpc = make_server(config, config.grpc_port, tokenizer, dispatcher, admission, grammars)
+            rpc = plugins.extension("router-grpc")(config, config.grpc_port, tokenizer, dispatcher, admission, grammars)
             stack.push_async_callback(rpc.close)
             ports += f", gRPC on port {rpc.port}"
         server = _DrainingServer(app, config, metrics, fleet, ports, rpc)
@@ -217,24 +206,15 @@ def _kv_event_subscribers(
 ) -> "list[Subscriber]":
     if not config.kv_events_subscribe:
         return []
-    from pdserve.router.kv_events.sources import load_sources
-    from pdserve.router.kv_events.subscriber import Subscriber  # ZMQ is loaded only if it is used
 
     def root() -> bytes | None:
         info = dispatcher.model()
         return None if info is None else root_key(model_digest=info.model_digest)
 
-    return [
-        Subscriber(source, fleet.stored, root, partial(metrics.count_kv_event_batches, source.endpoint))
-        for source in load_sources(config.kv_events_subscribe)
-    ]
-
-
-def _batch_queue(config: RouterConfig, *, is_shared: bool) -> BatchQueue | None:
-    if not config.batch_folder:
-        return None
-    store = FileStore(Path(config.batch_folder), parse_size(config.max_batch_bytes), is_shared=is_shared)
-    return BatchQueue(store, config.batch_concurrency)
+    subscribers: list[Subscriber] = plugins.extension("router-kv-events")(
+        config.kv_events_subscribe, fleet.stored, root, metrics.count_kv_event_batches
+    )
+    return subscribers
 
 
 def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker:

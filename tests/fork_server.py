@@ -36,6 +36,8 @@ IMPORTED = [
     *("pdserve.cli.commands", "pdserve.cli.supervisor", "pdserve.instance.process", "pdserve.ranks.follower"),
     *("pdserve.kv_transfer.connectors.shm.connector", "pdserve.kv_transfer.connectors.file"),
     *("pdserve.grammars.compile_server", "pdserve.router.server"),
+    *("pdserve.router.dialects.embeddings", "pdserve.router.dialects.messages.endpoints"),
+    *("pdserve.router.dialects.responses.endpoints", "pdserve.router.dialects.batches.endpoints"),
     "pydantic.v1",  # by FastAPI when it makes an application
 ]
 PR_SET_PDEATHSIG = 1

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.admin_client import AdminClient
 from pdserve.errors import SetupError
-from pdserve.profile.imports import from_fleet
+from pdserve.tools.profiling.imports import from_fleet
 
 
 class Router(BaseHTTPRequestHandler):

@@ -1,11 +1,13 @@
-"""Layering: the import rules of docs/architecture.md, checked on the import statements."""
+"""Core and extensions: the import rules of docs/architecture.md, checked on the import statements."""
 
 import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -15,145 +17,62 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LINKED = ("prefill", "decode", "kv_transfer", "router", "proto", "kernels")  # folders to which pdserve/ has links
 
-# Layer (a folder) → layers that it may import besides itself. `core` is pdserve/ itself. A file directly in router/ is a
-# separate layer.
-MAY_IMPORT: dict[str, set[str]] = {
-    "core": set(),
-    "proto": set(),
-    "kernels": set(),
-    "lines": set(),
-    "control": {"core"},
-    "grammars": {"core"},
-    "engine.cpu_fusion": {"kernels"},
-    "engine.gpu_fusion": {"engine.cpu_fusion", "kernels"},
-    "engine.parallel": {"core"},
-    "engine": {"engine.cpu_fusion", "engine.gpu_fusion", "engine.parallel", "kernels", "grammars", "profile", "core"},
-    "kv_transfer": {"core"},
-    "kv_transfer.connectors": {"kv_transfer", "core"},
-    "roles": {"engine", "kv_transfer", "proto", "core"},
-    "prefill": {"roles", "engine", "kv_transfer", "proto", "core"},
-    "decode": {"roles", "engine", "kv_transfer", "proto", "core"},
-    "ranks": {"decode", "roles", "engine", "engine.parallel", "kv_transfer", "kernels", "core"},
-    "instance": {
-        "prefill",
-        "decode",
-        "roles",
-        "ranks",
-        "engine",
-        "engine.parallel",
-        "kv_transfer",
-        "profile",
-        "control",
-        "proto",
-        "core",
+
+def names(text: str) -> list[str]:
+    return text.split()
+
+
+# What a prompt touches by default, from HTTP to kernel and back, and what all of it shares: packages and files.
+CORE = names("""
+    request output keys kv_spec config costs counters errors lifetime slo sizes plugins parent model_path
+    reasoning pooling beam_search logits_processors grammars lines
+    proto kernels kv_transfer engine roles prefill decode instance control profile
+    router.api router.text router.web router.parse_server router.limits router.routed_request router.client_connection
+    router.backend router.dispatch router.scheduling router.instances router.telemetry router.server
+""")
+# Everything else. Core runs it only by name: through an entry point of pyproject.toml, or as a command.
+EXTENSIONS = names("""
+    __main__ cli offline admin_client batch launchers ranks
+    tools
+    kernels.gpu engine.gpu_fusion engine.cuda_graph
+    control.grpc_calls control.grpc_health control.grpc_server control.vllm_kv_events control.vllm_metrics
+    instance.zmq_publisher router.dialects router.rpc router.kv_events
+    kv_transfer.connectors.redis kv_transfer.connectors.nixl kv_transfer.connectors.mooncake kv_transfer.connectors.tiered
+    kv_transfer.rules kv_transfer.conformance kv_transfer.bench kv_transfer.check_command kv_transfer.pytest_plugin
+""")
+# Files of the core that still import the extensions of GPUs themselves. This list may only become shorter.
+NOT_YET = names("""
+    engine.checkpoint_loader engine.cpu_fusion.experts engine.memory.allocation engine.memory.kv_memory
+    engine.memory.step_memory engine.model_runner engine.sampler engine.warm_up kernels.attention
+""")
+GPU = {"kernels.gpu", "engine.gpu_fusion", "engine.cuda_graph"}
+
+# Part → all that it may import of ours.
+IMPORTS_ONLY = {
+    "kernels": {"kernels"},
+    "kv_transfer": {"kv_transfer", "keys", "errors", "sizes"},
+    "proto": {"proto"},
+    "tools.bench": {
+        "tools.bench",
+        "tools.load_config",
+        "tools",
+        "lines",
+        "config",
+        "admin_client",
+        "errors",
+        "slo",
+        "sizes",
+        "__init__",
     },
-    "router.scheduling": {"core"},
-    "router.limits": {"router.telemetry", "control", "core"},
-    "router.instances": {"router.scheduling", "control", "proto", "core"},
-    "router.kv_events": {"router.scheduling", "control", "core"},
-    "router.telemetry": {"router.instances", "router.scheduling", "control", "core"},
-    "router.backend": {"router.telemetry", "core"},
-    "router.client_connection": set(),
-    "router.storage": {"router.api", "control", "core"},
-    "router.dispatch": {
-        "router.backend",
-        "router.instances",
-        "router.scheduling",
-        "router.telemetry",
-        "proto",
-        "core",
-    },
-    "router.text": {"router.backend", "grammars", "core"},
-    "router.api": {"router.text", "router.backend", "router.client_connection", "grammars", "core"},
-    "router.parse_server": {"router.api", "router.text", "core"},
-    "router.web": {
-        "router.client_connection",
-        "router.parse_server",
-        "router.api",
-        "router.backend",
-        "router.dispatch",
-        "router.instances",
-        "router.limits",
-        "router.storage",
-        "router.telemetry",
-        "router.text",
-        "control",
-        "grammars",
-        "core",
-    },
-    "router.batches": {"router.client_connection", "router.web", "router.api", "router.storage", "batch", "core"},
-    "router.rpc": {
-        "router.client_connection",
-        "router.web",
-        "router.api",
-        "router.backend",
-        "router.limits",
-        "router.telemetry",
-        "router.text",
-        "control",
-        "core",
-    },
-    "router.server": {
-        "router.batches",
-        "router.parse_server",
-        "router.kv_events",
-        "router.rpc",
-        "router.web",
-        "router.dispatch",
-        "router.instances",
-        "router.limits",
-        "router.scheduling",
-        "router.storage",
-        "router.telemetry",
-        "router.text",
-        "control",
-        "grammars",
-        "core",
-    },
-    "bench": {"lines", "core"},
-    "batch": {"core"},
-    "launchers": {"core"},
-    "simulator": {
-        "router.dispatch",
-        "router.instances",
-        "router.limits",
-        "router.telemetry",
-        "instance",
-        "engine",
-        "kv_transfer",
-        "control",
-        "proto",
-        "bench",
-        "profile",
-        "core",
-    },
-    "profile": {"core"},
-    "planner": {"simulator", "profile", "bench", "core"},
-    "autoscaler": {"planner", "simulator", "profile", "bench", "router.telemetry", "launchers", "lines", "core"},
-    "profile.steps": {"profile", "instance", "engine", "proto", "core"},
-    "cli": {"lines", "core"},
-    "offline": {"cli", "lines", "core"},
 }
-# Allowed only inside functions, so that `--help` and usage errors respond without delay.
-MAY_IMPORT_LATE = {
-    "cli": {
-        "router.server",
-        "router.web",
-        "instance",
-        "kernels",
-        "kv_transfer",
-        "kv_transfer.connectors",
-        "batch",
-        "bench",
-        "offline",
-        "profile",
-        "simulator",
-        "planner",
-        "launchers",
-        "autoscaler",
-    },
-    "profile": {"profile.steps", "instance", "engine", "kv_transfer", "kv_transfer.connectors"},
+# Part → what it never imports. Frames connect a router with instances, and hand-overs connect the roles.
+SERVING = {"prefill", "decode", "roles", "engine", "kernels", "kv_transfer", "instance", "ranks"}
+NEVER_IMPORTS = {part: {"router"} for part in SERVING} | {
+    "router": SERVING,
+    "prefill": {"router", "decode"},
+    "decode": {"router", "prefill"},
 }
+LAZY = {"cli": SERVING | {"router"}}  # imported only inside functions, so that `--help` answers without delay
 READING_ORDER = "In reading order:"  # in the docstring of a package, before the names of its files and packages
 
 # Decision logic: plain Python on plain data. The time, random numbers and connections come from the caller.
@@ -176,7 +95,7 @@ DECISION_FILES = (
     "kv_transfer/breaker",
 )
 DECISION_FOLDERS = {  # folder → the only files in it that do I/O
-    "pdserve/bench": {"command", "http_client", "load", "server", "traces", "workers"},
+    "pdserve/tools/bench": {"command", "http_client", "load", "server", "traces", "workers"},
     "router/dispatch": set[str](),
     "router/instances": {"arrivals", "control_server"},
     "router/limits": {"shared_quota"},
@@ -209,66 +128,102 @@ def _imports(node: ast.AST, late: bool) -> Iterator[Import]:
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, f"line {child.lineno}: imports are absolute"
             yield from (Import(f"{child.module}.{name.name}", late, child.lineno) for name in child.names)
-        else:
+        elif not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):  # which imports nothing
             yield from _imports(child, late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def layer_of(module: str) -> str | None:
-    """Return the layer of, for example, `pdserve.router.web.app` or `pdserve.errors.SetupError`; None for other packages."""
-    first, *parts = module.split(".")
+def part_of(module: str, parts: Iterable[str]) -> str:
+    """Return the longest of the parts that a module such as `router.web.app` belongs to; "" if there is none."""
+    names = module.split(".")
+    prefixes = {".".join(names[:length]) for length in range(1, len(names) + 1)}
+    return max(prefixes & set(parts), key=len, default="")
+
+
+def is_extension(module: str) -> bool:
+    part = part_of(module, [*CORE, *EXTENSIONS])
+    assert part or module == "__init__", f"{module} is neither of the core nor an extension: add it to a list"
+    return part in EXTENSIONS
+
+
+def ours(statement: Import) -> str | None:
+    """Return the imported module of ours, such as `router.web.app`; None for other packages."""
+    first, _, module = statement.module.partition(".")
     if first in LINKED:
-        raise AssertionError(f"import pdserve.{module}, not {module}")
-    if first != "pdserve":
-        return None
-    if parts and parts[0] == "__main__":
-        return "cli"
-    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    return next((name for name in names if name in MAY_IMPORT), "core")
+        raise AssertionError(f"import pdserve.{statement.module}, not {statement.module}")
+    return _existing(module) if first == "pdserve" else None
 
 
-def violations(layer: str, source: str) -> list[str]:
-    """Return one line per import that the table does not allow."""
+@cache
+def _existing(name: str) -> str:
+    """Return the module of a name in it, such as `errors` for `errors.SetupError`."""
+    found = part_of(name, modules())
+    return found or "__init__"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return every source file by its module, such as `router.web.app`."""
+    found = {}
+    for path in [path for name in ("pdserve", *LINKED) for path in (ROOT / name).rglob("*.py")]:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[1:] if parts[0] == "pdserve" else parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def violations(module: str, source: str) -> list[str]:
+    """Return one line for each import that a rule forbids."""
     wrong = []
     for statement in imports_of(source):
-        target = layer_of(statement.module)
-        allowed = MAY_IMPORT[layer] | (MAY_IMPORT_LATE.get(layer, set()) if statement.late else set())
-        if target is not None and target != layer and target not in allowed:
-            wrong.append(f"line {statement.line}: {layer} imports {statement.module}, which is {target}")
+        target = ours(statement)
+        if target is None:
+            continue
+        where = f"{module}, line {statement.line}: imports {target}"
+        if not is_extension(module) and is_extension(target):
+            is_known = module in NOT_YET and part_of(target, GPU)
+            wrong += [] if is_known else [f"{where}, which is an extension: load it by name (pdserve/plugins.py)"]
+        for part, allowed in IMPORTS_ONLY.items():
+            if part_of(module, [part]) and not part_of(target, allowed):
+                wrong.append(f"{where}; {part} imports only {', '.join(sorted(allowed))}")
+        for part, forbidden in NEVER_IMPORTS.items():
+            if part_of(module, [part]) and part_of(target, forbidden):
+                wrong.append(f"{where}, which {part} never does")
+        for part, late in LAZY.items():
+            if part_of(module, [part]) and part_of(target, late) and not statement.late:
+                wrong.append(f"{where} outside of a function")
     return wrong
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    """Yield every source file with its layer."""
-    for path in [path for name in ("pdserve", *LINKED) for path in (ROOT / name).rglob("*.py")]:
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        module = ".".join(parts if parts[0] == "pdserve" else ("pdserve", *parts))
-        layer = layer_of(module.removesuffix(".__init__"))
-        assert layer is not None
-        yield layer, path
+def test_imports_follow_the_rules() -> None:
+    found = [wrong for module, path in modules().items() for wrong in violations(module, path.read_text())]
+    assert not found, "\n".join(found)
 
 
-def test_imports_follow_the_layers() -> None:
-    wrong, seen = [], set()
-    for layer, path in sources():
-        seen.add(layer)
-        wrong += [f"{path.relative_to(ROOT)}, {violation}" for violation in violations(layer, path.read_text())]
-    assert not wrong, "\n".join(wrong)
-    assert seen == MAY_IMPORT.keys()
+def test_every_listed_part_exists() -> None:
+    """And the files that do not follow the rule yet do not follow it."""
+    assert not [part for part in [*CORE, *EXTENSIONS] if not any(part_of(name, [part]) for name in modules())]
+    assert not set(CORE) & set(EXTENSIONS)
+    gpu = {name: {ours(one) or "" for one in imports_of(modules()[name].read_text())} for name in NOT_YET}
+    assert not [name for name, imported in gpu.items() if not any(part_of(one, GPU) for one in imported)]
 
 
-def test_layers_are_acyclic() -> None:
-    assert len(list(TopologicalSorter(MAY_IMPORT).static_order())) == len(MAY_IMPORT)
+def test_no_files_import_each_other() -> None:
+    graph = {
+        name: {
+            target for one in imports_of(path.read_text()) if not one.late and (target := ours(one)) not in (None, name)
+        }
+        for name, path in modules().items()
+    }
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
 
 
-def test_every_folder_is_a_layer() -> None:
-    """Every folder of pdserve/ and router/ has a line in the table."""
-    folders = [path for name in ("pdserve", "router") for path in (ROOT / name).iterdir() if any(path.glob("*.py"))]
-    folders = [path for path in folders if not path.is_symlink()]
-    layers = [
-        layer_of(f"pdserve.{path.name}" if path.parent.name == "pdserve" else f"pdserve.router.{path.name}")
-        for path in folders
-    ]
-    assert len(folders) > 10 and "core" not in layers
+def test_extensions_are_entry_points_of_ours() -> None:
+    """What the core asks for by name is in pyproject.toml, and of an extension."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    entries = groups["pdserve.extensions"] | groups["pdserve.dialects"]
+    assert all(is_extension(target.partition(":")[0].removeprefix("pdserve.")) for target in entries.values())
+    asked = {name for path in modules().values() for name in re.findall(r'extension\("([\w-]+)"\)', path.read_text())}
+    assert asked == groups["pdserve.extensions"].keys()
 
 
 def wrong_reading_order(package: Path) -> str:
@@ -284,7 +239,7 @@ def wrong_reading_order(package: Path) -> str:
 
 
 def packages_in_reading_order() -> Iterator[Path]:
-    for path in {path.parent for _, path in sources()}:
+    for path in {path.parent for path in modules().values()}:
         init = path / "__init__.py"
         if path.is_relative_to(ROOT / "kv_transfer") or (init.exists() and READING_ORDER in init.read_text()):
             yield path
@@ -338,33 +293,32 @@ def test_forbidden_imports_of_decisions_are_found(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "source"),
+    ("module", "source"),
     [
-        ("router.dispatch", "from pdserve.engine.engine import Engine"),
+        ("router.dispatch.selector", "from pdserve.engine.engine import Engine"),
         ("router.server", "def late():\n    import pdserve.kv_transfer.registry"),
-        ("router.scheduling", "from pdserve.router.instances.fleet import Fleet"),
-        ("router.api", "from pdserve.router.web import middleware"),
-        ("router.text", "from pdserve.router.server import serve"),
-        ("prefill", "from pdserve.decode.decoder import Decoder"),
-        ("engine", "from pdserve.roles import job"),
-        ("kv_transfer", "from pdserve.kv_transfer.connectors.shm import slab"),
-        ("kernels", "from pdserve.keys import Layout"),
-        ("core", "from pdserve.cli.commands import main"),
-        ("core", "import pdserve.__main__"),
-        ("cli", "from pdserve.router.server import serve"),
+        ("router.server", "def late():\n    from pdserve.router.rpc.server import make_server"),
+        ("router.web.dialect", "from pdserve.router.dialects.embeddings import Vectors"),
+        ("prefill.prefiller", "from pdserve.decode.decoder import Decoder"),
+        ("kv_transfer.url", "from pdserve.config import EngineConfig"),
+        ("kernels.batch", "from pdserve.keys import Layout"),
+        ("engine.engine", "from pdserve.kernels.gpu import draw"),
+        ("config", "from pdserve.cli.commands import main"),
+        ("config", "import pdserve.__main__"),
+        ("cli.up", "from pdserve.router.server import serve"),
     ],
 )
-def test_forbidden_imports_are_found(layer: str, source: str) -> None:
-    assert len(violations(layer, source)) == 1
+def test_forbidden_imports_are_found(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
 
 
 def test_allowed_imports_are_accepted() -> None:
-    assert not violations("cli", "def router():\n    from pdserve.router.server import serve")
-    assert not violations(
-        "prefill", "import torch\nfrom pdserve.errors import SetupError\nfrom pdserve import __version__"
-    )
+    assert not violations("cli.up", "def router():\n    from pdserve.router.server import serve")
+    assert not violations("prefill.prefiller", "import torch\nfrom pdserve.errors import SetupError")
+    assert not violations("ranks.leader", "from pdserve import __version__, plugins")
+    assert not violations("config", "if TYPE_CHECKING:\n    from pdserve.cli.up import up")
     with pytest.raises(AssertionError, match=r"import pdserve\.router\.web"):
-        violations("core", "import router.web")
+        violations("config", "import router.web")
 
 
 def run_without(blocked: list[str], code: str) -> str:

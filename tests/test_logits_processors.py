@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pdserve import logits_processors
+from pdserve import logits_processors, plugins
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.errors import BadRequest
@@ -35,9 +35,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ban-plugin\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[{logits_processors.ENTRY_POINT_GROUP}]\nban = ban_plugin:make\n")
     monkeypatch.syspath_prepend(tmp_path)
-    logits_processors._factory.cache_clear()
+    plugins.names.cache_clear()
     yield
-    logits_processors._factory.cache_clear()
+    plugins.names.cache_clear()
 
 
 def sampling(**arguments: Any) -> SamplingParams:

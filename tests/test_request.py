@@ -17,7 +17,8 @@ from pdserve.keys import token_array
 from pdserve.offline.params import SamplingParams as OfflineParams
 from pdserve.reasoning import ReasoningSpan
 from pdserve.request import BodyParams, Request, SamplingParams, Tenant, constraints
-from pdserve.router.api.schemas import ChatBody, CompletionBody, ResponseBody
+from pdserve.router.api.schemas import ChatBody, CompletionBody
+from pdserve.router.dialects.responses.schemas import ResponseBody
 from pdserve.router.routed_request import RoutedRequest
 
 SPAN = ReasoningSpan((1, 2), ((3,), (4, 5)), (3,), budget=7)

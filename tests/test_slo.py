@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.slo import parse_goodput
-from pdserve.planner.targets import Target, parse_targets
 from pdserve.slo import Slo
+from pdserve.tools.bench.slo import parse_goodput
+from pdserve.tools.planner.targets import Target, parse_targets
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from pdserve.cli.flags import GroupedCommand, command_from_config
 from pdserve.cli.signals import exit_on_signals
 from pdserve.config import DEFAULT_PORT, ROLES, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
-from pdserve.load_config import AutoscaleConfig, BenchServeConfig, PlanConfig, SimulateConfig
 from pdserve.parent import end_with_parent
+from pdserve.tools.load_config import AutoscaleConfig, BenchServeConfig, PlanConfig, SimulateConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -191,7 +191,7 @@ def connector_bench(
 
 def bench_serve(config: BenchServeConfig) -> None:
     """Send a load to an OpenAI-compatible server and report what clients see. Exit code 1: no request succeeded."""
-    from pdserve.bench.command import run
+    from pdserve.tools.bench.command import run
 
     if not run(config):
         raise typer.Exit(1)
@@ -199,14 +199,14 @@ def bench_serve(config: BenchServeConfig) -> None:
 
 def simulate(config: SimulateConfig) -> None:
     """Forecast what fleets would do with a load, from a profile, by simulating them."""
-    from pdserve.simulator.command import run
+    from pdserve.tools.simulator.command import run
 
     run(config)
 
 
 def plan(config: PlanConfig) -> None:
     """Find the smallest fleet that meets an SLO, and tell whether disaggregation pays. Exit code 3: none meets it."""
-    from pdserve.planner.command import run
+    from pdserve.tools.planner.command import run
 
     if not run(config):
         raise typer.Exit(3)
@@ -214,8 +214,8 @@ def plan(config: PlanConfig) -> None:
 
 def autoscale(config: AutoscaleConfig) -> None:
     """Steer the numbers of prefill and decode instances of a running fleet, or advise on them, by forecasts."""
-    from pdserve.autoscaler.command import run, simulate
     from pdserve.launchers.launcher import launcher_of
+    from pdserve.tools.autoscaler.command import run, simulate
 
     if config.simulate:
         simulate(config)
@@ -229,7 +229,7 @@ def autoscale(config: AutoscaleConfig) -> None:
 def profile(config: ProfileConfig) -> None:
     """Measure what a model costs on this machine, and write it to a file. Exit code 1: --compare found a drift."""
     from pdserve.cli.deployment import Deployment, free_port
-    from pdserve.profile.command import run
+    from pdserve.tools.profiling.command import run
 
     if not run(config, lambda settings: Deployment(replace(settings, port=free_port()), on_line=lambda line: None)):
         raise typer.Exit(1)

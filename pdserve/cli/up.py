@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from pdserve.cli.deployment import Deployment
 from pdserve.config import RouterConfig, UpConfig, shared_settings
-from pdserve.load_config import AutoscaleConfig
+from pdserve.tools.load_config import AutoscaleConfig
 
 POLL_S = 0.2
 
@@ -59,7 +59,7 @@ def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) ->
     if not config.autoscale:
         yield
         return
-    from pdserve.autoscaler.command import run
+    from pdserve.tools.autoscaler.command import run
 
     settings = shared_settings(config, AutoscaleConfig) | {
         "router": ",".join(deployment.routers),

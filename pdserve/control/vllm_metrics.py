@@ -37,13 +37,17 @@ HISTOGRAMS = (
 BLOCKS, HELD_BLOCKS = "pdserve_kv_cache_blocks", "pdserve_kv_cache_blocks_held"
 
 
-def vllm_families(families: Iterable[Metric], counters: dict[str, str], model: str) -> Iterator[Metric]:
-    """Return vLLM's families for ours, which are read as the result is.
+def instance_families(families: Iterable[Metric], model: str) -> Iterator[Metric]:
+    """Return vLLM's families for an instance's, which are read as the result is; `model` is the served model's name."""
+    return _families(families, INSTANCE_COUNTERS, model)
 
-    Args:
-        counters: those of an instance or of a router.
-        model: the served model's name.
-    """
+
+def router_families(families: Iterable[Metric], model: str) -> Iterator[Metric]:
+    """Return the same for a router's."""
+    return _families(families, ROUTER_COUNTERS, model)
+
+
+def _families(families: Iterable[Metric], counters: dict[str, str], model: str) -> Iterator[Metric]:
     labels, blocks = {"model_name": model}, {BLOCKS: 0.0, HELD_BLOCKS: 0.0}
     for family in families:
         total = sum(sample.value for sample in family.samples if sample.name in (family.name, f"{family.name}_total"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Raw
 
+from pdserve import plugins
 from pdserve.config import InstanceConfig, parse_size
 from pdserve.control.frame_connection import MAX_FRAME_BYTES
 from pdserve.decode.decoder import Decoder
@@ -35,9 +36,6 @@ from pdserve.lifetime import RELEASED
 from pdserve.output import Output, pack
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.ranks.followers import Followers
-from pdserve.ranks.ranked_connector import RankedConnector
-from pdserve.ranks.ranked_loader import RankedLoader
 from pdserve.request import Request
 from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job, failure
@@ -46,6 +44,7 @@ from pdserve.roles.transfers import Transfers
 if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
     from pdserve.instance.zmq_publisher import ZmqPublisher
+    from pdserve.ranks.leader import Ranks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,7 +67,7 @@ class Instance:
         send: called on the engine thread with (link, frame); must not block.
         connector: replaces the connector that `config.connector` names.
         runner: of the model that `config` names, or in its stead.
-        followers: the other ranks of `runner`, if it has any.
+        ranks: the other ranks of `runner`, if it has any.
         inbox: replaces the queue of work for the engine thread.
         now: monotonic clock in seconds.
 
@@ -84,7 +83,7 @@ class Instance:
         connector: Connector | None = None,
         *,
         runner: "PacedRunner | ModelRunner | None" = None,
-        followers: Followers | None = None,
+        ranks: "Ranks | None" = None,
         inbox: "SimpleQueue[Callable[[], None]] | None" = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,7 +100,7 @@ class Instance:
         )
         self.engine.pool.listeners.append(self.kv_events)  # before the warm-up, which changes keys too
         pool = self.engine.runner.kv.pool_NX
-        self._followers = followers
+        self._ranks = ranks
         self.connector = self._attach(connector)
         self.transfers = Transfers(
             self.engine.pool, self.connector, self, _max_blocks(config, self.engine), self.engine.layout.block_bytes
@@ -109,7 +108,7 @@ class Instance:
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         converts = config.convert_kv or config.allow_inexact
-        on_all_ranks = None if followers is None else partial(RankedLoader, followers)
+        on_all_ranks = None if ranks is None else ranks.loader
         self.layout_converter = LayoutConverter(
             pool, self.engine.layout, config.connector if converts else None, on_all_ranks
         )
@@ -147,10 +146,8 @@ class Instance:
             return cls(config, send, runner=PacedRunner.load(config))
         if config.tensor_parallel_size == 1:
             return cls(config, send)
-        from pdserve.ranks.leader import start_ranks  # imports transformers, as `Engine` does if it is to load a model
-
-        runner = start_ranks(config)
-        return cls(config, send, runner=runner, followers=runner.followers)
+        runner, ranks = plugins.extension("ranks")(config)
+        return cls(config, send, runner=runner, ranks=ranks)
 
     def publish_events(self, config: KVEventsConfig) -> None:
         """Publish KV events over ZMQ from now on. To be called before the engine thread starts.
@@ -158,16 +155,15 @@ class Instance:
         Raises:
             SetupError: an endpoint is invalid or in use.
         """
-        from pdserve.instance.zmq_publisher import ZmqPublisher  # ZMQ is loaded only if it is used
-
         pool = self.engine.pool
-        self.transfers.listener = self._event_publisher = ZmqPublisher(
+        publisher: ZmqPublisher = plugins.extension("instance-kv-events")(
             config,
             pool.block_size,
             root_key(model_digest=self.engine.layout.model_digest),
             lambda: self.count("kv_event_batches_dropped", 1),
         )
-        pool.listeners.append(self._event_publisher)
+        self.transfers.listener = self._event_publisher = publisher
+        pool.listeners.append(publisher)
 
     def close(self) -> None:
         """Close what has sockets or threads. The engine must not run any more."""
@@ -175,8 +171,8 @@ class Instance:
             self._event_publisher.close()
         self.layout_converter.close()
         self.connector.close()
-        if self._followers is not None:
-            self._followers.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     # ---- thread-safe ------------------------------------------------------------------------------------------
 
@@ -394,8 +390,8 @@ class Instance:
         kv = self.engine.runner.kv
         connector.may_start_out = True
         attached = attach_pool(connector, kv.pool_NX, self.engine.layout, kv.copies)
-        if self._followers is not None:
-            attached = RankedConnector(attached, self._followers)
+        if self._ranks is not None:
+            attached = self._ranks.connector(attached)
         attached.has_started_out = connector.has_started_out
         return guard(attached, self._inbox.put, self.now)
 

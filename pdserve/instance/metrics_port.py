@@ -19,7 +19,7 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from pdserve.control.vllm_metrics import INSTANCE_COUNTERS, vllm_families
+from pdserve import plugins
 from pdserve.counters import metric_families
 from pdserve.errors import SetupError, Unavailable
 from pdserve.instance.instance import Instance
@@ -121,7 +121,7 @@ class _InstanceCollector(Collector):
         families = [*metric_families([({}, dict(self._instance.reporter.status.heartbeat.counters))])]
         yield from families
         if self._vllm_model:
-            yield from vllm_families(families, INSTANCE_COUNTERS, self._vllm_model)
+            yield from plugins.extension("instance-vllm-metrics")(families, self._vllm_model)
 
 
 class _Server(ThreadingMixIn, WSGIServer):

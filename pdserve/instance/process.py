@@ -12,6 +12,7 @@ import time
 import torch
 import uvloop
 
+from pdserve import plugins
 from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
@@ -72,11 +73,11 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     if config.metrics_port is not None:
         serve_metrics(config.metrics_port, instance, links, config.name if config.vllm_metrics else "")
     if config.grpc_health_port is not None:
-        from pdserve.control.grpc_server import GrpcServer  # gRPC is loaded only if it is used
-
         checks = {"liveness": lambda: check_health(instance), "readiness": lambda: check_readiness(links)}
         address = ("0.0.0.0", config.grpc_health_port)
-        probes = GrpcServer(address, {"": checks["readiness"], **checks}, max_message_bytes=64 << 10)
+        probes = plugins.extension("instance-grpc")(
+            address, {"": checks["readiness"], **checks}, max_message_bytes=64 << 10
+        )
         await probes.start()
         log.info("gRPC health checks on port %d", probes.port)
     instance.engine.start_grammars()

@@ -1,4 +1,4 @@
-"""`pdserve profile`: what a model costs on a machine, as measured, imported, or reported by a fleet.
+"""What a model costs on a machine, as data: without torch and an engine. `tools/profiling/` measures it.
 
-`profile` is the data, and all that simulations and plans import: it needs neither torch nor an engine.
+In reading order: profile, fit, drift.
 """

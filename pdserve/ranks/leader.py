@@ -1,15 +1,43 @@
 """Start of an instance with several ranks."""
 
 import logging
+from dataclasses import dataclass
 
 from pdserve.config import InstanceConfig
+from pdserve.decode.layout_converter import SourceLoader
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.parallel.rank_group import listen
+from pdserve.keys import Layout
+from pdserve.kv_transfer.connector import Connector
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.rank_config import config_of_rank, make_group, use_threads
+from pdserve.ranks.ranked_connector import RankedConnector
+from pdserve.ranks.ranked_loader import RankedLoader
 from pdserve.ranks.runners import LeadingRunner
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The other ranks of an instance: wraps what rank 0 does, so that they do the same."""
+
+    followers: Followers
+
+    def connector(self, own: Connector) -> Connector:
+        return RankedConnector(own, self.followers)
+
+    def loader(self, own: SourceLoader, source: Layout) -> RankedLoader:
+        return RankedLoader(self.followers, own, source)
+
+    def close(self) -> None:
+        self.followers.close()
+
+
+def start(config: InstanceConfig) -> tuple[LeadingRunner, Ranks]:
+    """Start the ranks of an instance, and return the runner of rank 0 and the others. Raises as `start_ranks`."""
+    runner = start_ranks(config)
+    return runner, Ranks(runner.followers)
 
 
 def start_ranks(config: InstanceConfig) -> LeadingRunner:

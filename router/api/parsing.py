@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, get_args
 
@@ -29,6 +29,7 @@ MAX_DEPTH = 200  # of lists and objects; pydantic writes no JSON beyond 255
 MAX_NAME = 100  # characters of a name in an error message
 MAX_UNKNOWN = 32  # unknown fields of one body
 MAX_NAMES = 100  # that are logged
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # items of a page
 STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")  # of a field's path, such as tools[0].function.name
 log = logging.getLogger(__name__)
 BodyType = TypeVar("BodyType", bound=Body)
@@ -290,6 +291,14 @@ def json_type(value: object) -> str:
     """Return the JSON type of a parsed value with its article, such as `an object`."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def page_limit(query: Mapping[str, str]) -> int:
+    """Return the most items of a page, the query's `limit`. Raises BadRequest if it is invalid."""
+    limit = query.get("limit", str(DEFAULT_LIMIT))
+    if not (len(limit) < 4 and limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= MAX_LIMIT):
+        raise InvalidParameter("limit", f"limit must be from 1 to {MAX_LIMIT}, not {quote(limit)}")
+    return int(limit)
 
 
 def _check_depth(body: object) -> None:

@@ -78,25 +78,6 @@ MESSAGE_NO_OPS: NoOps = {
     "function_call": (),
     "refusal": (),
 }
-RESPONSES_NO_OPS: NoOps = {
-    "background": (False,),
-    "context_management": (ANY,),
-    "conversation": (),
-    "max_tool_calls": (),
-    "prompt": (),
-    "service_tier": SERVICE_TIERS,
-    "stream_options": ({},),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-MESSAGES_API_NO_OPS: NoOps = {
-    "container": (),
-    "context_management": (ANY,),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-}
 
 
 def bounded(low: float, high: float) -> Any:
@@ -284,72 +265,6 @@ class ChatBody(SamplingBody):
     thinking_token_budget: int | None = bounded(0, MAX_BUDGET)
 
 
-class OutputFormat(Body):
-    type: Literal["json_schema"]
-    schema_: Any = Field(alias="schema")
-
-
-class OutputConfig(Body):
-    format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-
-
-class CountTokensBody(Body):
-    """Fields of /v1/messages/count_tokens. `cache_control` has no effect: every prefix is cached."""
-
-    no_ops: ClassVar = MESSAGES_API_NO_OPS
-    has_raw_messages: ClassVar = True
-
-    model: str | None = None
-    messages: Messages[Any] = Field(json_schema_extra=MESSAGES)
-    system: Any = untyped({"anyOf": [{"type": ["string", "null"]}, PARTS]})
-    tools: Tools[Any] | None = None
-    tool_choice: Object[Any] | None = None
-    thinking: Object[Any] | None = None
-    output_config: OutputConfig | None = None
-    cache_control: Object[Any] | None = None
-
-
-class MessagesBody(CountTokensBody):
-    """Fields of /v1/messages, Anthropic's."""
-
-    max_tokens: int
-    temperature: float | None = bounded(0, 1)
-    top_k: int | None = bounded(-1, 2**31 - 1)
-    top_p: float | None = bounded(0, 1)
-    stop_sequences: Array[str] | None = None
-    stream: bool | None = None
-    metadata: Object[Any] | None = None
-    thread: Object[Any] | None = None
-
-
-class EmbeddingBody(Body):
-    model: str | None = None
-    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    user: Short | None = None
-
-
-class ScoreBody(Body):
-    model: str | None = None
-    text_1: str | Array[str]
-    text_2: str | Array[str]
-
-
-class ClassifyBody(Body):
-    model: str | None = None
-    input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
-
-
-class RerankBody(Body):
-    model: str | None = None
-    query: str
-    documents: Array[str] = Field(min_length=1)
-    top_n: int | None = Field(None, ge=0)
-    return_documents: bool | None = None
-
-
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
@@ -364,71 +279,6 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: Array[int]
-
-
-class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Any = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class Text(Body):
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # without effect
-
-
-class Reasoning(Body):
-    effort: ReasoningEffort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = (
-        None  # there is none: the item of reasoning has the text itself
-    )
-
-
-class FunctionTool(Function):
-    """A function of /v1/responses: the fields of one in /v1/chat/completions, without nesting."""
-
-    type: Literal["function"]
-
-
-# What `include` may name, because this server's answers have nothing of the kind.
-Included = Literal[
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
-
-
-class ResponseBody(GenerationBody):
-    no_ops: ClassVar = RESPONSES_NO_OPS
-
-    include: Array[Included] | None = None
-
-    input: Any = untyped({"anyOf": [{"type": "string"}, MESSAGES]})
-    previous_response_id: Short | None = None
-    store: bool | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    reasoning: Reasoning | None = None
-    text: Text | None = None
-    tools: Tools[FunctionTool] | None = None
-    tool_choice: Any = untyped({"type": ["string", "object", "null"]})
-    parallel_tool_calls: bool | None = None
-    metadata: Metadata | None = None
-
-
-class BatchBody(Body):
-    """Fields of /v1/batches."""
-
-    input_file_id: Short
-    endpoint: Short
-    completion_window: Literal["24h"]
-    metadata: Metadata | None = None
 
 
 class RoleBody(Body):

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 import zmq.asyncio
 
 from pdserve.control.vllm_kv_events import END_OF_REPLAY, NUMBER_BYTES, read_batch
 from pdserve.errors import SetupError
-from pdserve.router.kv_events.sources import KVEventsSource
+from pdserve.router.kv_events.sources import KVEventsSource, load_sources
 from pdserve.router.kv_events.stored_blocks import StoredBlocks
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
@@ -30,6 +31,13 @@ MODEL_POLL_S = 0.2
 LOG_INTERVAL_S = 10.0
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_QUEUED = 10_000  # messages that wait to be read; ZMQ drops further ones, which leaves a gap
+
+
+def make_subscribers(
+    setting: str, index: PrefixIndex, root: Callable[[], bytes | None], count: Callable[[str, str, int], None]
+) -> "list[Subscriber]":
+    """Return those of `--kv-events-subscribe`; `count` gets an endpoint before the arguments that `Subscriber` explains."""
+    return [Subscriber(one, index, root, partial(count, one.endpoint)) for one in load_sources(setting)]
 
 
 class Subscriber:

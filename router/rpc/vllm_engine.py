@@ -42,7 +42,7 @@ from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.application import ID_PATTERN
-from pdserve.router.web.generation_endpoints import SESSION_HEADER
+from pdserve.router.web.dialect import SESSION_HEADER
 from pdserve.router.web.grammar_checker import GrammarChecker
 
 SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]

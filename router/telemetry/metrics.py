@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdserve.control.vllm_metrics import ROUTER_COUNTERS, vllm_families
+from pdserve import plugins
 from pdserve.counters import metric_families
 from pdserve.lifetime import LATENCY_METRICS
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
@@ -182,7 +182,7 @@ class Metrics:
             if with_keys or not any("key" in sample.labels for sample in family.samples):
                 yield generate_latest(_Family(family))
         if self._vllm_model:
-            for family in vllm_families(self.registry.collect(), ROUTER_COUNTERS, self._vllm_model):
+            for family in plugins.extension("router-vllm-metrics")(self.registry.collect(), self._vllm_model):
                 yield generate_latest(_Family(family))
 
 

@@ -7,18 +7,18 @@ from functools import cache
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.config import RouterConfig, parse_size
+from pdserve.config import RouterConfig
+from pdserve.errors import SetupError
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.backend import Backend
 from pdserve.router.limits.key_file import load_api_keys
-from pdserve.router.storage.response_store import ResponseStore
 from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.application import Application, BodyLimit, BrowserGuard, KeySet, presented_key
-from pdserve.router.web.endpoint import Access, Endpoint, Endpoints
-from pdserve.router.web.generation_endpoints import EmbeddingEndpoints, GenerationEndpoints
+from pdserve.router.web.dialect import Dialect, Service, load_dialects
+from pdserve.router.web.endpoint import Access, Endpoint
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.model_endpoints import ModelEndpoints
 from pdserve.router.web.operator_endpoints import OperatorEndpoints
@@ -34,15 +34,20 @@ def create_app(
     latest_timelines: Callable[[int], list[Timeline]],
     overview: Callable[..., dict[str, object]],
     grammars: GrammarChecker | None = None,
-    response_store: ResponseStore | None = None,
-    further: Sequence[Endpoints] = (),
+    dialects: Sequence[type[Dialect]] | None = None,
 ) -> Application:
-    """Build the application. `OperatorEndpoints` explains the three arguments before the last one.
+    """Build the application. `OperatorEndpoints` explains the three arguments before `grammars`.
 
-    Without `grammars`, grammars are not checked before their requests reach the instances; without `response_store`,
-    responses are not kept. `further` are groups of endpoints besides the router's own.
+    Without `grammars`, grammars are not checked before their requests reach the instances; without `dialects`, those that
+    are installed are served.
+
+    Raises:
+        SetupError: a dialect cannot be loaded or opened, or two have endpoints of the same path.
     """
-    generation_routes = GenerationEndpoints(config, tokenizer, backend, admission, grammars, response_store).routes()
+    service = Service(config, tokenizer, backend, admission, grammars)
+    served = [dialect(service) for dialect in (load_dialects() if dialects is None else dialects)]
+    dialect_routes = [route for dialect in served for route in dialect.routes()]
+    service.handlers |= {route.path: route.respond for route in dialect_routes if route.has_body}
     clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
 
     def shows_keys(request: Request) -> bool:
@@ -52,12 +57,11 @@ def create_app(
         return not clients.keys or is_own_port or operators.identify(presented_key(request.headers)) is not None
 
     api_routes = [
-        *generation_routes,
-        *EmbeddingEndpoints(tokenizer, backend, admission).routes(),
+        *dialect_routes,
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
         *OperatorEndpoints(backend, metrics_parts, shows_keys, latest_timelines, overview, config.max_n).routes(),
-        *(route for group in further for route in group.routes()),
     ]
+    _check_distinct(api_routes)
     key_names = _key_names(api_routes, clients, operators)
     document = cache(lambda: json_response(openapi_document(api_routes, config.name, key_names)).body)
     building = asyncio.Lock()
@@ -68,17 +72,27 @@ def create_app(
 
     document_route = Endpoint(openapi, method="GET", path="/openapi.json", access=Access.OPEN)
     unauthorized = admission.metrics.unauthorized
-    uploads = {"/v1/files": parse_size(config.max_batch_bytes)} if config.batch_folder else {}
+    larger = {path: size for dialect in served for path, size in dialect.larger_bodies.items()}
     return Application(
         [*api_routes, document_route, *page_routes()],
         None if admission.keys else BrowserGuard(config),
         clients,
         operators,
         lambda reason: unauthorized.labels(reason=reason).inc(),
-        BodyLimit(config.max_body_bytes, config.client_timeout_seconds, admission.body_budget, uploads),
+        BodyLimit(config.max_body_bytes, config.client_timeout_seconds, admission.body_budget, larger),
         [origin.strip() for origin in config.cors_origins.split(",") if config.cors_origins],
-        handlers={route.path: route.respond for route in generation_routes if route.methods == {"POST"}},
+        dialects=served,
     )
+
+
+def _check_distinct(routes: Iterable[Endpoint]) -> None:
+    """Raise SetupError if two routes answer the same requests."""
+    found: dict[tuple[str, str], Endpoint] = {}
+    for route in routes:
+        other = found.setdefault((route.method, route.path), route)
+        if other is not route:
+            owners = " and ".join(one.endpoint.__module__ for one in (other, route))
+            raise SetupError(f"{owners} both answer {route.method} {route.path}; uninstall one of the two dialects")
 
 
 def _key_names(routes: Iterable[Endpoint], clients: KeySet, operators: KeySet) -> dict[str, str]:

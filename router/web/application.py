@@ -31,7 +31,8 @@ from pdserve.router.client_connection import ClientConnection
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 from pdserve.router.limits.quota import RATE_HEADERS
-from pdserve.router.web.endpoint import Access, Endpoint, Handler
+from pdserve.router.web.dialect import Dialect
+from pdserve.router.web.endpoint import Access, Endpoint
 from pdserve.router.web.pages import PageFile
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -83,7 +84,9 @@ class Routes:
         self._client_prefixes = tuple(
             {f"/{route.path.split('/')[1]}/" for route in routes if route.access is Access.CLIENT}
         )
-        self._error_bodies = {route.path: route.error_body for route in routes if route.error_body is not None}
+        self._error_bodies = {
+            route.path: route.error_body for route in routes if isinstance(route, Endpoint) and route.error_body
+        }
 
     def at(self, path: str) -> list[Endpoint | PageFile]:
         """Return the routes of a path, one for each method."""
@@ -94,8 +97,9 @@ class Routes:
         return Access.CLIENT if path.startswith(self._client_prefixes) else Access.OPERATOR
 
     def error_body(self, path: str) -> ErrorBody | None:
-        """Return what makes the errors of a path: the dialect of a route there or above, None for OpenAI's."""
-        return next((make for above, make in self._error_bodies.items() if path.startswith(above)), None)
+        """Return what makes the errors of a path: the dialect of the closest route there or above; None: there is none."""
+        above = max((one for one in self._error_bodies if path.startswith(one)), key=len, default="")
+        return self._error_bodies.get(above)
 
 
 class KeySet:
@@ -266,7 +270,7 @@ class Application:
         guard: of a router without API keys.
         on_unauthorized: called with `missing` or `wrong` for each request without a valid key.
         cors_origins: of web pages that may read the answers.
-        handlers: of the endpoints that generate, by path, for what does not come by HTTP.
+        dialects: those that it serves, to be started and closed.
     """
 
     def __init__(
@@ -279,9 +283,9 @@ class Application:
         body_limit: BodyLimit,
         cors_origins: Sequence[str],
         *,
-        handlers: Mapping[str, Handler],
+        dialects: Sequence[Dialect] = (),
     ) -> None:
-        self.handlers = handlers
+        self._dialects = dialects
         self.routes = Routes(routes)
         self._guard = guard
         self._clients = clients
@@ -297,6 +301,16 @@ class Application:
                 allow_headers=["*"],
                 expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
             )
+
+    def start(self) -> None:
+        """Begin what its dialects run besides requests. To be called once, on the event loop."""
+        for dialect in self._dialects:
+            dialect.start()
+
+    async def close(self) -> None:
+        """End what its dialects run besides requests."""
+        for dialect in reversed(self._dialects):
+            await dialect.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send)

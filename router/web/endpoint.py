@@ -5,7 +5,7 @@ decorator and from the types of the method's parameters and answer; `access` is 
 of the type `JsonBody` gets the unparsed body, because FastAPI's own parsing has errors of another format.
 """
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from enum import Enum
 from inspect import signature
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pdserve.errors import RequestError
 from pdserve.router.api.answers import Answer, Error
 from pdserve.router.api.http_responses import ErrorBody, json_response
 from pdserve.router.api.parsing import JsonBody, read_json, require_json
@@ -82,7 +83,7 @@ class Endpoint(APIRoute):
         errors: statuses besides those of every endpoint, or of every endpoint with a body.
         id_prefix: of the request ids that the router generates here.
         error_model: the body of its errors,
-        error_body: and what makes it, also below its path; None: OpenAI's.
+        error_body: and what makes it, also below its path; None: what is above it.
         json_only: answer 415 unless the content type is exactly JSON.
         options: of FastAPI's APIRoute.
     """
@@ -112,6 +113,7 @@ class Endpoint(APIRoute):
         described: dict[int | str, dict[str, Any]] = {
             status: {"description": ERRORS[status], "model": error_model} for status in statuses
         }
+        self.method = method
         super().__init__(
             path,
             function,
@@ -155,16 +157,28 @@ class Endpoint(APIRoute):
 
 
 class Endpoints:
-    """A group of endpoints. Those with a JsonBody have the parameters request, body, and the path's, in this order."""
+    """A group of endpoints. Those with a JsonBody have the parameters request, body, and the path's, in this order.
+
+    Attributes:
+        tag: their heading in the documentation.
+        error_model: describes the body of their errors.
+    """
 
     tag: ClassVar[str]
+    error_model: ClassVar[type[Answer]] = Error
+
+    def error_body(self, error: RequestError, request_id: str) -> Mapping[str, object]:
+        """Return the body of an error at one of their paths, or below one; OpenAI's unless a dialect has another."""
+        return error.body()
 
     def routes(self) -> list[Endpoint]:
         functions = [function for function in vars(type(self)).values() if hasattr(function, "declaration")]
-        return [
-            Endpoint(getattr(self, function.__name__), tags=[self.tag], **function.declaration)
-            for function in functions
-        ]
+        common: dict[str, Any] = {
+            "tags": [self.tag],
+            "error_model": self.error_model,
+            "error_body": self.error_body,
+        }
+        return [Endpoint(getattr(self, function.__name__), **common, **function.declaration) for function in functions]
 
 
 def _has_body(function: Callable[..., Any]) -> bool:

@@ -26,7 +26,6 @@ class PageFile(Route):
 
     access = Access.OPEN
     id_prefix = "req-"
-    error_body = None
 
     def __init__(self, path: str, file: Traversable, policy: str) -> None:
         content = file.read_bytes()

@@ -5,7 +5,7 @@ import time
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.control.vllm_metrics import INSTANCE_COUNTERS, vllm_families
+from pdserve.control.vllm_metrics import instance_families
 from pdserve.counters import metric_families, series
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
@@ -45,7 +45,7 @@ def values(text: str) -> dict[str, float]:
 def test_an_instance() -> None:
     class Collector:
         def collect(self):  # type: ignore[no-untyped-def]
-            yield from vllm_families(metric_families([({}, COUNTERS)]), INSTANCE_COUNTERS, "demo")
+            yield from instance_families(metric_families([({}, COUNTERS)]), "demo")
 
     registry = CollectorRegistry()
     registry.register(Collector())

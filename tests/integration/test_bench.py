@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pdserve.bench.command import run
 from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
-from pdserve.load_config import BenchServeConfig
+from pdserve.tools.bench.command import run
+from pdserve.tools.load_config import BenchServeConfig
 
 Deploy = Callable[..., Any]
 SMALL: dict[str, Any] = {"random_input_len": 40, "random_output_len": 12, "ignore_eos": True}

@@ -8,7 +8,7 @@ import pytest
 from pdserve.profile.drift import MIN_STEPS, drift, drift_of
 from pdserve.profile.fit import Timing, fit_steps, fit_transfer, least_squares
 from pdserve.profile.profile import Profile, StepModel
-from pdserve.profile.steps import grid, random_steps
+from pdserve.tools.profiling.steps import grid, random_steps
 
 TRUE = StepModel(
     decode=((1, 0.002), (3, 0.0021), (12, 0.004), (64, 0.006)),

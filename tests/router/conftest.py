@@ -27,6 +27,8 @@ from pdserve.output import Output
 from pdserve.request import TokenLogprobs
 from pdserve.router.api import answers
 from pdserve.router.backend import ModelInfo
+from pdserve.router.dialects.messages import schemas as messages
+from pdserve.router.dialects.responses import schemas as responses
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.routed_request import RoutedRequest
@@ -326,8 +328,8 @@ def app(tokenizer: Tokenizer, make_app: Callable[..., Application]) -> Applicati
 ANSWERS: dict[str, type[BaseModel]] = {
     "/v1/completions": answers.Completion,
     "/v1/chat/completions": answers.ChatCompletion,
-    "/v1/responses": answers.ResponseObject,
-    "/v1/messages": answers.MessageAnswer,
+    "/v1/responses": responses.ResponseObject,
+    "/v1/messages": messages.MessageAnswer,
 }
 
 

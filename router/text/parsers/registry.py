@@ -8,9 +8,9 @@ The classes are subclasses of `ToolParser`, and of `ReasoningParser` in the grou
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from typing import TypeVar
+from typing import TypeVar, cast
 
+from pdserve import plugins
 from pdserve.errors import SetupError
 from pdserve.router.text.parsers.harmony import HarmonyParser, HarmonyReasoning
 from pdserve.router.text.parsers.json_calls import GraniteParser, HermesParser, Llama3JsonParser
@@ -154,14 +154,8 @@ def _find(
         return None
     if name in builtin:
         return builtin[name]
-    plugins = {entry.name: entry for entry in entry_points(group=group)}
-    if name not in plugins:
-        names = ", ".join([AUTO, NONE, *sorted({*builtin, *plugins})])
+    others = plugins.names(group)
+    if name not in others:
+        names = ", ".join([AUTO, NONE, *sorted({*builtin, *others})])
         raise SetupError(f"{flag} {name!r} is not known; the names are {names}")
-    try:
-        loaded = plugins[name].load()
-    except (ImportError, AttributeError) as error:
-        raise SetupError(f"{flag} {name} ({plugins[name].value}) cannot be imported: {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        raise SetupError(f"{flag} {name} ({plugins[name].value}) is not a subclass of {base.__name__}")
-    return loaded
+    return cast(type[Parser], plugins.load(group, name, base))

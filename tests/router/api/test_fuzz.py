@@ -20,11 +20,11 @@ from pdserve.router.api.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    MessagesBody,
-    ResponseBody,
     RoleBody,
     TokenizeBody,
 )
+from pdserve.router.dialects.messages.schemas import MessagesBody
+from pdserve.router.dialects.responses.schemas import ResponseBody
 from pdserve.router.web.application import Application
 
 EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0"))

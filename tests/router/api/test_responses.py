@@ -16,7 +16,6 @@ from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
 from pdserve.output import Output
 from pdserve.router.limits.key_file import load_api_keys
-from pdserve.router.storage.response_store import open_store
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
@@ -107,8 +106,7 @@ def test_function_calls(
     common: dict[str, Any] = {"model": "demo", "tools": TOOLS}
     config = RouterConfig(model="demo", response_store="memory", max_body_bytes=20_000)
     admission = AdmissionController(load_api_keys("", ""), config, metrics, time.monotonic)
-    store = open_store(config)
-    app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, response_store=store)
+    app = create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict)
     with serving(app) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         backend.generates([*tokenizer.encode(CALLS), 0], "stop")

@@ -11,10 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from pdserve.errors import BadRequest
-from pdserve.router.api import embeddings, schemas
+from pdserve.router.api import schemas
 from pdserve.router.api.parsing import MAX_DEPTH, parse_body
-from pdserve.router.api.responses import bodies
 from pdserve.router.api.schemas import MAX_ENTRIES, MAX_FIELDS, NO_OPS, Body, ChatBody, CompletionBody
+from pdserve.router.dialects import embeddings
+from pdserve.router.dialects.responses import conversion
+from pdserve.router.dialects.responses.schemas import ResponseBody
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
 
@@ -146,7 +148,7 @@ def test_the_limits_of_chats_hold_for_what_is_converted_to_one(
 def test_many_calls_in_one_turn() -> None:
     """Of one message of the assistant; each was copied with all before it."""
     calls = [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": str(i)} for i in range(MANY)]
-    [message] = bodies.to_chat_body(schemas.ResponseBody.model_validate({"input": calls})).messages
+    [message] = conversion.to_chat_body(ResponseBody.model_validate({"input": calls})).messages
     assert message.tool_calls is not None
     assert [call.id for call in message.tool_calls] == [str(i) for i in range(MANY)]
 
@@ -181,7 +183,7 @@ def expect_raw_error(client: Client) -> Callable[[bytes], str]:
 
 def test_pairs_are_counted_before_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = ["a"] * (embeddings.MAX_INPUTS + 1)
-    body = schemas.RerankBody.model_validate({"query": "q", "documents": documents})
+    body = embeddings.RerankBody.model_validate({"query": "q", "documents": documents})
     info: Any = type("Info", (), {"name": "demo", "classifies": True, "embedding_size": 1})
     with pytest.raises(BadRequest, match=r"documents has 2049 texts; at most 2048 are allowed"):
         embeddings.parse_rerank(body, None, None, info)  # type: ignore[arg-type]  # without a tokenizer

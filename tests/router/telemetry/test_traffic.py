@@ -1,13 +1,13 @@
-"""Recent traffic as a trace: what a router writes, `pdserve.bench.traces` reads."""
+"""Recent traffic as a trace: what a router writes, `pdserve.tools.bench.traces` reads."""
 
 import json
 from pathlib import Path
 
-from pdserve.bench.traces import read_mooncake
 from pdserve.keys import block_keys, root_key
 from pdserve.lifetime import Stage
 from pdserve.router.telemetry.timeline import BLOCK, Timeline, p99, prompt_ids
 from pdserve.router.telemetry.traffic import traffic_lines
+from pdserve.tools.bench.traces import read_mooncake
 
 ROOT = root_key(model_digest=b"m")
 

@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import pytest
+
+from pdserve.errors import SetupError
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
+from pdserve.router.web.dialect import Dialect, OpenAI
+from pdserve.router.web.endpoint import Access, endpoint
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
+
+
+class Copy(Dialect):
+    """Another dialect with the path of OpenAI's completions."""
+
+    tag = "copy"
+
+    @endpoint("POST", "/v1/completions", Access.CLIENT)
+    async def copied(self) -> None:
+        """Nothing."""
+
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -38,3 +54,13 @@ def test_cors(make_app: Callable[..., Application], make_client: type[Client], t
             assert response.headers.get("access-control-allow-origin") == allowed
     plain = make_client(make_app(tokenizer)).request("GET", "/v1/models", headers={"Origin": "https://a.example"})
     assert "access-control-allow-origin" not in plain.headers
+
+
+def test_two_dialects_that_answer_the_same_path_are_refused(
+    make_app: Callable[..., Application], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.web.app.load_dialects", lambda: [OpenAI, Copy])
+    with pytest.raises(
+        SetupError, match=r"pdserve.router.web.dialect and .*test_app both answer POST /v1/completions;"
+    ):
+        make_app(tokenizer)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
+from pdserve import plugins
 from pdserve.errors import SetupError
 from pdserve.router.text.parsers import registry
 from pdserve.router.text.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, choose_parsers
@@ -60,11 +61,15 @@ def test_an_unknown_name_lists_the_names(calls: str, reasoning: str, message: st
     assert message in str(error.value)
 
 
-def test_parsers_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parsers_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = "pdserve.router.text.parsers.json_calls"
     targets = {"mine": f"{here}:HermesParser", "missing": f"{here}:Nope", "wrong": "json:JSONDecoder"}
-    entries = [EntryPoint(name, target, registry.TOOL_GROUP) for name, target in targets.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+    info = tmp_path / "parsers-1.dist-info"
+    info.mkdir()
+    lines = [f"[{registry.TOOL_GROUP}]", *(f"{name} = {target}" for name, target in targets.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins.names.cache_clear()
     assert choose_parsers("mine", "none", "", "", {}).tools is TOOL_PARSERS["hermes"]
     with pytest.raises(SetupError, match="cannot be imported"):
         choose_parsers("missing", "none", "", "", {})

@@ -1,0 +1,363 @@
+"""The controller: decides from observations and forecasts whether to change the fleet. Plain decisions: others act.
+
+It holds while a change is under way, and for a cooldown after it. Then it forecasts the fleet as it is. If that would miss
+the SLO, or too many requests, it forecasts role changes and, if there is a budget, one more instance, and takes what promises
+most, if that is clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one
+ends.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pdserve.tools.autoscaler.cell import cell_share
+from pdserve.tools.autoscaler.change import Change, MadeChange, flips, starts, stops
+from pdserve.tools.autoscaler.forecast import Rating, rate
+from pdserve.tools.autoscaler.load import (
+    answer_lengths,
+    answer_seconds,
+    expected_load,
+    expected_rate,
+    replayed,
+    since_change,
+)
+from pdserve.tools.autoscaler.observation import Observation
+from pdserve.tools.autoscaler.situation import Situation
+from pdserve.tools.planner.targets import Target
+
+MIN_REQUESTS = 20  # in the window, with fewer of which there is no forecast
+MIN_GOOD = 0.9  # share of good requests, with fewer of which a better fleet is looked for although it meets the SLO
+MIN_GAIN = 0.05  # of attainment, for which the fleet is changed
+NEARER = 0.9  # factor of the worst figure ÷ target, at which a change is in the right direction
+FAR = 2.0  # worst figure ÷ target, beyond which requests are late whatever is done now, and the queue counts
+SHORTER = 0.75  # factor of the worst figure, at which a queue is clearly shorter
+SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
+PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
+HOUR = 3600.0
+ANSWERED = 90  # percentile of the answers' durations that a forecast is for, if it is more than the horizon
+MAX_LONGER = 2.0  # factor by which it may be more
+REPLAY_S = 20.0  # of the window, with which a forecast begins: it fills caches and batches
+FAILED_START_PAUSE = 600.0  # seconds without another start
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the controller: how far it looks, how long it waits, and how many instances it keeps.
+
+    Attributes:
+        window: seconds of traffic that a forecast is made from.
+        horizon: seconds that it is for; up to twice as many if answers take longer.
+        cooldown: seconds after a change without another one.
+        start_timeout: seconds after which a started instance that has not joined is given up.
+        least: by role, instances that always remain.
+        most: instances altogether, beyond which none is started.
+        max_changes: within an hour.
+    """
+
+    window: float = 120.0
+    horizon: float = 60.0
+    cooldown: float = 30.0
+    start_timeout: float = 300.0
+    least: Counter[str] = field(default_factory=lambda: Counter(prefill=1, decode=1))
+    most: int = 0
+    max_changes: int = 60
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A change that was forecast, or why it was not."""
+
+    change: str
+    rating: Rating | None = None
+    rejected: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision of the controller, with the observation and the forecasts behind it.
+
+    Attributes:
+        at: seconds on the routers' clock.
+        fleet: instances by role.
+        seen: of the requests in the window; None if there were none.
+        rate: requests per second that are expected.
+        horizon: seconds that the forecasts were for; 0 if there were none.
+        considered: the fleet as it is, and the changes.
+        change: None if there is none.
+        reason: in one sentence.
+    """
+
+    at: float
+    fleet: dict[str, int]
+    reason: str
+    seen: Rating | None = None
+    rate: float = 0.0
+    horizon: float = 0.0
+    considered: tuple[Considered, ...] = ()
+    change: Change | None = None
+
+    @property
+    def state(self) -> str:
+        """`holds` if there was no forecast; else whether the fleet as it is `meets` the SLO or `misses` it."""
+        now = self.considered[0].rating if self.considered else None
+        return "holds" if now is None else "meets" if now.meets else "misses"
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.reason}" if self.change else f"no change: {self.reason}"
+
+
+Forecast = Callable[[Situation, Change | None], Rating]
+
+
+class Controller:
+    """Decides for one fleet. Observations come in order of time.
+
+    Args:
+        forecast: rates a situation with a change.
+        can_start: instances can be started and ended; otherwise only roles are changed.
+    """
+
+    def __init__(self, limits: Limits, targets: Sequence[Target], forecast: Forecast, *, can_start: bool) -> None:
+        self._limits = limits
+        self._targets = targets
+        self._forecast = forecast
+        self._can_start = can_start
+        self._snapshots: deque[tuple[float, dict[str, str]]] = deque()
+        self._changes: deque[MadeChange] = deque(maxlen=limits.max_changes)
+        self._is_pending = False  # the newest change has not come about yet
+        self._expected: Counter[str] | None = None  # instances by role, when the newest change has come about
+        self._hold_until = 0.0
+        self._hold_reason = ""
+        self._rates: deque[float] = deque(maxlen=PEAK_WINDOWS)
+        self._rate_at = self._stop_tried_at = self._no_starts_until = self._seen_at = 0.0
+        self._start_up_s = 0.0  # that the newest start has taken at least
+
+    def decide(self, seen: Observation) -> Decision:
+        """Return what to do now. The caller makes the change, or advises it only, and goes on observing."""
+        limits = self._limits
+        self._remember(seen)
+        requests = [one for one in seen.requests if one.at > seen.at - limits.window]
+        samples = [sample for one in requests if (sample := one.sample(seen.at)) is not None]
+        draft = Decision(seen.at, dict(seen.counts), "", rate(self._targets, samples) if samples else None)
+        reason, self._seen_at = self._reason_to_hold(seen, len(requests)), seen.at
+        if reason:
+            return replace(draft, reason=reason)
+        expected = expected_rate([one.at for one in requests], seen.at, limits.window, limits.horizon)
+        situation = self._situation(seen, expected)
+        draft = replace(draft, rate=expected, horizon=situation.horizon)
+        now = self._forecast(situation, None)
+        suffices = now.meets and now.attainment >= MIN_GOOD
+        decision = self._shrink(draft, seen, now) if suffices else self._improve(draft, seen, situation, now)
+        if decision.change is not None:
+            self._begin(seen, decision.change, decision.horizon)
+        return decision
+
+    def forget(self) -> None:
+        """Undo the newest decision, which was not carried out."""
+        self._changes.pop()
+        self._expected, self._is_pending = None, False
+
+    @property
+    def changes(self) -> Sequence[MadeChange]:
+        """Those of the last hour or more, in order of time."""
+        return tuple(self._changes)
+
+    def recall(self, changes: Sequence[MadeChange]) -> None:
+        """Respect changes of an earlier controller as its own."""
+        newest = self._changes[-1].at if self._changes else -math.inf
+        self._changes.extend(change for change in changes if change.at > newest)
+
+    # ---- when nothing may be changed ------------------------------------------------------------------------------
+
+    def _remember(self, seen: Observation) -> None:
+        """Keep the roles within the window, and the rate of each window."""
+        began_at = seen.at - self._limits.window
+        self._snapshots.append((seen.at, {member.name: member.role for member in seen.members}))
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= began_at:
+            self._snapshots.popleft()
+        if seen.at >= self._rate_at + self._limits.window:
+            self._rate_at = seen.at
+            self._rates.append(sum(one.at > began_at for one in seen.requests) / self._limits.window)
+
+    def _begin(self, seen: Observation, change: Change, horizon: float) -> None:
+        until = seen.at + horizon + self._limits.cooldown
+        self._changes.append(MadeChange(seen.at, change.before, change.after, change.count, until))
+        self._expected, self._is_pending = change.apply(seen.counts), True
+        self._hold(seen.at, f"after the change {change}")
+
+    def _hold(self, at: float, reason: str) -> None:
+        self._hold_until, self._hold_reason = at + self._limits.cooldown, reason
+
+    def _reason_to_hold(self, seen: Observation, num_requests: int) -> str:
+        """Return why nothing may be changed now; empty if something may."""
+        if draining := [member.name for member in seen.members if member.is_draining]:
+            return f"{', '.join(draining)} drains"
+        if reason := self._compare_fleet(seen):
+            return reason
+        if seen.at < self._hold_until:
+            return f"{self._hold_until - seen.at:.0f} s more to wait {self._hold_reason}"
+        if num_requests < MIN_REQUESTS:
+            return f"{num_requests} requests in {self._limits.window:.0f} s tell too little"
+        if sum(seen.at - one.at < HOUR for one in self._changes) >= self._limits.max_changes:
+            return f"there were {self._limits.max_changes} changes within an hour"
+        return ""
+
+    def _compare_fleet(self, seen: Observation) -> str:
+        """Compare the fleet with the expected one, and return why it is not complete; empty if it is."""
+        if seen.counts == self._expected:
+            if self._is_pending:
+                self._end_pending()
+            return ""
+        if self._is_pending:
+            at, change = self._changes[-1].at, self._changes[-1].change
+            if seen.at < at + self._limits.start_timeout:
+                return f"the change {change} is under way"
+            self._is_pending = False
+            self._hold(seen.at, f"because the change {change} did not come about in {self._limits.start_timeout:.0f} s")
+            if not change.before:
+                self._no_starts_until = seen.at + FAILED_START_PAUSE
+        elif self._expected is None:
+            self._hold(seen.at, "after the beginning")
+        else:
+            self._hold(seen.at, f"because others changed the fleet, which was {_text(self._expected)}")
+        self._expected = seen.counts
+        return ""
+
+    def _end_pending(self) -> None:
+        """The newest change has come about. A start is protected for as long from now on as it was from its beginning."""
+        self._is_pending = False
+        newest = self._changes[-1]
+        if not newest.before:
+            self._start_up_s = max(0.0, self._seen_at - newest.at)  # it had not joined at the last observation
+            self._changes[-1] = replace(newest, until=newest.until + self._start_up_s)
+
+    # ---- what to change -------------------------------------------------------------------------------------------
+
+    def _situation(self, seen: Observation, expected: float) -> Situation:
+        """Return the input of a forecast in which `expected` requests arrive per second."""
+        limits = self._limits
+        began_at = seen.at - min(REPLAY_S, limits.window)
+        lengths, first = _mix(seen, limits.window)
+        admitted = [pair for pair in zip(seen.requests, lengths, strict=True) if not pair[0].is_refused]
+        running = [(one, length) for one, length in admitted if one.ended_at > began_at]
+        waiting = frozenset(n for n, (one, _) in enumerate(running) if one.ttft_s is None and not one.finish_reason)
+        received = replayed(running, began_at, seen.at)
+        # What comes next resembles the requests since the newest change, and the newer half of the window.
+        newest_at = seen.at - limits.window / 2
+        latest = list(zip(seen.requests, lengths, strict=True))[first:]
+        whole = [replace(one.request, output_tokens=n) for one, n in latest]
+        newer = [request for request in whole if (request.at or 0.0) > newest_at] or whole
+        longest = float(np.percentile(answer_seconds(admitted, seen.at) or [0.0], ANSWERED))
+        # Long enough for most answers, and for seeing what a started instance is good for.
+        horizon = max(limits.horizon, min(longest, MAX_LONGER * limits.horizon), self._start_up_s + limits.horizon / 2)
+        load = expected_load(newer, seen.at, expected, horizon, len(received))
+        members, moves = self._roles_since(began_at)
+        return Situation(began_at, seen.at, members, moves, received, waiting, load, horizon, self._start_up_s)
+
+    def _roles_since(self, began_at: float) -> tuple[dict[str, str], list[tuple[float, str, str]]]:
+        """Return the roles at a time, and those that instances took since then, with the time; an empty role: it left."""
+        snapshots = list(self._snapshots)
+        first = max((n for n, (at, _) in enumerate(snapshots) if at <= began_at), default=0)
+        members = before = snapshots[first][1]
+        moves = list[tuple[float, str, str]]()
+        for at, roles in snapshots[first + 1 :]:
+            changed = {name for name in before.keys() | roles.keys() if before.get(name) != roles.get(name)}
+            moves += [(at, name, roles.get(name, "")) for name in sorted(changed)]
+            before = roles
+        return members, moves
+
+    def _improve(self, draft: Decision, seen: Observation, situation: Situation, now: Rating) -> Decision:
+        """Return the change that promises most, if it is clearly better than none."""
+        considered = [Considered("none", now)]
+        best: tuple[Rating, Change] | None = None
+        for changes in self._candidates(seen):
+            for change in changes:
+                if best is not None and best[0].meets and not change.is_flip:
+                    break  # a change of roles suffices
+                if reason := self._rejection(seen, change):
+                    considered.append(Considered(str(change), rejected=reason))
+                    break
+                rating = self._forecast(situation, change)
+                considered.append(Considered(str(change), rating))
+                if _is_better(rating, best[0] if best else now):
+                    best = rating, change
+                if rating.meets or not (_is_towards(rating, now) or now.ratio > FAR):
+                    break  # more instances at once are not needed, or would not help
+        draft = replace(draft, considered=tuple(considered))
+        if best is None:
+            within = f" within {self._limits.most} instances" if self._can_start else ""
+            return replace(draft, reason=f"{now.worst} expected, and no change{within} would help")
+        rating, change = best
+        reason = f"{now.worst} expected, {now.attainment:.0%} good; with it {rating.worst}, {rating.attainment:.0%}"
+        return replace(draft, change=change, reason=reason)
+
+    def _candidates(self, seen: Observation) -> Iterator[list[Change]]:
+        """Yield changes of one kind, small ones first."""
+        unit = _unit(seen.counts)
+        yield from flips(seen.counts, self._limits.least, unit)
+        if self._can_start:
+            yield from starts(unit)
+
+    def _rejection(self, seen: Observation, change: Change) -> str:
+        """Return why a change is not even forecast; empty if it is."""
+        if any(change.undoes(other.change) and seen.at < other.until for other in self._changes):
+            return "it would undo a change within its forecast"
+        if change.apply(seen.counts).total() > max(self._limits.most, seen.counts.total()):
+            return f"the budget is {self._limits.most} instances"
+        if not change.before and seen.at < self._no_starts_until:
+            return "an instance that was started lately has not become ready"
+        return ""
+
+    def _shrink(self, draft: Decision, seen: Observation, now: Rating) -> Decision:
+        """Return the end of an instance, if the fleet would meet the SLO without it also at the highest rate of late."""
+        considered = [Considered("none", now)]
+        reason = f"{now.worst} expected, {now.attainment:.0%} good"
+        if self._can_start and seen.at >= self._stop_tried_at + self._limits.window:
+            self._stop_tried_at = seen.at
+            situation = self._situation(seen, max(draft.rate, *self._rates))
+            ratings = dict[Change, Rating]()
+            for change in stops(seen.counts, self._limits.least, _unit(seen.counts)):
+                if not (rejected := self._rejection(seen, change)):
+                    ratings[change] = self._forecast(situation, change)
+                considered.append(Considered(str(change), ratings.get(change), rejected))
+            if ratings:
+                change = min(ratings, key=lambda one: ratings[one].ratio)
+                if ratings[change].ratio <= SPARE:
+                    reason = f"{ratings[change].worst} expected without it"
+                    return replace(draft, change=change, reason=reason, considered=tuple(considered))
+        return replace(draft, reason=reason, considered=tuple(considered))
+
+
+def _mix(seen: Observation, window: float) -> tuple[list[int], int]:
+    """Return the lengths that answers will have, and the index of the first request since the newest change of the mix."""
+    first = since_change([one.request.input_tokens for one in seen.requests])
+    parts = seen.requests[:first], seen.requests[first:]
+    return [length for part in parts for length in answer_lengths(part, seen.at - window, seen.at)], first
+
+
+def _is_better(rating: Rating, other: Rating) -> bool:
+    """Return whether a change is worth making: clearly more good requests, and no longer a queue; or as many, and the SLO
+    met or a long queue clearly shorter."""
+    if rating.attainment >= other.attainment + MIN_GAIN:
+        return rating.ratio <= max(1.0, other.ratio)
+    if rating.attainment < other.attainment:
+        return False
+    return (rating.meets and not other.meets) or (other.ratio > FAR and rating.ratio < SHORTER * other.ratio)
+
+
+def _is_towards(rating: Rating, other: Rating) -> bool:
+    """Return whether a change is in the right direction: far from the SLO, one instance may save no request, but shortens
+    the queue."""
+    return _is_better(rating, other) or rating.ratio < NEARER * other.ratio
+
+
+def _unit(counts: Counter[str]) -> int:
+    """Return the smallest number of instances whose change a forecast can show: one of its cell stands for so many."""
+    return max(1, round(1 / cell_share(counts)))
+
+
+def _text(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()) if count)

@@ -1,0 +1,287 @@
+"""The command `pdserve bench serve`."""
+
+import json
+import math
+import random
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pdserve.errors import SetupError
+from pdserve.tools.bench import page, report
+from pdserve.tools.bench.datasets import draw_load
+from pdserve.tools.bench.load import Target
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.requests import Request, counted
+from pdserve.tools.bench.server import find_model, read_breakdown
+from pdserve.tools.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wilson
+from pdserve.tools.bench.sweep import Search, Trial, is_saturated
+from pdserve.tools.bench.vocabulary import Vocabulary, load_vocabulary
+from pdserve.tools.bench.workers import Run, play
+from pdserve.tools.load_config import BenchServeConfig
+
+PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+PROMPT_TOLERANCE = 0.05  # of prompt lengths that the server counts, beyond which there is a warning
+WARM_UP_RUN = "w"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The parsed settings, and the server's model."""
+
+    config: BenchServeConfig
+    target: Target
+    vocabulary: Vocabulary
+    objectives: dict[str, float]
+    metrics: list[str]
+    percentiles: list[float]
+    is_ours: bool
+
+
+def run(config: BenchServeConfig) -> bool:
+    """Measure, and report in the forms that the settings name. Returns False if no request succeeded."""
+    plotly = page.load_plotly() if config.html else ""
+    benchmark = prepare(config)
+    warm_up(benchmark)
+    figures, charts, ok = measure_sweep(benchmark) if config.slo_sweep else measure_once(benchmark)
+    text = figures.pop("text")
+    if config.save_result:
+        name = config.result_filename or _file_name(config, str(figures["model_id"]))
+        report.write_json(Path(config.result_dir) / name, figures)
+    if config.html:
+        warnings = [*figures.get("warnings", []), figures.get("client_bottleneck", "")]
+        title = f"{figures['model_id']} at {config.request_rate:g} requests/s"
+        title = f"{figures['model_id']}: rates that meet the SLO" if config.slo_sweep else title
+        report.write_file(Path(config.html), page.page(title, text, list(filter(None, warnings)), charts, plotly))
+    return ok
+
+
+def prepare(config: BenchServeConfig) -> Benchmark:
+    """Parse the settings and ask the server for its model.
+
+    Raises:
+        SetupError: a setting is wrong, or the server cannot be used.
+    """
+    try:
+        objectives = parse_goodput(config.goodput)
+        percentiles = [float(part) for part in config.metric_percentiles.split(",")]
+        body: dict[str, Any] = json.loads(config.extra_body or "{}")
+    except ValueError as error:
+        raise SetupError(f"{error}") from None
+    metrics = [name.strip() for name in config.percentile_metrics.split(",") if name.strip()]
+    if wrong := [name for name in metrics if name not in METRICS]:
+        raise SetupError(f"--percentile-metrics: there is no {wrong[0]!r}; there are {', '.join(METRICS)}")
+    if not all(0 <= one <= 100 for one in percentiles):
+        raise SetupError(f"--metric-percentiles must be from 0 to 100, not {config.metric_percentiles}")
+    url = (config.base_url or f"http://{config.host}:{config.port}").rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise SetupError(f"--base-url must begin with http:// or https://, not {url}")
+    url = url.removesuffix("/v1")  # with which OpenAI's clients want it
+    if set(url) & set("?#"):
+        raise SetupError(f"--base-url must have no query and no fragment: {url}")
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    model = find_model(url, headers, config.model)
+    vocabulary = load_vocabulary(config.tokenizer or str(model.get("root") or ""), required=bool(config.tokenizer))
+    target = Target(
+        url=url,
+        path=config.endpoint or PATHS[config.backend],
+        chat=config.backend == "openai-chat",
+        model=model["id"],
+        body={"temperature": config.temperature} | ({"ignore_eos": True} if config.ignore_eos else {}) | body,
+        headers=headers,
+        words=vocabulary.words,
+        run=f"bench-{uuid.uuid4().hex[:8]}",
+        seed=config.seed,
+        max_concurrency=config.max_concurrency,
+        think_time=config.think_time,
+    )
+    is_ours = model.get("owned_by") == "pdserve"
+    return Benchmark(config, target, vocabulary, objectives, metrics, percentiles, is_ours)
+
+
+def requests_of(benchmark: Benchmark, rate: float, seed: int) -> list[Request]:
+    """Return the requests of one run with their times."""
+    return draw_load(benchmark.config, rate, random.Random(seed), benchmark.vocabulary.count)
+
+
+def warm_up(benchmark: Benchmark) -> None:
+    """Send a few requests that are not counted.
+
+    Raises:
+        SetupError: the server cannot answer them. A 429 is an answer.
+    """
+    config = benchmark.config
+    if not config.num_warmups:
+        return
+    first = requests_of(benchmark, math.inf, config.seed)[0]
+    requests = [replace(first, index=index, at=0.0, after=None) for index in range(config.num_warmups)]
+    target = replace(benchmark.target, run=f"{benchmark.target.run}-{WARM_UP_RUN}", seed=config.seed - 1)
+    with progress("warm-up", len(requests)) as show:
+        samples = play(requests, target, 1, show).samples
+    if failed := next((one for one in samples if not one.ok and not one.rejected), None):
+        raise SetupError(f"{target.url}{target.path} does not answer the warm-up request: {failed.error}")
+
+
+def measure_once(benchmark: Benchmark) -> tuple[dict[str, Any], list[page.Chart], bool]:
+    """Play the load once, print the report, and return its figures, charts, and whether any request succeeded."""
+    config = benchmark.config
+    requests = requests_of(benchmark, config.request_rate, config.seed)
+    with progress("requests", len(requests)) as show:
+        played = play(requests, benchmark.target, config.client_processes, show)
+    played.samples = counted(played.samples, config.warmup_requests)
+    figures = _figures(benchmark, played) | {"request_rate": _rate(config.request_rate)}
+    if benchmark.is_ours:
+        figures["ttft_breakdown"] = read_breakdown(benchmark.target.url, played.samples)
+    figures["warnings"] = _warnings(requests, played)
+    text = report.as_text(figures, benchmark.metrics, benchmark.percentiles)
+    print(text)
+    if config.csv:
+        report.write_csv(config.csv, played.samples, benchmark.objectives)
+    if config.save_detailed:
+        figures |= report.details(played.samples)
+    charts = page.run_charts(played.samples, benchmark.objectives)
+    return figures | {"text": text}, charts, figures["completed"] > 0
+
+
+def measure_sweep(benchmark: Benchmark) -> tuple[dict[str, Any], list[page.Chart], bool]:
+    """Search the highest rates that meet the SLO, several times, and print them with their confidence."""
+    config = benchmark.config
+    if not benchmark.objectives:
+        raise SetupError("--slo-sweep needs --goodput, such as ttft:500,itl:50")
+    try:
+        shares = [float(part) / 100 for part in config.sweep_attainment.split(",")]
+    except ValueError:
+        shares = [math.nan]
+    if not all(0 < share <= 1 for share in shares):
+        raise SetupError(f"--sweep-attainment must be percentages such as 90,95,99, not {config.sweep_attainment}")
+    start = config.request_rate if math.isfinite(config.request_rate) else 1.0
+    rows, trials, stopped = list[dict[str, Any]](), list[Trial](), False
+    found = {share: list[float | None]() for share in shares}
+    for repetition in range(config.sweep_repetitions):
+        search = Search(start, shares, config.sweep_tolerance)
+        while not stopped and (rate := search.next_rate()) is not None:
+            row, trial, stopped = _try_rate(benchmark, rate, len(rows))
+            if not stopped:
+                search.add(trial)
+                trials.append(trial)
+                rows.append(row | {"repetition": repetition})
+        if stopped:
+            break
+        for share in shares:
+            found[share].append(search.highest(share))
+        start = search.highest(min(shares)) or start
+    base = _base(benchmark) | {"goodput": benchmark.objectives, "sweep": rows, "interrupted": stopped}
+    figures = base | {"highest_rates": [_highest(share, rates) for share, rates in found.items()]}
+    figures["warnings"] = sorted({row["client_bottleneck"] for row in rows if row["client_bottleneck"]})
+    lines = [f"{' Highest rate that meets the SLO ':=^50}", *(_sentence(one) for one in figures["highest_rates"])]
+    text = "\n".join([*lines, *(f"WARNING: {one}" for one in figures["warnings"])])
+    print(text)
+    return figures | {"text": text}, [page.sweep_chart(trials, shares)], bool(trials)
+
+
+def _try_rate(benchmark: Benchmark, rate: float, number: int) -> tuple[dict[str, Any], Trial, bool]:
+    """Run at one rate, with prompts of its own. Returns its figures, the trial, and whether Ctrl-C ended it."""
+    config = benchmark.config
+    seed = config.seed + number
+    target = replace(benchmark.target, run=f"{benchmark.target.run}-{number}", seed=seed)
+    requests = requests_of(benchmark, rate, seed)
+    with progress(f"{rate:.3g} requests/s", len(requests)) as show:
+        played = play(requests, target, config.client_processes, show)
+    saturated = is_saturated(played.samples, config.warmup_requests)
+    played.samples = counted(played.samples, config.warmup_requests)
+    good = sum(is_good(sample, benchmark.objectives) for sample in played.samples)
+    trial = Trial(rate, good, len(played.samples), saturated)
+    low, high = wilson(trial.good, trial.total)
+    row = _figures(benchmark, played) | asdict(trial) | {"attainment": trial.attainment, "attainment_95": [low, high]}
+    if not played.stopped:
+        ending = ", saturated" if trial.saturated else ""
+        print(f"{rate:8.3g} requests/s: {trial.attainment:6.1%} good ({low:.1%} to {high:.1%}){ending}", flush=True)
+    return row, trial, played.stopped
+
+
+def _highest(share: float, rates: list[float | None]) -> dict[str, Any]:
+    known = [rate for rate in rates if rate is not None]
+    mean, half = mean_interval(known) if known and len(known) == len(rates) else (None, None)
+    half = half if half is not None and math.isfinite(half) else None
+    return {"attainment": share, "rates": rates, "mean_rate": mean, "half_interval_95": half}
+
+
+def _sentence(row: dict[str, Any]) -> str:
+    label = f"{row['attainment']:.0%} of requests good:"
+    if row["mean_rate"] is None:
+        return f"{label:<30} {'not measured' if not row['rates'] else 'not at any rate tried, in some repetition'}"
+    spread = f" ± {row['half_interval_95']:.2g} (95 %)" if row["half_interval_95"] is not None else ""
+    return f"{label:<30} {row['mean_rate']:.3g} requests/s{spread}, {len(row['rates'])} repetitions"
+
+
+def _base(benchmark: Benchmark) -> dict[str, Any]:
+    config = benchmark.config
+    names = (
+        "backend",
+        "label",
+        "num_prompts",
+        "warmup_requests",
+        "dataset_name",
+        "seed",
+        "burstiness",
+        "max_concurrency",
+        "client_processes",
+    )
+    date = datetime.now().strftime("%Y%m%d-%H%M%S")
+    own = {"date": date, "model_id": benchmark.target.model, "tokenizer_id": config.tokenizer or None}
+    return own | {"endpoint_type": config.backend} | {name: getattr(config, name) for name in names}
+
+
+def _figures(benchmark: Benchmark, played: Run) -> dict[str, Any]:
+    arguments = (benchmark.objectives, benchmark.metrics, benchmark.percentiles, played.cpu_shares)
+    figures = summarize(played.samples, *arguments)
+    return _base(benchmark) | figures | {"interrupted": played.interrupted}
+
+
+def _warnings(requests: list[Request], played: Run) -> list[str]:
+    asked = {one.index: one.input_tokens for one in requests}
+    done = [sample for sample in played.samples if sample.ok and asked[sample.index]]
+    wanted, had = sum(asked[one.index] for one in done), sum(one.input_tokens for one in done)
+    warnings = []
+    if wanted and abs(had / wanted - 1) > PROMPT_TOLERANCE:
+        warnings.append(f"the server counted {had / wanted:.2f} tokens per prompt token asked for; try --tokenizer")
+    errors = {sample.error: sample for sample in played.samples if not sample.ok}
+    return warnings + [f"{error} (status {sample.status})" for error, sample in list(errors.items())[:5]]
+
+
+def _rate(rate: float) -> float | str:
+    return rate if math.isfinite(rate) else "inf"
+
+
+def _file_name(config: BenchServeConfig, model: str) -> str:
+    concurrency = "" if config.max_concurrency is None else f"-concurrency{config.max_concurrency}"
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = model.rpartition("/")[2]
+    return f"{config.label or config.backend}-{config.request_rate}qps{concurrency}-{name}-{now}.json"
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Any]:
+    """Yield a function that shows how far a run is: on a terminal as it changes, otherwise a line every few seconds."""
+    console, started, last = Console(stderr=True), time.monotonic(), time.monotonic()
+    with console.status(title) as status:
+
+        def show(run: Run) -> None:
+            nonlocal last
+            failed = sum(not sample.ok for sample in run.samples[-1000:])
+            ended = f"{title}: {len(run.samples)} of {total} ended"
+            text = f"{ended}, {failed} of the last 1000 failed, {time.monotonic() - started:.0f} s"
+            status.update(f"{text}{', stopping' if run.stopped else ', Ctrl-C ends and reports'}")
+            if not console.is_terminal and time.monotonic() - last > 5:
+                last = time.monotonic()
+                print(text, file=sys.stderr)
+
+        yield show

@@ -1,0 +1,74 @@
+"""What the client asks a server besides the load: its models, and the timelines of requests where the server is ours."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from pdserve.admin_client import admin_headers
+from pdserve.errors import SetupError
+from pdserve.tools.bench.requests import Sample
+
+TIMELINES = 200  # requests whose timelines are read, spread over the run
+PARTS = {  # of a timeline: the stages at which a part begins and ends
+    "queue": ("received", "prefill_started"),
+    "prefill": ("prefill_started", "first_token"),
+    "hand_over": ("first_token", "decode_started"),
+}
+
+
+def find_model(url: str, headers: dict[str, str], wanted: str) -> dict[str, Any]:
+    """Return the entry of a model in /v1/models, the first if none is wanted; only its id if the server has no list.
+
+    Raises:
+        SetupError: the server does not respond or has no such model.
+    """
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise SetupError(f"{url} does not respond: {error}; name the server with --base-url") from None
+    if answer.status_code == 404 and wanted:
+        return {"id": wanted}
+    if answer.status_code != 200:
+        raise SetupError(f"{url}/v1/models answers {answer.status_code}: {answer.text[:200].strip()}")
+    try:
+        models: list[dict[str, Any]] = [{"id": one["id"], **one} for one in answer.json()["data"]]
+    except (ValueError, KeyError, TypeError):
+        raise SetupError(f"{url}/v1/models does not answer with a list of models") from None
+    for model in models:
+        if wanted in ("", model["id"]):
+            return model
+    names = ", ".join(model["id"] for model in models) or "none"
+    raise SetupError(f"{url} has no model {wanted!r}; it has {names}" if wanted else f"{url} serves no model yet")
+
+
+def read_breakdown(url: str, samples: Sequence[Sample]) -> dict[str, Any] | None:
+    """Return the parts of TTFT in milliseconds, and the hand-over after it, by the router's timelines; None without them.
+
+    The router keeps those of its latest requests only (`--timelines`).
+    """
+    done = [sample for sample in samples if sample.ok]
+    parts: dict[str, list[float]] = {}
+    with httpx.Client(headers=admin_headers(), timeout=30.0) as http:
+        for sample in done[:: max(1, len(done) // TIMELINES)]:
+            try:
+                answer = http.get(f"{url}/debug/requests/{sample.request_id}")
+                stages: dict[str, float] = answer.json()["stages_ms"] if answer.status_code == 200 else {}
+            except (httpx.HTTPError, ValueError, KeyError):
+                return None
+            if answer.status_code in (401, 403):
+                return None
+            if "first_token" in stages:
+                inside = stages["first_token"] - stages.get("received", 0.0)
+                parts.setdefault("outside_router", []).append(sample.ttft * 1e3 - inside)
+            for name, (begin, end) in PARTS.items():
+                if begin in stages and end in stages:
+                    parts.setdefault(name, []).append(stages[end] - stages[begin])
+    if not parts:
+        return None
+    return {
+        "requests": len(parts["outside_router"]),
+        **{f"mean_{name}_ms": statistics.fmean(values) for name, values in parts.items()},
+        **{f"median_{name}_ms": statistics.median(values) for name, values in parts.items()},
+    }

@@ -1,0 +1,269 @@
+"""The command `pdserve profile`."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.config import InstanceConfig, ProfileConfig, UpConfig, shared_settings
+from pdserve.errors import SetupError
+from pdserve.profile.drift import check_match, drift_of
+from pdserve.profile.fit import fit_steps, fit_transfer, step_residuals
+from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, Residuals, TransferModel
+from pdserve.tools.profiling import deployment, imports
+
+Start = Callable[[UpConfig], AbstractContextManager[Any]]
+Show = Callable[[str], None]
+CHECKED_STEPS = 60  # random ones, which the model is not fitted to
+TRANSFER_BLOCKS = (1, 8, 64)
+CONCURRENCY = (1, 4)
+TRANSFER_S = 0.5  # of each size and concurrency
+
+
+def run(config: ProfileConfig, start: Start) -> bool:
+    """Measure, read or import a profile, print it, and write it to its file.
+
+    Args:
+        start: returns a deployment with these settings.
+
+    Returns:
+        False if an instance has drifted from the profile that it is compared with.
+
+    Raises:
+        SetupError: something cannot be measured, read or written.
+    """
+    if config.compare and not config.from_fleet:
+        raise SetupError("--compare needs --from-fleet")
+    if config.from_fleet:
+        profile = imports.from_fleet(config.from_fleet)
+    elif config.import_source is not None:
+        profile = imports.import_file(config.import_source, config.import_file, config.import_entry)
+    else:
+        try:
+            profile = _measure(config, start)
+        except KeyboardInterrupt:
+            raise SetupError("stopped; no profile was written") from None
+    _print(profile)
+    if config.compare:
+        return _compare(_load(config.compare), profile, force=config.force)
+    try:
+        profile.save(config.output)
+    except OSError as error:
+        raise SetupError(f"{config.output} cannot be written: {error.strerror}") from None
+    print(f"written to {config.output}")
+    return True
+
+
+def _load(file: str) -> Profile:
+    try:
+        return Profile.load(file)
+    except OSError as error:
+        raise SetupError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+
+
+def _compare(profile: Profile, live: Profile, *, force: bool) -> bool:
+    if reason := check_match(profile, live, force=force):
+        print(f"{reason[0].upper()}{reason[1:]}.")
+    sentences = drift_of(profile, live.step)
+    print("\n".join(sentences) or "The profile holds.")
+    return not sentences
+
+
+def _measure(config: ProfileConfig, start: Start) -> Profile:
+    """Measure everything; with `--quick`, what needs no other processes."""
+    with _progress() as show:
+        profile = _measure_engine(config, show)
+        transfers, residuals = _measure_transfers(config, profile.engine.block_bytes, show)
+        profile = replace(profile, transfers=transfers, residuals=profile.residuals | residuals)
+        if config.quick:
+            return profile
+        show("a router and an instance: start-up, role changes, requests")
+        settings = shared_settings(config, UpConfig) | {
+            "connector": UpConfig.connector,
+            "threads": profile.machine.threads,
+        }
+        for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
+            os.environ.pop(
+                name, None
+            )  # the router that is measured must not require the keys of a permanent deployment
+        alone = UpConfig(**settings, prefill=0, decode=0)
+        try:
+            start_up_s, role_flip_s, around = deployment.measure(
+                lambda both: start(replace(alone, both=both)), config.name
+            )
+        except httpx.HTTPError as error:
+            raise SetupError(f"the deployment that was started to be measured does not answer: {error}") from None
+        overheads = replace(profile.overheads, **around)
+        measured = ("start_up_s", "role_flip_s", "overheads")
+        assumed = tuple(name for name in profile.assumed if name.split(".")[0] not in measured)
+        return replace(profile, start_up_s=start_up_s, role_flip_s=role_flip_s, overheads=overheads, assumed=assumed)
+
+
+def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
+    """Time the steps of an instance of this process, and what its thread does around them."""
+    import torch
+
+    from pdserve.engine.warm_up import measure_swaps
+    from pdserve.instance.instance import Instance
+    from pdserve.tools.profiling.steps import grid, random_steps, time_around_steps, time_steps
+
+    show("loading the model")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    settings = shared_settings(config, InstanceConfig) | {"connector": "memory://profile?size=64MiB"}
+    instance = Instance.start(InstanceConfig(**settings), lambda link, frame: None)
+    engine, layout = instance.engine, instance.engine.layout
+    limits = engine.max_model_len - 1, config.max_num_batched_tokens, config.max_num_seqs
+    works, checked = grid(*limits, quick=config.quick), random_steps(*limits, CHECKED_STEPS, config.seed)
+    timings = list(time_steps(engine, works + checked, config.repeat, show))
+    try:
+        step, residuals = fit_steps(timings[: len(works)])
+    except ValueError as error:
+        raise SetupError(f"the limits of the engine leave {error}") from None
+    checks = step_residuals(step, timings[len(works) :])
+    engine_step_s, engine_sequence_s = time_around_steps(instance, config.max_num_seqs, show)
+    swaps = list(measure_swaps(engine))
+    for blocks, seconds in swaps:
+        instance.reporter.meter.calibrate_swap(blocks, seconds)
+    swap = instance.reporter.meter.costs(time.monotonic()).swap
+    assumed = [
+        "start_up_s",
+        "role_flip_s",
+        "overheads.router_request_s",
+        "overheads.router_token_s",
+        "overheads.frame_s",
+    ]
+    return Profile(
+        model=config.name,
+        model_fingerprint=layout.model_fingerprint,
+        source="measured",
+        machine=Machine(
+            processor=_processor(),
+            threads=torch.get_num_threads(),
+            device=str(engine.checkpoint.device),
+            torch=torch.__version__,
+            numerics=layout.numerics,
+        ),
+        engine=EngineFacts(
+            block_size=layout.block_size,
+            block_bytes=layout.block_bytes,
+            num_blocks=engine.pool.num_blocks,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=engine.max_model_len,
+            dtype=layout.dtype,
+        ),
+        step=step,
+        swap=swap,
+        overheads=Overheads(engine_step_s=engine_step_s, engine_sequence_s=engine_sequence_s),
+        residuals=residuals | {f"{kind}, not fitted": value for kind, value in checks.items()},
+        assumed=(*assumed, *(() if swaps else ("swap",))),
+    )
+
+
+def _measure_transfers(
+    config: ProfileConfig, block_bytes: int, show: Show
+) -> tuple[dict[str, TransferModel], dict[str, Residuals]]:
+    """Store and load blocks of this size through the connector."""
+    from pdserve.kv_transfer.bench import GiB, figures
+    from pdserve.kv_transfer.connectors.shm.connector import removing_new_segments
+
+    scheme = config.connector.partition("://")[0]
+    size = max(1024, -(-block_bytes // 8) * 8)
+    url = config.connector if config.connector != UpConfig.connector else f"shm://profile-{os.getpid()}?size=1GiB"
+    points: dict[str, list[tuple[float, float]]] = {"load": [], "store": []}
+    link = 0.0
+    seconds = TRANSFER_S / 5 if config.quick else TRANSFER_S
+    with removing_new_segments(url):
+        for figure in figures(
+            url, size, TRANSFER_BLOCKS, CONCURRENCY, seconds, lambda name, _: show(f"{scheme}://: {name}")
+        ):
+            if figure.failed:
+                raise SetupError(f"{scheme}:// did not move {figure.failed} of the blocks: {figure.outcomes}")
+            if figure.concurrency == 1:
+                points[figure.operation].append((figure.blocks * size, figure.p50_ms / 1e3))
+            elif figure.operation == "load":
+                link = max(link, figure.gib_s * GiB)
+    model, residuals = fit_transfer(points["load"], points["store"], link)
+    return {scheme: model}, {f"{scheme}:// load": residuals}
+
+
+def _processor() -> str:
+    """Return the processor's name, as Linux says it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _print(profile: Profile) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    costs = profile.costs
+    (a, b, c), (decode_a, decode_b, decode_c) = costs.prefill, costs.decode
+    machine = f"{profile.machine.processor} {profile.machine.device}".strip()
+    console.print(f"{profile.model} on {machine}: {profile.source}", markup=False)
+    console.print(f"prefill  {a * 1e3:.2f} ms + {b * 1e6:.2f} µs × tokens + {c * 1e9:.2f} ns × pairs")
+    console.print(
+        f"decode   {decode_a * 1e3:.2f} ms + {decode_b * 1e6:.1f} µs × sequences + {decode_c * 1e9:.0f} ns × context tokens"
+    )
+    for scheme, one in profile.transfers.items():
+        speeds = f"{one.bytes_per_s / 1e9:.2f} GB/s alone, {one.link_bytes_per_s / 1e9:.2f} GB/s together"
+        console.print(f"{scheme}://  {one.latency_s * 1e3:.2f} ms per load, {speeds}", markup=False)
+    if profile.assumed:
+        console.print(f"not measured, so the defaults: {', '.join(profile.assumed)}")
+    if not profile.residuals:
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("model", "points", "error p50", "p90", "p99", "bias"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, residuals in profile.residuals.items():
+        errors = (residuals.p50, residuals.p90, residuals.p99)
+        table.add_row(name, str(residuals.n), *(f"{error:.1%}" for error in errors), f"{residuals.bias:+.1%}")
+    console.print(table)
+
+
+@contextmanager
+def _handling_interrupts(handler: Callable[[int, FrameType | None], NoReturn]) -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _progress() -> Iterator[Show]:
+    """Yield a function that shows what happens: on a terminal as it changes, otherwise a line every few seconds.
+
+    It raises KeyboardInterrupt after a Ctrl-C that was lost, as in a callback of C code or in a destructor.
+    """
+    console, last, interrupted = Console(stderr=True), 0.0, False
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        nonlocal interrupted
+        interrupted = True
+        signal.default_int_handler(number, frame)
+
+    with console.status("") as status, _handling_interrupts(interrupt):
+
+        def show(text: str) -> None:
+            nonlocal last
+            if interrupted:
+                raise KeyboardInterrupt
+            status.update(text)
+            if not console.is_terminal and time.monotonic() - last > 5:
+                last = time.monotonic()
+                print(text, file=sys.stderr)
+
+        yield show

@@ -1,0 +1,308 @@
+"""Fleets to compare, and the simulation of one of them by the settings of `pdserve simulate` and `pdserve plan`."""
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+from pdserve.config import InstanceConfig, RouterConfig, parse_size
+from pdserve.errors import SetupError
+from pdserve.profile.profile import Profile
+from pdserve.tools.bench.datasets import draw_load
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.requests import Request, Sample, counted
+from pdserve.tools.bench.slo import METRICS
+from pdserve.tools.bench.sweep import is_saturated
+from pdserve.tools.bench.traces import BLOCK
+from pdserve.tools.load_config import FleetConfig
+from pdserve.tools.simulator.breakdown import breakdown
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.simulation import MODEL, Deployment, Simulation
+
+PERCENTILES = (50, 90, 95, 99)
+CHARS_PER_TOKEN = 4  # of texts, which are not tokenized
+MAX_NUMBERS = 1000
+
+
+@dataclass(frozen=True, order=True)
+class Fleet:
+    """Numbers of instances, their setting --itl-target-ms (None: off), and settings of `FleetConfig` of its own."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    itl_target_ms: float | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.prefill + self.decode + self.both
+
+    @property
+    def is_complete(self) -> bool:
+        """There are instances for both phases."""
+        return self.both > 0 or (self.prefill > 0 and self.decode > 0)
+
+    @property
+    def shape(self) -> str:
+        """Its numbers of instances, such as `2P+1D` or `3 both`."""
+        parts = [f"{count}{letter}" for count, letter in ((self.prefill, "P"), (self.decode, "D")) if count]
+        return "+".join([*parts, *([f"{self.both} both"] if self.both else [])])
+
+    def __str__(self) -> str:
+        return " ".join([self.shape, *self.flags])
+
+    @property
+    def flags(self) -> list[str]:
+        """Its settings as on the command line."""
+        target = [] if self.itl_target_ms is None else [f"--itl-target-ms {self.itl_target_ms:g}"]
+        return target + [f"--{name.replace('_', '-')} {_text(value)}" for name, value in self.settings]
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a simulation says of a fleet.
+
+    Attributes:
+        figures: those of `pdserve bench serve`, of the simulated run, and the parts of TTFT.
+        busy: share of the time in which the instances of each role were in a step, in the mean, and in which the routers'
+            threads ("router") and the way to the KV store ("link") were busy.
+        saturated: the requests in flight kept growing while requests arrived.
+        samples: one per request that counts.
+    """
+
+    fleet: Fleet
+    figures: dict[str, Any]
+    busy: dict[str, float]
+    preemptions: int
+    saturated: bool
+    samples: list[Sample]
+
+
+def parse_numbers(flag: str, text: str) -> list[int]:
+    """Parse numbers such as `1`, `1..4` or `1,2,4`.
+
+    Raises:
+        SetupError: the text has another form.
+    """
+    numbers = list[int]()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", part)
+        if match is None or len(span := range(int(match[1]), int(match[2] or match[1]) + 1)) not in range(
+            1, MAX_NUMBERS
+        ):
+            raise SetupError(f"{flag}: {part!r} is no number of instances; write such as 2, 1..4 or 1,2,4")
+        numbers += span
+    return numbers
+
+
+def parse_fleet(text: str) -> Fleet:
+    """Parse numbers of instances such as `2P+1D` or `2B`.
+
+    Raises:
+        ValueError: the text has another form, or the fleet cannot serve.
+    """
+    numbers = {letter: int(count) for count, letter in re.findall(r"(\d+)([PDB])", text)}
+    fleet = Fleet(numbers.get("P", 0), numbers.get("D", 0), numbers.get("B", 0))
+    if not re.fullmatch(r"\d+[PDB](\+\d+[PDB])*", text) or not fleet.is_complete:
+        raise ValueError(f"{text!r} is no fleet; write such as 2P+1D, or 3B for instances with the role both")
+    return fleet
+
+
+def parse_itl_targets(text: str) -> list[float | None]:
+    """Parse milliseconds such as `30` or `off,20,50`.
+
+    Raises:
+        SetupError: the text has another form.
+    """
+    try:
+        targets = [None if part.strip() == "off" else float(part) for part in text.split(",")]
+    except ValueError:
+        targets = [0.0]
+    if not all(target is None or target > 0 for target in targets):
+        raise SetupError(f"--itl-target-ms: {text!r} is not such as 30 or off,20,50")
+    return targets
+
+
+def load_profile(config: FleetConfig) -> Profile:
+    """Read the profile that the settings name.
+
+    Raises:
+        SetupError: it cannot be read, or lacks the connector.
+    """
+    try:
+        profile = Profile.load(config.profile)
+    except OSError as error:
+        reason = f"--profile {config.profile} cannot be read: {error.strerror}"
+        raise SetupError(f"{reason}; `pdserve profile` writes one") from None
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+    if config.connector and config.connector not in profile.transfers:
+        known = ", ".join(profile.transfers) or "none"
+        raise SetupError(f"--connector {config.connector}: the profile has {known}")
+    return profile
+
+
+def draw_requests(config: FleetConfig, rate: float) -> list[Request]:
+    """Return the requests of a run at a mean rate; infinite: as the settings say."""
+    requests = draw_load(config, rate, random.Random(config.seed), lambda text: max(1, len(text) // CHARS_PER_TOKEN))
+    if config.ramp_up_strategy is not None and math.isfinite(
+        rate
+    ):  # a ramp has its own rates: it is slowed or hastened
+        factor = _rate_of(requests) / rate
+        requests = [replace(request, at=(request.at or 0.0) * factor) for request in requests]
+    return [_stretch(request, config) for request in requests]
+
+
+def mean_rate(config: FleetConfig) -> float:
+    """Return the mean rate of the load in requests per second.
+
+    Raises:
+        SetupError: there is none, because all requests come at once.
+    """
+    if math.isfinite(config.request_rate) and config.ramp_up_strategy is None:
+        return config.request_rate
+    return _rate_of(draw_requests(config, math.inf))
+
+
+def _rate_of(requests: list[Request]) -> float:
+    times = [request.at or 0.0 for request in requests]
+    if not max(times) > min(times):
+        raise SetupError("give the load a --request-rate, or a data set with times")
+    return len(times) / (max(times) - min(times))
+
+
+def check_fits(config: FleetConfig, profile: Profile) -> None:
+    """Raise SetupError if there are requests that no instance takes, so that no fleet could serve all of them."""
+    most = instance_model(config, profile).max_model_len
+    sizes = [one.input_tokens + one.output_tokens for one in draw_requests(config, math.inf)]
+    if too_long := [size for size in sizes if size > most]:
+        raise SetupError(
+            f"{len(too_long)} of {len(sizes)} requests need up to {max(too_long)} tokens, and an instance takes {most}: "
+            "shorten them (--stretch-prompts, --trace-length-scale), or give a profile with a longer context or a larger pool"
+        )
+
+
+def notes(config: FleetConfig, profile: Profile) -> list[str]:
+    """Return sentences on what a forecast takes from the profile that was not measured."""
+    limits = {
+        "sequences": (config.max_num_seqs or profile.engine.max_num_seqs, profile.step.decode),
+        "prompt tokens": (config.max_num_batched_tokens or profile.engine.max_num_batched_tokens, profile.step.prefill),
+    }
+    sentences = [
+        f"Steps may have up to {limit} {name}, and were measured with up to {knots[-1][0]}: beyond, times are extrapolated."
+        for name, (limit, knots) in limits.items()
+        if limit > knots[-1][0]
+    ]
+    used = ("step", "transfers", "overheads")
+    assumed = [name for name in profile.assumed if name.partition(".")[0] in used]
+    return [*sentences, *([f"Not measured but assumed: {', '.join(assumed)}."] if assumed else [])]
+
+
+def _stretch(request: Request, config: FleetConfig) -> Request:
+    """Return the request with the lengths that the settings ask for; texts count by their characters."""
+    blocks = request.blocks or ((f"text-{request.index}", max(1, len(request.text) // CHARS_PER_TOKEN)),)
+    blocks = tuple((name, max(1, round(size * config.stretch_prompts))) for name, size in blocks)
+    output = max(1, round(request.output_tokens * config.stretch_answers))
+    return replace(request, blocks=blocks, output_tokens=output, input_tokens=sum(size for _, size in blocks))
+
+
+def instance_model(config: FleetConfig, profile: Profile) -> InstanceModel:
+    """Return the model of the instances.
+
+    Raises:
+        SetupError: the number of blocks is unknown.
+    """
+    block_size = config.block_size or (BLOCK if config.dataset_name == "mooncake" else None)
+    scheme = config.connector or next(iter(profile.transfers), "shm")
+    try:
+        return InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
+    except ValueError as error:
+        raise SetupError(str(error)) from None
+
+
+def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deployment:
+    """Return a fleet with the settings of its instances and routers."""
+    instance = InstanceConfig(
+        model=MODEL,
+        max_num_seqs=config.max_num_seqs or profile.engine.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or profile.engine.max_num_batched_tokens,
+        itl_target_ms=fleet.itl_target_ms,
+    )
+    router = RouterConfig(
+        model=MODEL,
+        policy=config.policy,
+        prefill_policy=config.prefill_policy,
+        decode_policy=config.decode_policy,
+        local_prefill_tokens=config.local_prefill_tokens,
+        ttft_target_ms=config.ttft_target_ms,
+    )
+    block_bytes = instance_model(config, profile).layout.block_bytes
+    return Deployment(
+        prefill=fleet.prefill,
+        decode=fleet.decode,
+        both=fleet.both,
+        routers=config.routers,
+        store_blocks=max(1, parse_size(config.store_size) // block_bytes),
+        instance=instance,
+        router=router,
+    )
+
+
+def simulate(
+    config: FleetConfig, profile: Profile, objectives: dict[str, float], fleet: Fleet, rate: float
+) -> Forecast:
+    """Simulate a fleet under the load that the settings describe, at a mean rate."""
+    config = replace(config, **dict(fleet.settings))
+    requests, model = draw_requests(config, rate), instance_model(config, profile)
+    deployment = deployment_of(config, profile, fleet)
+    simulation, warmup = Simulation(deployment, model, config.seed), config.warmup_requests
+    outcome = simulation.play(requests, is_chat=config.chat, think_s=config.think_time, warmup=warmup)
+    samples = counted(outcome.samples, warmup)
+    figures = summarize(samples, objectives, METRICS, PERCENTILES, [])
+    figures["ttft_parts_ms"] = breakdown(samples, outcome.stamps)
+    busy = {
+        role: [share for name, share in outcome.busy.items() if name.startswith(role)] for role in fleet_roles(fleet)
+    }
+    return Forecast(
+        fleet,
+        figures,
+        {role: sum(shares) / len(shares) for role, shares in busy.items()} | outcome.shared_busy,
+        outcome.preemptions,
+        is_saturated(outcome.samples, warmup),
+        samples,
+    )
+
+
+def fleet_roles(fleet: Fleet) -> list[str]:
+    """Return the roles of which a fleet has instances."""
+    return [role for role in ("prefill", "decode", "both") if getattr(fleet, role)]
+
+
+def simulate_all(
+    config: FleetConfig, profile: Profile, objectives: dict[str, float], runs: list[tuple[Fleet, float]]
+) -> Iterator[Forecast]:
+    """Simulate (fleet, rate) pairs side by side, and yield the forecasts in order."""
+    one = partial(_simulate_pair, config, profile, objectives)
+    if config.jobs == 1 or len(runs) == 1:
+        yield from map(one, runs)
+        return
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, and not by each process
+    with ProcessPoolExecutor(config.jobs, context) as pool:
+        yield from pool.map(one, runs)
+
+
+def _simulate_pair(
+    config: FleetConfig, profile: Profile, objectives: dict[str, float], run: tuple[Fleet, float]
+) -> Forecast:
+    return simulate(config, profile, objectives, *run)

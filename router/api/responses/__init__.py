@@ -1,1 +1,0 @@
-"""OpenAI's /v1/responses for text and function calls; the parser is that of /v1/chat/completions."""

@@ -1,1 +1,0 @@
-"""/v1/files and /v1/batches: requests that clients leave as a file, answered beside the others."""

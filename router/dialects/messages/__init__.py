@@ -1,0 +1,4 @@
+"""/v1/messages, Anthropic's API.
+
+In reading order: endpoints, schemas, conversion.
+"""

@@ -1,0 +1,78 @@
+"""One step of `pdserve autoscale`, with routers that the tests make up."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pdserve.errors import SetupError
+from pdserve.tools.autoscaler.change import Change, MadeChange
+from pdserve.tools.autoscaler.command import DecisionLog, step
+from pdserve.tools.autoscaler.controller import Controller, Decision
+from pdserve.tools.autoscaler.observation import Observation
+from pdserve.tools.autoscaler.router_client import RouterClient
+from pdserve.tools.load_config import AutoscaleConfig
+
+CHANGE = Change("decode", "prefill")
+
+
+@dataclass
+class Steered:
+    """A controller that always decides for `CHANGE`, and the routers that it asks."""
+
+    on_lease: Callable[[str], str] = lambda decision: ""
+    on_make: Callable[[], None] = lambda: None
+    calls: list[str] = field(default_factory=list)
+    changes: Sequence[MadeChange] = (MadeChange(0.0, "prefill", "decode", 1, 60.0),)
+
+    def hold_lease(self, holder: str, seconds: float, decision: str = "", changes: Sequence[MadeChange] = ()) -> str:
+        self.calls += ["remember"] * len(changes)
+        return self.on_lease(decision)
+
+    def recall(self, changes: Sequence[MadeChange]) -> None:
+        assert changes == self.changes
+
+    def observe(self, window: float) -> Observation:
+        return Observation(0.0, (), ())
+
+    def decide(self, seen: Observation) -> Decision:
+        return Decision(0.0, {}, "too slow", change=CHANGE)
+
+    def make(self, *_: Any) -> None:
+        self.on_make()
+        self.calls.append("make")
+
+    def forget(self) -> None:
+        self.calls.append("forget")
+
+    def step(self, path: Path, *, apply: bool = True) -> None:
+        client, controller = cast(RouterClient, self), cast(Controller, self)
+        step(AutoscaleConfig(apply=apply), controller, client, "me", DecisionLog(str(path)), None)
+
+
+def fail(*_: str) -> Any:
+    raise SetupError("the router does not respond")
+
+
+def fail_at_change(decision: str) -> str:
+    return fail() if decision else ""
+
+
+def test_a_change_is_made_or_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    made, advised, outdated = Steered(), Steered(), Steered(lambda decision: "another one holds it" if decision else "")
+    made.step(path)
+    advised.step(path, apply=False)
+    outdated.step(path)
+    assert (made.calls, advised.calls, outdated.calls) == (["make", "remember"], ["forget"], ["forget"])
+    assert ['"made": true' in line for line in path.read_text().splitlines()] == [True, False]
+
+
+@pytest.mark.parametrize("steered", [Steered(fail_at_change), Steered(on_make=fail)])
+def test_a_change_that_fails_is_forgotten(steered: Steered, tmp_path: Path) -> None:
+    """Otherwise the controller would wait for it until `--start-timeout`."""
+    with pytest.raises(SetupError, match="does not respond"):
+        steered.step(tmp_path / "decisions.jsonl")
+    assert steered.calls == ["forget"] and not (tmp_path / "decisions.jsonl").read_text()

@@ -1,0 +1,196 @@
+"""The client against real sockets: what is counted, what waits, and what errors become."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from pdserve.tools.bench.load import Load, Target
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.report import as_text
+from pdserve.tools.bench.requests import Request, Sample
+
+Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+METRICS = ["ttft", "tpot", "itl", "e2el"]
+
+
+async def stream(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    """Answer with `max_tokens` events, as completions or chat, split at odd places."""
+    chat = "messages" in body
+    tokens = body["max_completion_tokens" if chat else "max_tokens"]
+    choice = {"delta": {"content": "x"}} if chat else {"text": "x"}
+    events = [json.dumps({"choices": [choice]})] * tokens
+    events += [json.dumps({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": tokens}}), "[DONE]"]
+    content = "".join(f"data: {event}\r\n\r\n" for event in events).encode()
+    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for at in range(0, len(content), 50):
+        piece = content[at : at + 50]
+        writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        await asyncio.sleep(0)
+    writer.write(b"0\r\n\r\n")
+
+
+async def refuse(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    content = json.dumps({"error": {"message": "too many requests"}}).encode()
+    writer.write(b"HTTP/1.1 429 Too Many\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
+
+
+async def break_off(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\ndata: {"choices"')
+    writer.close()
+
+
+async def never(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
+class Server:
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.connections = self.port = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Server"]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        yield self
+        server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        while True:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                writer.close()
+                return
+            self.paths.append(head.split()[1].decode())
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            self.bodies.append(json.loads(await reader.readexactly(length)))
+            await self.answer(self.bodies[-1], writer)
+
+
+def play(
+    server: Server, requests: list[Request], stop_after: int | None = None, **settings: Any
+) -> tuple[list[Sample], int]:
+    """Play requests; with `stop_after`, until the server has received so many."""
+
+    async def run() -> tuple[list[Sample], int]:
+        async with server.running():
+            chat = settings.pop("chat", False)
+            where: dict[str, Any] = {
+                "url": f"http://127.0.0.1:{server.port}{settings.pop('below', '')}",
+                "path": "/v1/any",
+                "run": "r",
+                "words": ("a", "b"),
+            }
+            target = Target(**where, chat=chat, model="m", body={}, headers={}, **settings)
+            samples: list[Sample] = []
+            stop = asyncio.Event()
+
+            async def watch() -> None:
+                while stop_after is None or len(server.bodies) < stop_after:
+                    await asyncio.sleep(0)
+                stop.set()
+
+            watching = asyncio.create_task(watch())
+            interrupted = await Load(target, time.perf_counter(), samples.append).play(requests, stop)
+            watching.cancel()
+            return sorted(samples, key=lambda sample: sample.index), interrupted
+
+    return asyncio.run(run())
+
+
+def prompts(count: int, tokens: int = 3) -> list[Request]:
+    return [Request(index, tokens, text=f"p{index}", at=0.0) for index in range(count)]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_tokens_are_counted_in_both_apis(chat: bool) -> None:
+    samples, interrupted = play(Server(stream), prompts(20, tokens=5), chat=chat)
+    assert [(one.ok, one.output_tokens, one.input_tokens, one.text) for one in samples] == [(True, 5, 7, "xxxxx")] * 20
+    assert all(len(one.token_times) == 5 and one.ttft <= one.latency for one in samples) and not interrupted
+
+
+def test_the_path_of_the_base_url_is_kept() -> None:
+    for below, path in (("", "/v1/any"), ("/model-a", "/model-a/v1/any"), ("/a/b c/", "/a/b%20c/v1/any")):
+        server = Server(stream)
+        [sample], _ = play(server, prompts(1), below=below)
+        assert sample.ok and server.paths == [path]
+
+
+def test_a_429_is_rejected_and_not_lost() -> None:
+    samples, _ = play(Server(refuse), prompts(4))
+    figures = summarize(samples, {"ttft": 1.0}, METRICS, [99], [0.1])
+    assert (figures["completed"], figures["failed"], figures["rejected"]) == (0, 4, 4)
+    assert figures["good_request_fraction"] == 0 and {one.error for one in samples} == {"too many requests"}
+    assert re.search(r"rejected \(429\): +4\b", as_text(figures, METRICS, [99]))
+
+
+def test_an_answer_that_breaks_off_failed() -> None:
+    samples, _ = play(Server(break_off), prompts(2))
+    assert [one.ok for one in samples] == [False, False] and all(one.error for one in samples)
+
+
+def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
+    async def once(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await stream(body, writer)
+        writer.close()
+
+    turns = [Request(index, 2, text="a", at=0.0, after=index - 1 if index else None) for index in range(5)]
+    samples, _ = play(Server(once), turns)
+    assert [one.error for one in samples] == [""] * 5
+
+
+def test_max_concurrency_holds_and_its_wait_is_not_lag() -> None:
+    server = Server(stream)
+    samples, _ = play(server, prompts(12), max_concurrency=3)
+    assert server.connections <= 3 and all(one.ok for one in samples)
+    assert max(one.queued for one in samples) > 0
+    assert all(one.lag <= one.sent - one.scheduled - one.queued + 1e-9 for one in samples)
+
+
+def test_turns_wait_for_the_answer_and_contain_it() -> None:
+    turns = [
+        Request(0, 2, text="one", at=0.0),
+        Request(1, 1, text="two", at=0.0, after=0, continues=True),
+        Request(2, 1, text="three", at=0.0, after=1, continues=True),
+    ]
+    server = Server(stream)
+    samples, _ = play(server, turns, chat=True)
+    contents = [message["content"] for message in server.bodies[2]["messages"]]
+    assert contents == ["one", "xx", "two", "x", "three"]
+    assert all(later.scheduled >= earlier.ended for earlier, later in pairwise(samples))
+    plain = Server(stream)
+    play(plain, turns)
+    assert plain.bodies[2]["prompt"] == "onexxtwoxthree"
+
+
+def test_turns_after_a_failed_one_are_counted_as_failed() -> None:
+    samples, _ = play(Server(refuse), [Request(0, 1, at=0.0), Request(1, 1, after=0), Request(2, 1, after=1)])
+    assert [one.status for one in samples] == [429, 0, 0]
+    assert samples[2].error == "the previous turn failed"
+
+
+def test_a_stop_keeps_what_was_measured() -> None:
+    async def first_only(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await (stream if body["prompt"] == "p0" else never)(body, writer)
+
+    samples, interrupted = play(Server(first_only), prompts(3), stop_after=3, max_concurrency=None)
+    assert len(samples) + interrupted == 3 and interrupted >= 2
+
+
+def test_a_slow_client_is_named() -> None:
+    late = [Sample(i, 0.0, sent=0.05, ended=0.2, token_times=[0.1], status=200, output_tokens=1) for i in range(3)]
+    assert "50.0 ms late" in summarize(late, {}, METRICS, [99], [0.1])["client_bottleneck"]
+    on_time = [Sample(i, 0.0, ended=0.2, token_times=[0.1], status=200, output_tokens=1) for i in range(3)]
+    assert summarize(on_time, {}, METRICS, [99], [0.1])["client_bottleneck"] == ""
+    assert "95% of a core" in summarize(on_time, {}, METRICS, [99], [0.95])["client_bottleneck"]

@@ -1,0 +1,187 @@
+"""Reports of a plan: charts, forecasts beside measurements, and the parts of TTFT."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.errors import SetupError
+from pdserve.lifetime import Stage
+from pdserve.tools.bench import page
+from pdserve.tools.bench.requests import Request, Sample
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.charts import frontier, pareto
+from pdserve.tools.planner.command import run
+from pdserve.tools.planner.measured import compare, load_measured
+from pdserve.tools.planner.search import Trial, judge
+from pdserve.tools.planner.targets import parse_targets
+from pdserve.tools.simulator.breakdown import breakdown
+from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet
+
+TARGETS = parse_targets("ttft.p90=100ms")
+LOAD = [Request(0, 20, input_tokens=200), Request(1, 20, input_tokens=400)]
+RESULT = {"completed": 10, "total_input_tokens": 3100, "total_output_tokens": 200, "request_rate": 4.0}
+
+
+def trial(fleet: Fleet, ttft_ms: float = 90, **figures: Any) -> Trial:
+    return judge(TARGETS, Forecast(fleet, {"p90_ttft_ms": ttft_ms, "failed": 0} | figures, {}, 0, False, []))
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Callable[..., str]:
+    def write(**changes: Any) -> str:
+        path = tmp_path / "result.json"
+        path.write_text(json.dumps(RESULT | changes))
+        return f"2P+1D={path}"
+
+    return write
+
+
+def test_a_forecast_stands_beside_the_measurement_of_its_fleet(result: Callable[..., str]) -> None:
+    figures = {"p50_ttft_ms": 80.0, "p90_ttft_ms": 120.0, "p50_itl_ms": 20.0, "request_throughput": 4.0}
+    (measured,) = load_measured(result(**figures), LOAD)
+    assert (measured.fleet, measured.rate) == (Fleet(2, 1), 4.0)
+    forecast = {"p50_ttft_ms": 88.0, "p50_itl_ms": 20.0, "request_throughput": 4.0}
+    runs: list[tuple[Fleet, float]] = []
+
+    def simulate(fleet: Fleet, rate: float) -> Trial:
+        runs.append((fleet, rate))
+        return trial(fleet, 150, **forecast)
+
+    found = compare(measured, simulate)
+    assert runs == [(Fleet(2, 1), 4.0)] and ("TTFT p50", 88.0, 80.0) in found.rows and len(found.rows) == 4
+    assert "2P+1D against result.json: median error 5%" in str(found)
+    assert "furthest is TTFT p90, 150 forecast and 120 measured" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"completed": 0}, "is no result of `pdserve bench serve --save-result` with answers"),
+        ({"total_input_tokens": 9000}, "its prompts have 900 tokens in the mean, and those of the plan's load 300"),
+        ({"total_output_tokens": 20}, "its answers have 2 tokens in the mean, and those of the plan's load 20"),
+    ],
+)
+def test_a_measurement_of_another_load_is_refused(
+    result: Callable[..., str], changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(SetupError) as caught:
+        load_measured(result(**changes), LOAD)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("result.json", "'result.json' is no fleet; write such as 2P+1D, or 3B"),
+        ("1P=result.json", "'1P' is no fleet"),
+        ("1P+1D=nowhere.json", "the file cannot be read: No such file"),
+    ],
+)
+def test_a_malformed_measurement_is_named(text: str, expected: str) -> None:
+    with pytest.raises(SetupError, match="--measured") as caught:
+        load_measured(text, LOAD)
+    assert expected in str(caught.value)
+
+
+def test_fleets_are_parsed() -> None:
+    assert [parse_fleet(text) for text in ("2P+1D", "3B", "1P+1D+1B")] == [Fleet(2, 1), Fleet(both=3), Fleet(1, 1, 1)]
+
+
+def test_no_fleet_of_the_front_is_beaten_by_a_smaller_one() -> None:
+    def with_attainment(fleet: Fleet, share: float) -> Trial:
+        return replace(trial(fleet), attainment=share)
+
+    shares = {Fleet(both=1): 0.5, Fleet(1, 1): 0.4, Fleet(both=2): 0.7, Fleet(2, 1): 0.7, Fleet(1, 2): 0.9}
+    drawn = pareto([with_attainment(*pair) for pair in shares.items()], price=2.5)
+    assert drawn["data"][1]["text"] == ["1 both", "2 both", "1P+2D"] and drawn["data"][1]["x"] == [2.5, 5.0, 7.5]
+
+
+def test_the_frontier_names_what_no_fleet_beats_in_all_figures() -> None:
+    figures = {
+        Fleet(1, 1): (300, 20, 5.0),
+        Fleet(both=2): (100, 60, 5.0),
+        Fleet(both=2, itl_target_ms=9.0): (110, 70, 4),
+    }
+    trials = [
+        trial(fleet, p50_ttft_ms=ttft, p99_itl_ms=itl, request_throughput=rate)
+        for fleet, (ttft, itl, rate) in figures.items()
+    ]
+    splits, named_splits, colocated, named_colocated = frontier(trials)["data"]
+    assert splits["x"] == named_splits["x"] == (20,) and named_splits["y"] == (300,)
+    assert colocated["x"] == (60, 70) and named_colocated["x"] == (60,)
+    assert frontier(trials[1:])["data"][1]["x"] == ()
+
+
+def test_the_parts_of_ttft_are_those_of_the_timeline() -> None:
+    stages = [Stage.RECEIVED, Stage.ROUTED, Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, Stage.KV_READY]
+    split = dict(zip(stages, [0.0, 0.01, 0.11, 0.31, 0.35], strict=True))
+    alone = dict(zip(stages[:4], [0.0, 0.0, 0.0, 0.1], strict=True))
+    samples = [
+        Sample(0, 0, ended=1, token_times=[0.31, 0.37, 0.4], status=200),
+        Sample(1, 0, ended=1, token_times=[0.1, 0.12], status=200),
+        Sample(2, 0, error="refused"),
+    ]
+    found = breakdown(samples, {0: split, 1: alone})
+    expected = {"router": 10, "prefill queue": 100, "prefill": 200, "hand-over": 40, "first decode step": 20}
+    assert found["slowest tenth"] == pytest.approx(expected)
+    assert found["mean"]["prefill"] == pytest.approx(150) and found["mean"]["first decode step"] == pytest.approx(20)
+    assert breakdown([], {}) == {}
+
+
+def plan_config(profile: Path, **settings: Any) -> PlanConfig:
+    """Return settings of a plan that takes little time; its figures go into `plan.json` beside the profile."""
+    load = {"num_prompts": 10, "random_input_len": 100, "random_output_len": 10, "jobs": 1}
+    return PlanConfig(profile=str(profile), json=str(profile.parent / "plan.json"), **load | settings)
+
+
+def test_a_plan_writes_its_reports(
+    tiny_profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(page, "load_plotly", lambda: "/*plotly*/")
+    folder = tiny_profile.parent
+    measured = folder / "measured.json"
+    figures = {"total_input_tokens": 2000, "p50_ttft_ms": 50.0, "p99_itl_ms": 12.0, "request_throughput": 5.0}
+    measured.write_text(json.dumps(RESULT | figures))
+    config = plan_config(
+        tiny_profile,
+        slo="ttft.p90=100ms,itl.p99=100ms",
+        request_rate=20,
+        num_prompts=20,
+        random_input_len=200,
+        random_output_len=20,
+        measured=f"1P+1D={measured}",
+        try_policy="auto,round_robin",
+        html=str(folder / "plan.html"),
+    )
+    assert run(config)
+    assert "Forecast of 1P+1D against measured.json" in capsys.readouterr().out
+    plan = json.loads((folder / "plan.json").read_text())
+    curve = plan["attainment_by_rate"][plan["chosen"]["fleet"]]
+    assert [rate for rate, _ in curve] == sorted(rate for rate, _ in curve) and curve[0][0] == 10.0
+    assert sum(list(plan["chosen"]["ttft_parts_ms"]["mean"].values())[:3]) == pytest.approx(
+        plan["chosen"]["mean_ttft_ms"], rel=1e-3
+    )
+    text = (folder / "plan.html").read_text()
+    titles = [json.loads(f'"{one.partition(chr(34))[0]}"') for one in text.split('"title": {"text": "')[1:]]
+    for part in (
+        "by rate",
+        "÷ target; below 1",
+        "by instances",
+        "until tokens 1 and 2",
+        "by ITL p99",
+        "load changes",
+        "--policy",
+    ):
+        assert any(part in title for title in titles), (part, titles)
+    assert any("forecast and measured" in title for title in titles)
+
+
+def test_lengths_are_changed_relative_to_those_given(tiny_profile: Path) -> None:
+    assert run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, stretch_prompts=2.0))
+    plan = json.loads((tiny_profile.parent / "plan.json").read_text())
+    assert plan["chosen"]["total_input_tokens"] == 2000
+    assert plan["sensitivity"]["prompts +20%"]["total_input_tokens"] == 2400

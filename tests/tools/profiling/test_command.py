@@ -1,0 +1,84 @@
+"""`pdserve profile` on the bundled model."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import SetupError
+from pdserve.profile.profile import Machine, Profile
+from pdserve.tools.profiling.command import _compare, _progress
+
+COMMAND = [sys.executable, "-m", "pdserve", "profile"]
+
+
+@pytest.mark.integration
+def test_a_quick_profile_of_the_demo_model(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    arguments = ["--quick", "--repeat", "1", "--threads", "1", "--max-model-len", "256", "--max-num-seqs", "16"]
+    result = subprocess.run([*COMMAND, *arguments, "--output", str(file)], capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+    assert "mixed, not fitted" in result.stdout and f"written to {file}" in result.stdout.replace("\n", "")
+    profile = Profile.load(file)
+    assert profile.machine.threads == 1 and profile.machine.device == "cpu" and profile.model_fingerprint
+    assert profile.engine.max_model_len == 256 and profile.engine.block_bytes == 32768
+    assert profile.step.seconds([(200, 0)]) > profile.step.seconds([(16, 0)]) > 0
+    assert profile.step.decode_seconds(16, 1600) > 0 and profile.transfers["shm"].bytes_per_s > 0
+    assert {"start_up_s", "overheads.router_token_s"} < set(profile.assumed)
+    assert profile.overheads.engine_step_s > 0
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_ctrl_c_ends_it_with_a_sentence(tmp_path: Path) -> None:
+    arguments = [*COMMAND, "--output", str(tmp_path / "profile.json"), "--repeat", "1000"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "steps: round" not in (line := process.stderr.readline()):
+            assert line or process.poll() is None
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=300)
+    assert (
+        process.returncode == 2 and "pdserve: stopped; no profile was written" in errors and "Traceback" not in errors
+    )
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_lost_ctrl_c_ends_the_next_step() -> None:
+    before, shown = signal.getsignal(signal.SIGINT), list[str]()
+    with pytest.raises(KeyboardInterrupt), _progress() as show:
+        show("a step")
+        with suppress(KeyboardInterrupt):  # as if it came in a destructor
+            signal.raise_signal(signal.SIGINT)
+        shown.append("a step")
+        show("the next one")
+        shown.append("the next one")
+    assert shown == ["a step"] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    arguments = ["--import-source", "distserve", "--import-file", str(tmp_path / "none.json")]
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 2
+    assert result.stderr == f"pdserve: {tmp_path / 'none.json'} cannot be read: No such file or directory\n"
+
+
+def test_a_comparison_needs_a_fleet() -> None:
+    result = subprocess.run([*COMMAND, "--compare", "x.json"], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 2 and result.stderr == "pdserve: --compare needs --from-fleet\n"
+
+
+def test_a_profile_of_another_machine_is_compared_only_if_forced(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = Profile(model="demo", machine=Machine(device="cpu"))
+    live = replace(profile, machine=Machine(device="cuda"))
+    with pytest.raises(SetupError, match="another model or machine than the instance: device cpu, not cuda; --force"):
+        _compare(profile, live, force=False)
+    assert _compare(profile, live, force=True)
+    assert "device cpu, not cuda." in capsys.readouterr().out
