@@ -21,9 +21,10 @@ from checkpoints import Shape
 from gpu_part import DEVICE, DRY, Result
 
 from pdserve.config import EngineConfig
-from pdserve.engine import checkpoint_loader, paged_model
+from pdserve.engine import paged_model
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.engine import Engine
+from pdserve.engine.gpu import back_end
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sampler import sample
 from pdserve.engine.sequence import Sequence
@@ -51,7 +52,7 @@ def make_engine(shape: Shape, num_blocks: int | None, **settings: Any) -> Engine
     dtype = checkpoints.torch_dtype(shape.dtype)
     model = make_model(shape, paged_model.NAME)
     if not DRY:  # Triton's interpreter takes long; the suite runs fused models
-        checkpoint_loader._fuse_for_gpu(model)
+        back_end.fuse(model)
     spec = KVSpec.uniform(shape.layers, shape.kv_heads, shape.head_dim)
     layout = spec.layout(
         model_fingerprint="random", block_size=EngineConfig.block_size, dtype=shape.dtype, itemsize=dtype.itemsize

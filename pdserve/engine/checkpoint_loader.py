@@ -30,6 +30,7 @@ from pdserve.kernels import memory, native
 from pdserve.kernels.attention import fused_layers, is_batch_invariant
 from pdserve.kv_spec import KVSpec
 from pdserve.model_path import resolve_model
+from pdserve.plugins import extension
 from pdserve.pooling import read_pooling
 
 log = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ def _load_model(
         case "cpu" | "packed" as kind:
             _fuse_for_cpu(loaded, fuse=kind == "cpu")
         case "gpu":
-            _fuse_for_gpu(loaded)
+            extension("gpu").fuse(loaded)
     return loaded, spec
 
 
@@ -253,22 +254,6 @@ def _fuse_for_cpu(model: torch.nn.Module, *, fuse: bool) -> None:
         fuse_mlps(model)
     for parameter in model.parameters():  # each step reads them all: fewer page walks save a tenth of its time
         memory.huge_pages(parameter.data, written=True)
-
-
-def _fuse_for_gpu(model: torch.nn.Module) -> None:
-    """Replace in place what fewer launches can compute. On the CPU, in Triton's interpreter."""
-    try:
-        from pdserve.engine.gpu_fusion.fused_attention import fuse_attention
-        from pdserve.engine.gpu_fusion.fused_layer import fuse_layers
-        from pdserve.kernels.gpu import elementwise, launch
-    except ImportError as error:
-        log.warning("the model's layers are not fused: %s", error)
-        return
-    if next(model.parameters()).device.type == "cpu" and not launch.INTERPRETED:
-        return  # the kernel is refused later, with its reason
-    norms, mlps = fuse_norms(model, elementwise), fuse_mlps(model, elementwise)
-    attentions, layers = fuse_attention(model), fuse_layers(model)
-    log.info("fused for the GPU: %d norms, %d MLPs, %d attentions, %d layers", norms, mlps, attentions, layers)
 
 
 def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:

@@ -21,9 +21,7 @@ from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion.experts import inexact_products
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
-from pdserve.engine.cuda_graph import PaddedGraphs
 from pdserve.engine.kv_probe import UnsupportedAttention
-from pdserve.engine.memory import step_memory
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.memory.sequence_kv import BlockTable, block_table
@@ -31,13 +29,14 @@ from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan, StepRows
-from pdserve.engine.step_graph import StepGraphs
+from pdserve.engine.step_graph import Graphs, StepGraphs
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 from pdserve.kernels.memory import keep_freed_memory
 from pdserve.kernels.packed import packed_copy
+from pdserve.plugins import extension
 
 log = logging.getLogger(__name__)
 
@@ -83,27 +82,22 @@ class ModelRunner:
         self.kernel = _select_kernel(checkpoint, config)
         ranks = checkpoint.layout.ranks
         self.pipeline = StepPipeline(self) if _is_pipelined(config, self.device) else None
-        self.graphs: StepGraphs | PaddedGraphs | None = None
+        self.graphs: Graphs | None = None
         self._row_functions = _row_functions(checkpoint, self.kernel)
         self.kv = self._new_pool(0)
         self.window = checkpoint.spec.window
         self._try_model()
         is_invariant = is_batch_invariant(config.batch_invariant, self.device) and self._is_exact()
         self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
-        step_bytes = step_memory.measure(self, config) if self.device.type == "cuda" else 0
+        step_bytes = extension("gpu").step_bytes(self, config) if self.device.type == "cuda" else 0
         self.kv = allocate(checkpoint, config, self.kernel, step_bytes)
         if self.device.type == "cpu":
             keep_freed_memory()
         max_tokens = min(self.kv.num_blocks * self.block_size, checkpoint.context_length)
         if self.kernel.CAPABILITIES.records_steps and ranks == 1:
             self.graphs = StepGraphs(self.compute_logits, -(-max_tokens // self.block_size))
-        elif self.records_cuda_graphs:
-            self.graphs = PaddedGraphs(self.compute_logits, max_tokens)
-
-    @property
-    def records_cuda_graphs(self) -> bool:
-        is_capturable = self.device.type == "cuda" and self.kernel.CAPABILITIES.is_capturable
-        return is_capturable and self.checkpoint.layout.ranks == 1
+        elif self.device.type == "cuda":
+            self.graphs = extension("gpu").graphs(self, max_tokens)
 
     def _try_model(self) -> None:
         """Run two tokens through the model.
@@ -344,8 +338,7 @@ def _is_pipelined(config: EngineConfig, device: torch.device) -> bool:
 def _row_functions(checkpoint: Checkpoint, kernel: Kernel) -> AbstractContextManager[Any]:
     """Return the context in which the model runs, so that it rounds a row as in any other batch."""
     if kernel.CAPABILITIES.exact_rows == "functions":
-        from pdserve.kernels.gpu.row_functions import RowFunctions
-
-        return RowFunctions()
+        functions: AbstractContextManager[Any] = extension("gpu").row_functions()
+        return functions
     pads = kernel.CAPABILITIES.exact_rows == "products" and checkpoint.dtype in FUSED_DTYPES
     return RowProducts() if pads else nullcontext()

@@ -14,7 +14,7 @@ from pdserve.kernels.attention import AttentionOptions, attend, paged_attention
 from pdserve.kernels.batch import PagedBatch
 
 if TYPE_CHECKING:
-    from pdserve.engine.gpu_fusion.fused_attention import Deferred
+    from pdserve.engine.gpu.fused_attention import Deferred
 
 NAME = "pdserve_paged"
 
@@ -45,7 +45,7 @@ def attention_forward(
     """Return the attention output [1, T, H, D] and no weights. The signature is the one that transformers calls.
 
     Of latent attention, K and V are both the latent rows (latent_attention.py).
-    With `deferred`, q and k are not yet normalised and rotated (`gpu_fusion/fused_attention.py`). Where the batch has one
+    With `deferred`, q and k are not yet normalised and rotated (`gpu/fused_attention.py`). Where the batch has one
     token and T is larger, the other rows are the same token again (`ModelRunner.compute_logits`).
 
     Raises:

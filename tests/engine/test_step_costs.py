@@ -85,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCounter]:
     from triton.runtime.jit import JITFunction
 
     from pdserve.engine.cpu_fusion import fused_mlp, fused_norm
-    from pdserve.engine.gpu_fusion import fused_attention, fused_layer
+    from pdserve.engine.gpu import fused_attention, fused_layer
     from pdserve.kernels.gpu import elementwise, triton_kernels
 
     counter = GpuCounter()
@@ -101,7 +101,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCounter]:
 
 
 def make_runner(architecture: str, layers: int) -> ModelRunner:
-    from pdserve.engine import checkpoint_loader
+    from pdserve.engine.gpu import back_end
 
     paged_model.register()
     extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
@@ -110,7 +110,7 @@ def make_runner(architecture: str, layers: int) -> ModelRunner:
     )
     with torch.device(GPU):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16, attn_implementation=paged_model.NAME)
-    checkpoint_loader._fuse_for_gpu(model.eval().requires_grad_(False))
+    back_end.fuse(model.eval().requires_grad_(False))
     spec = KVSpec.uniform(layers, hf_config.num_key_value_heads, hf_config.head_dim)
     layout = spec.layout(model_fingerprint="", block_size=16, dtype="bfloat16", itemsize=2)
     checkpoint = Checkpoint(model, layout, spec, 1024, hf_config.vocab_size, frozenset(), GPU, torch.bfloat16)

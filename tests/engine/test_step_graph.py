@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine import cuda_graph, step_graph
+from pdserve.engine import step_graph
 from pdserve.engine.checkpoint_loader import load
-from pdserve.engine.cuda_graph import PaddedGraphs, padded_rows, padded_tokens
 from pdserve.engine.engine import Engine
-from pdserve.engine.memory.step_memory import graph_bytes
+from pdserve.engine.gpu import cuda_graph
+from pdserve.engine.gpu.cuda_graph import PaddedGraphs, padded_rows, padded_tokens
+from pdserve.engine.gpu.step_memory import graph_bytes
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
 from pdserve.engine.warm_up import compile_kernels

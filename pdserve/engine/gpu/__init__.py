@@ -1,1 +1,4 @@
-"""Fused layers for GPUs, each found by trial, for 16-bit types. Norms and MLPs are those of `cpu_fusion/`."""
+"""What engines do on GPUs only: an extension, which the core finds as `gpu` in `pdserve.extensions`.
+
+In reading order: back_end, fused_attention, fused_layer, cuda_graph, step_memory.
+"""

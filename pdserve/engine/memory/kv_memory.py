@@ -5,14 +5,15 @@ Shape legend: see kernels/batch.py; C blocks to copy, X numbers of a block.
 
 import math
 import time
+from typing import Any
 
 import torch
 
 from pdserve.engine.memory.block_pool import BlockPairs
 from pdserve.kernels.batch import Kernel, layer_caches
-from pdserve.kernels.gpu.copies import PoolCopies
 from pdserve.keys import Layout
 from pdserve.kv_spec import KVSpec
+from pdserve.plugins import extension
 
 
 def section_views(blocks_NX: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -53,9 +54,9 @@ class KVMemory:
     def num_host_blocks(self) -> int:
         return len(self.host_NX)
 
-    def copies(self) -> PoolCopies:
-        """Return what copies blocks between the pool and host memory, beside the steps."""
-        return PoolCopies(self.pool_NX, self._kernel)
+    def copies(self) -> Any:
+        """Return what copies blocks of a pool on a GPU beside the steps: `Copies` of kv_transfer/staging.py."""
+        return extension("gpu").copies(self.pool_NX, self._kernel)
 
     @torch.inference_mode()
     def compile_copies(self) -> None:
