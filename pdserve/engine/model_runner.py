@@ -255,10 +255,11 @@ class ModelRunner:
         first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
             new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
+            first.append(seq.kv.num_computed)
             if seq in plan.drafts:
                 new.append(np.array(plan.drafts[seq], np.uint32))
-            first.append(seq.kv.num_computed)
-            counts.append(plan.num_tokens(seq))
+                count += len(plan.drafts[seq])
+            counts.append(count)
             tables.append(seq.kv.block_ids)
         return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
 

@@ -242,7 +242,8 @@ class Instance:
             Whether the engine was idle and all outputs are sent. Then only a new inbox entry can give it work.
         """
         self._run_inbox(wait)
-        self.decoder.reserve()
+        if self.decoder.unreserved:
+            self.decoder.reserve()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped = self.now()
@@ -383,7 +384,7 @@ class Instance:
             self._stores_probed_at = now
             self.transfers.probe()
             self.layout_converter.probe()
-        waiting = len(self.engine.scheduler.waiting) + self.decoder.num_waiting
+        waiting = len(self.engine.scheduler.waiting) + len(self.decoder.unreserved)
         self.reporter.update(self._by_sequence.values(), waiting, now)
 
     def _attach(self, connector: Connector) -> Connector:
