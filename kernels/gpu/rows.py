@@ -39,7 +39,9 @@ class GPURows:
         return len(self._rows)
 
     def like(self, count: int) -> "GPURows":
-        return GPURows(torch.empty_like(self._rows[:1]).repeat(count, 1), self._cuda)
+        with self._synchronized():  # memory that the model's stream has given back may still be in use there
+            rows = torch.empty((count, self._rows.shape[1]), dtype=torch.uint8, device=self._rows.device)
+        return GPURows(rows, self._cuda)
 
     def mark(self) -> Any:
         if self._cuda is None:
@@ -59,8 +61,8 @@ class GPURows:
             words = words + torch.arange(1, len(words) + 1, device=words.device) * _GOLDEN
             words = (words ^ _shift_right(words, 30)) * _MIX_1
             words = (words ^ _shift_right(words, 27)) * _MIX_2
-            total = (words ^ _shift_right(words, 31)).sum()
-        return int(total).to_bytes(8, "little", signed=True)
+            total = int((words ^ _shift_right(words, 31)).sum())  # here: elsewhere it would wait for the model's stream
+        return total.to_bytes(8, "little", signed=True)
 
     def copy(self, row: int, source: "GPURows", source_row: int) -> bytes:
         with self._synchronized():

@@ -30,13 +30,14 @@ from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors, share
 NAME = "triton"
 CAPABILITIES = Capabilities(is_capturable=True)  # grids follow from the lengths on the host
 MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second kernel
+MAX_SPLIT_TOKENS = 1024  # KV tokens: one long sequence among many short ones would take as long alone
 INVARIANT_SPLIT_TOKENS = 512
 UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
 COPY_WORDS = 4096  # words of 8 bytes per program
 SLOT_SEQS = 64  # sequences whose splits are counted at a time
 # Arguments that change from step to step. Triton would compile a kernel for a value of 1, one for multiples of 16 and one
 # for all others, each when it first occurs: in the middle of a stream.
-STEP_ARGUMENTS = ("tables", "starts", "kv_lens", "table_length", "split_length", "tiles", "splits_per_seq")
+STEP_ARGUMENTS = ("tables", "starts", "kv_lens", "table_length", "split_length", "first_seq", "tiles", "splits_per_seq")
 
 # Tiles of the attention kernel by phase, bytes of an element and padded head size: bytes of shared memory that a block of
 # threads must be allowed, rows, tokens, warps, stages. The first that fits is taken; none spills registers in 16 bits.
@@ -207,6 +208,7 @@ def _attend(
     softcap,
     window,
     split_length,
+    first_seq,
     tiles,
     splits_per_seq,
     DECODE: tl.constexpr,
@@ -224,7 +226,8 @@ def _attend(
 ):
     # One axis for three, as the length of the others is limited to 65535.
     tile, g = tl.program_id(0) % tiles, tl.program_id(1)
-    s, split = tl.program_id(0) // tiles // splits_per_seq, tl.program_id(0) // tiles % splits_per_seq
+    s = first_seq + tl.program_id(0) // tiles // splits_per_seq
+    split = tl.program_id(0) // tiles % splits_per_seq
     start = tl.load(starts + s).to(tl.int64)
     query_len = tl.load(starts + s + 1) - start
     kv_len = tl.load(kv_lens + s)
@@ -381,12 +384,12 @@ def attend(
     q_THD = _contiguous_rows(q_THD)
     tokens, heads, size = q_THD.shape
     kv_heads, block_size = cache_N2GBD.shape[2:4]
-    seqs, repeats, padded = len(batch.query_lens), heads // kv_heads, max(16, triton.next_power_of_2(size))
+    repeats, padded = heads // kv_heads, max(16, triton.next_power_of_2(size))
     out_THD = q_THD.new_empty((tokens, heads, size))
     tables_SM = batch.tables_SM.contiguous()
     windowed = window is not None
 
-    def launch(decode: bool, split_length: int, splits: int, num_parts: int) -> None:
+    def launch(decode: bool, seqs: range, split_length: int, splits: int, num_parts: int) -> None:
         parts = [out_THD] * 3
         if decode and splits > 1:
             shape = (num_parts, heads)
@@ -394,7 +397,7 @@ def attend(
         tuning = tuning_of(decode, invariant, repeats, padded, q_THD.itemsize, shared_memory(q_THD.device))
         tiles = triton.cdiv(max(batch.query_lens) * repeats if not decode else repeats, tuning["ROWS"])
         splits_per_seq = splits if decode else 1  # that have programs of their own
-        _attend[(tiles * seqs * splits_per_seq, kv_heads)](
+        _attend[(tiles * len(seqs) * splits_per_seq, kv_heads)](
             out_THD,
             *parts,
             q_THD,
@@ -410,6 +413,7 @@ def attend(
             softcap or 0.0,
             window or 0,
             split_length,
+            seqs.start,
             tiles,
             splits_per_seq,
             DECODE=decode,
@@ -425,7 +429,7 @@ def attend(
             **tuning,
         )
         if decode and splits > 1:
-            _combine[(seqs, heads)](
+            _combine[(len(seqs), heads)](
                 out_THD,
                 *parts,
                 batch.starts,
@@ -452,19 +456,34 @@ def attend(
 
 def _plan(
     batch: PagedBatch, window: int | None, kv_heads: int, invariant: bool, device: torch.device
-) -> list[tuple[bool, int, int, int]]:
-    """Return the launches of a step: whether of decode, length and largest number of splits, partial results in all."""
+) -> list[tuple[bool, range, int, int, int]]:
+    """Return the launches of a step: whether of decode, sequences, length and largest number of splits, partial results.
+
+    A launch of prefill leaves out the decoding sequences at the front: one of their programs ends at once, but as many as
+    the longest prompt has tiles would start for each.
+    """
+    seqs = range(len(batch.query_lens))
     lengths = list(zip(batch.query_lens, batch.kv_lens, strict=True))
     decoding, others = [kv for new, kv in lengths if new == 1], [kv for new, kv in lengths if new > 1]
     plan = []
     if others:
         length = INVARIANT_SPLIT_TOKENS if invariant else UNSPLIT
-        plan.append((False, length, max(_count_splits(kv, length, None) for kv in others), 0))
+        plan.append(
+            (False, seqs[batch.num_decoding :], length, max(_count_splits(kv, length, None) for kv in others), 0)
+        )
     if decoding:
         longest = min(window or UNSPLIT, max(decoding))
         length = INVARIANT_SPLIT_TOKENS if invariant else _split_length(len(decoding) * kv_heads, longest, device)
         splits = max(_count_splits(kv, length, window) for kv in decoding)
-        plan.append((True, length, splits, sum(_count_splits(kv, length, window) for kv in batch.kv_lens)))
+        plan.append(
+            (
+                True,
+                seqs[: seqs.stop - batch.query_lens[::-1].index(1)],
+                length,
+                splits,
+                sum(_count_splits(kv, length, window) for kv in batch.kv_lens),
+            )
+        )
     return plan
 
 
@@ -539,8 +558,9 @@ def tuning_of(decode: bool, invariant: bool, repeats: int, padded: int, itemsize
 
 
 def _split_length(programs: int, kv_tokens: int, device: torch.device) -> int:
-    """Return the KV tokens of a split of decoding sequences: such that each multiprocessor has two programs."""
+    """Return the KV tokens of a split of decoding sequences: such that each multiprocessor has two programs, or more."""
     splits = min(2 * processors(device) // programs, kv_tokens // MIN_SPLIT_TOKENS)
+    splits = max(splits, triton.cdiv(kv_tokens, MAX_SPLIT_TOKENS))
     return triton.cdiv(kv_tokens, splits * 64) * 64 if splits > 1 else UNSPLIT  # whole tiles
 
 

@@ -34,7 +34,7 @@ Without a shared store, `match` always returns 0, and a block lives as long as i
 the leases of the given tickets, read or not.
 
 A pool in a GPU's memory is registered as such, and its checksums are computed on the GPU. Peers with memory of the other
-kind are not read. Nothing of this has run on a GPU.
+kind are not read.
 
 Peers are read, and never write. Of a read, this side has a handle that says when the last byte has come; of a write by a peer
 that stops half-way, nothing does, so that its memory could never be used again. UCX is told to read over cuda_ipc without

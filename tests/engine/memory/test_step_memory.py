@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -11,13 +12,16 @@ from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.memory.step_memory import run_largest_steps
 from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence, block_table
 from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 
-def test_the_largest_steps_take_at_least_the_memory_of_any_other(tmp_path: Path) -> None:
+def test_the_largest_steps_take_at_least_the_memory_of_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The steps by which a GPU's memory is measured, with the peaks of torch's allocations on the CPU."""
     shape = transformers.LlamaConfig(
         vocab_size=20_000, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -51,6 +55,9 @@ def test_the_largest_steps_take_at_least_the_memory_of_any_other(tmp_path: Path)
         "0", token_array([1] * 48), 48, 48, SamplingParams(temperature=0), b"", 16, block_ids=block_table([0, 1, 2])
     )
     assert peak_bytes(lambda: runner.step(StepPlan({greedy: 48}))) < largest / 3, "what sampling takes is most of it"
+    monkeypatch.setattr(StepBudget, "scored_tokens", 8)
+    fewer = peak_bytes(lambda: run_largest_steps(runner, config))
+    assert fewer < largest * 0.7, "a step scores no more tokens than its budget"
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

@@ -1,7 +1,4 @@
-"""What only a GPU can show: order of streams, pinned memory, shares of memory, nothing compiled after the warm-up.
-
-No GPU has run these tests yet.
-"""
+"""What only a GPU can show: order of streams, pinned memory, shares of memory, nothing compiled after the warm-up."""
 
 from collections.abc import Callable
 from pathlib import Path

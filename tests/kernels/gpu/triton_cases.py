@@ -197,6 +197,7 @@ def test_kv_depends_on_its_own_history_only(architecture: str, checkpoint: Calla
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="looks into the interpreter; test_on_gpu.py has the same for GPUs")
 @pytest.mark.parametrize("batch_invariant", ["off", "on"])
 @pytest.mark.parametrize("architecture", ["gemma2"])  # layers with and without a window, and soft caps
 def test_nothing_is_compiled_after_the_warm_up(
@@ -328,3 +329,10 @@ def test_equals_generate_while_preempting(
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]]
     settings = {"kernel": "triton", "num_blocks": 6, "block_size": 4, "max_num_batched_tokens": 8}
     equals_generate_while_preempting(prompts, 6, swap_space, **settings)
+
+
+def test_programs_start_for_the_sequences_of_their_phase(make_case: Callable[..., Any]) -> None:
+    """As many as the longest prompt has tiles would start for each decoding sequence at the front, and end at once."""
+    batch = make_case(torch.float32, 4, 2, 32, 16, [*[(1, 20)] * 6, (9, 30), (1, 8), (5, 5)], INVARIANT, DEVICE).batch
+    plan = triton_kernels._plan(batch, None, 2, False, DEVICE)
+    assert {decode: seqs for decode, seqs, *_ in plan} == {False: range(6, 9), True: range(8)}
