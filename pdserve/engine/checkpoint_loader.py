@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
-from pdserve.engine.architectures import adapters, chunked_attention, latent_attention
+from pdserve.engine.architectures import adapters, chunked_attention
 from pdserve.engine.architectures.class_head import num_labels
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion import experts
@@ -247,7 +247,9 @@ def _fuse_for_cpu(model: torch.nn.Module, *, fuse: bool) -> None:
     """With `fuse`, replace layers in place by those of the C++ kernels, where these can be built."""
     if fuse and native.is_available():
         prepack(model)
-        latent_attention.pack(model)
+        for module in model.modules():
+            if isinstance(module, adapters.Packs):
+                module.pack()
         experts.pack_experts(model)
         fuse_norms(model)
         fuse_rotary(model)

@@ -312,7 +312,7 @@ def test_a_model_that_reads_values_is_not_recorded(caplog: pytest.LogCaptureFixt
         raise AssertionError("was recorded")
 
     one = torch.ones(1, dtype=torch.long)
-    batch = PagedBatch([torch.zeros(2, 1, 2, 1, 4, 8)], one, one[None], [1], [2], 2 * one, cpu)
+    batch = PagedBatch(layer_caches(torch.zeros(2, 1, 2, 1, 4, 8)), one, one[None], [1], [2], 2 * one, cpu)
     graphs = PaddedGraphs(model, 100, never)
     assert [graphs.logits(one[None], place * one[None], batch).item() for place in (1, 9)] == [1, 2]
     assert not graphs.sizes and "waits for the GPU in aten::_local_scalar_dense" in caplog.text

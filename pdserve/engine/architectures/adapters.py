@@ -6,7 +6,7 @@ mine = "my_package.adapter:adapt"
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from pdserve import plugins
 from pdserve.errors import SetupError
@@ -29,6 +29,14 @@ class Source:
     path: Path
     config: Any
     pooling: str
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """A module that an adapter puts into a model, and whose own matrices are no `nn.Linear`."""
+
+    def pack(self) -> None:
+        """Pack them for the CPU's kernels, so that a row has the same bits in any batch."""
 
 
 class Adapter(Protocol):

@@ -98,10 +98,3 @@ def adapt(model: torch.nn.Module, source: Source) -> None:
         if not absorbed.equals(layer.expand_kv, layer.qk_rope_head_dim):
             raise UnsupportedAttention("latents that expand to other keys and values than those of DeepSeek-V2")
         layer.kv_b_proj, layer.absorbed, layer.expand_kv = None, absorbed, absorbed.rows
-
-
-def pack(model: torch.nn.Module) -> None:
-    """Pack in place what `adapt` has put into a model on the CPU."""
-    for module in model.modules():
-        if isinstance(module, Absorbed):
-            module.pack()
