@@ -141,6 +141,8 @@ def main() -> None:
     server = ForkServer(sys.argv[2])
     pdserve.ranks.followers.start_process = server.start_follower  # type: ignore[assignment]
     pdserve.grammars.compiler.start_process = server.start_compile_server  # type: ignore[assignment]
+    # Few tests have grammars: the first one starts the compile server.
+    pdserve.grammars.compiler.GrammarCompiler.start = lambda _: None  # type: ignore[assignment,method-assign]
     Supervisor._spawn = lambda _, *command: server.spawn(*command)  # type: ignore[assignment,method-assign]
     try:
         run(arguments)
