@@ -215,7 +215,7 @@ class OurEngine:
                 waiting -= {*result.sampled}
                 timing.first = len(timing.steps) - 1
             for seq in result.sampled:
-                if seq.finish_reason() is not None:
+                if seq.output.finish_reason() is not None:
                     self._engine.remove(seq)
         return timing
 

@@ -165,15 +165,28 @@ def _case(
 
 
 def rows() -> Result:
-    """Those tests of tests/kernels/gpu that use a GPU if there is one: not doubles, fakes and compilation ahead of time."""
+    """The cases of tests/kernels/gpu that are the interpreter's without a GPU."""
     if DRY:
         raise Skip("the suite runs them on the CPU")
-    folder = Path("tests/kernels/gpu")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not flash"]
-    command += [str(folder / name) for name in ("test_on_gpu.py", "test_triton_kernels.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(done.stdout[-6000:] + done.stderr[-2000:])
-    return {"rows": [{"exit_code": done.returncode}], "failed": int(done.returncode != 0)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "-m",
+        "slow or not slow",
+    ]
+    names = ("triton", "elementwise")
+    children = [
+        subprocess.Popen([*command, f"tests/kernels/gpu/{name}_cases.py"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for name in names
+    ]
+    outputs = [child.communicate()[0] for child in children]
+    print(*(output[-6000:] for output in outputs), sep="\n")
+    codes = {name: child.returncode for name, child in zip(names, children, strict=True)}
+    return {"rows": [codes], "failed": sum(code != 0 for code in codes.values())}
 
 
 def attention_rates() -> Result:

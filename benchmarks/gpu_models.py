@@ -6,7 +6,10 @@ Models are random and made on the GPU; nothing is written to disk but the small 
 import gc
 import importlib.util
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sampler import sample
 from pdserve.engine.sequence import Sequence
+from pdserve.errors import SetupError
 from pdserve.keys import Layout, token_array
 from pdserve.request import SamplingParams
 
@@ -63,26 +67,54 @@ def make_engine(shape: Shape, num_blocks: int | None, **settings: Any) -> Engine
 
 
 def run(engine: Engine, prompts: list[list[int]], count: int, **sampling: Any) -> tuple[list[list[int]], list[float]]:
-    """Return the tokens of each answer, and the seconds of each step."""
+    """Return the tokens of each answer, and the seconds from each step's end to the next.
+
+    Steps that are launched ahead overlap: nothing here waits for the device between them.
+    """
     params = SamplingParams(**{"temperature": 0, **sampling, "max_tokens": count, "ignore_eos": True})
     seqs = [engine.new_sequence(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     for seq in seqs:
         engine.add(seq)
-    steps = []
+    steps, ended = list[float](), gpu_part.now()
     while engine.has_work:
-        started = gpu_part.now()
         sampled = engine.step().sampled
-        steps.append(gpu_part.now() - started)
+        started, ended = ended, time.perf_counter()
+        steps.append(ended - started)
         for seq in sampled:
-            if seq.finish_reason() is not None:
+            if seq.output.finish_reason() is not None:
                 engine.remove(seq)
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs], steps
+    steps[-1] += gpu_part.now() - ended
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs], steps
 
 
 def prompts_of(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[list[int]] = torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
     return ids
+
+
+def smoke() -> Result:
+    """Whether steps are replayed from graphs at all, with the tokens of eager ones, and what only a GPU can show."""
+    shape = checkpoints.TINY if DRY else checkpoints.QWEN3_0_6B
+    engine = make_engine(Shape(**{**vars(shape), "dtype": "float32"}), 2000, max_num_seqs=16)
+    assert isinstance(engine.runner, ModelRunner)
+    prompts = prompts_of(5, 40, shape.vocabulary)
+    replayed, _ = run(engine, prompts, 6 if DRY else 30)
+    graphs, engine.runner.graphs = engine.runner.graphs, None
+    eager, _ = run(engine, prompts, 6 if DRY else 30)
+    row: Result = {"replayed": 0 if graphs is None else graphs.num_replayed, "differ": replayed != eager}
+    wrong = replayed != eager
+    if not DRY:
+        row["default_stream"] = torch.cuda.current_stream() == torch.cuda.default_stream()
+        wrong |= not (row["replayed"] and row["default_stream"])
+        del engine, graphs
+        free()
+        row["reserved_mib"] = torch.cuda.memory_reserved() >> 20
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        done = subprocess.run([*command, str(ROOT / "tests/kernels/gpu/test_on_gpu.py")], cwd=ROOT, check=False)
+        row["tests"] = done.returncode
+        wrong |= done.returncode != 0
+    return {"rows": [gpu_part.keep(row)], "failed": int(wrong)}
 
 
 def identity() -> Result:
@@ -92,29 +124,38 @@ def identity() -> Result:
     conftest = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conftest)
     lengths, count = ([5], 3) if DRY else ([1, 15, 16, 17, 33, 300, 700], 40)
-    rows = []
-    for name, (config, extra) in list(conftest.ARCHITECTURES.items())[: 1 if DRY else None]:
+    rows = list[Result]()
+    for name, (config, extra) in conftest.ARCHITECTURES.items():
+        if DRY and rows and name not in ("deepseek_v2", "phi3"):  # one of each way through the code
+            continue
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(
             getattr(transformers, config)(**{**conftest.SHAPE, **extra}), dtype=torch.float32
         )
-        prompts = [prompts_of(1, length, 256, seed=length)[0] for length in lengths]
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
-            settings: dict[str, Any] = {"device": DEVICE.type, "kernel": "triton", "num_blocks": 200}
-            engine = Engine(EngineConfig(model=folder, dtype="float32", max_num_batched_tokens=64, **settings))
+            settings: dict[str, Any] = {"device": DEVICE.type, "num_blocks": 200, "max_num_batched_tokens": 64}
+            try:
+                engine = Engine(EngineConfig(model=folder, dtype="float32", kernel="triton", **settings))
+            except SetupError:  # latent rows
+                engine = Engine(EngineConfig(model=folder, dtype="float32", kernel="reference", **settings))
+        fitting = [length for length in lengths if length + count <= engine.max_model_len]
+        prompts = [prompts_of(1, length, 256, seed=length)[0] for length in fitting]
         got, _ = run(engine, prompts, count)
         model = model.to(DEVICE).eval()
         wrong = []
         for prompt, tokens in zip(prompts, got, strict=True):
             ids = torch.tensor([prompt], device=DEVICE)
-            out = model.generate(
-                ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
+            fixed: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+            mask = torch.ones_like(ids)  # else it is guessed by the padding token, which is a token of the prompts
+            out = model.generate(ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **fixed)
             expected = out[0, len(prompt) :].tolist()
             same = next((i for i, pair in enumerate(zip(tokens, expected, strict=True)) if len({*pair}) > 1), count)
             wrong += [(len(prompt), same)] if same < count else []
-        row: Result = {"architecture": name, "prompts": len(prompts), "differ (prompt, token)": wrong}
+        assert isinstance(engine.runner, ModelRunner)
+        graphs = engine.runner.graphs
+        row: Result = {"architecture": name, "kernel": engine.runner.kernel.NAME, "differ (prompt, token)": wrong}
+        row["replayed"] = None if graphs is None else graphs.num_replayed
         rows.append(gpu_part.keep(row))
     return {"rows": rows, "failed": sum(bool(row["differ (prompt, token)"]) for row in rows)}
 
@@ -139,6 +180,7 @@ def graphs() -> Result:
                     run(engine, prompts, 8)
                     tokens[name], steps = run(engine, prompts, 4 if DRY else 64)
                     row[f"{name}_ms"] = round(statistics.median(steps[2:]) * 1e3, 3)
+                assert recorded is None or DRY or recorded.num_replayed, "no step was replayed"
                 differ = sum(a != b or b != c for a, b, c in zip(*tokens.values(), strict=True))
                 # In 16 bits, a padded product may round otherwise, unless rows do not depend on the batch.
                 must = dtype == "float32" or setting == "on"
@@ -163,7 +205,7 @@ def sampler() -> Result:
     ]
     for settings in choices:
         seqs = [
-            Sequence(
+            Sequence.new(
                 str(i), token_array([0]), 1, 1, SamplingParams(**{"temperature": 1.0, "seed": i, **settings}), b"", 16
             )
             for i in range(rows)
@@ -178,11 +220,12 @@ def sampler() -> Result:
 def throughput(shape: Shape, *, peer: bool = True, **settings: Any) -> Result:
     """Decode by batch size and prefill by length, as shares of the roofline; transformers beside it."""
     roofline = gpu_part.rates()
+    print(roofline)
     batches, lengths, prompt, count = (
         ((2,), (40,), 10, 4) if DRY else ((1, 32, 256), (1024, 4096, 16_384, 32_768), 128, 64)
     )
     rows: list[Result] = []
-    blocks = max(max(batches) * (prompt + count + 16), max(lengths) + 16) // 16 + 1
+    blocks = max(max(batches) * (prompt + count + 16), 2 * max(lengths) + 16) // 16 + 1
     engine = make_engine(shape, blocks, max_num_seqs=max(batches), **settings)
     assert isinstance(engine.runner, ModelRunner)
     name = f"pdserve, {engine.runner.kernel.NAME}"
@@ -192,11 +235,24 @@ def throughput(shape: Shape, *, peer: bool = True, **settings: Any) -> Result:
         decode = [seconds for seconds in steps[-(count - 1) :]]
         row = _decode_row(name, shape, roofline, batch, prompt + count // 2, statistics.median(decode))
         rows.append(gpu_part.keep(row))
+    sampled = prompts_of(batches[-1], prompt, shape.vocabulary, seed=2)
+    run(engine, sampled, 3, temperature=1.0)
+    _, steps = run(engine, sampled, count, temperature=1.0)
+    row = _decode_row(name, shape, roofline, batches[-1], prompt + count // 2, statistics.median(steps[-(count - 1) :]))
+    rows.append(gpu_part.keep({**row, "task": f"{row['task']}, temperature 1"}))
     for length in lengths:
         run(engine, prompts_of(1, length, shape.vocabulary, seed=3), 1)
         _, steps = run(engine, prompts_of(1, length, shape.vocabulary, seed=4), 1)
         rows.append(gpu_part.keep(_prefill_row(name, shape, roofline, length, sum(steps))))
+    graphs = engine.runner.graphs
+    assert DRY or (graphs is not None and graphs.num_replayed), "no step was replayed"
+    if not DRY and max(lengths) >= 32_000:
+        mixed = [*prompts_of(1, 32_000, shape.vocabulary, seed=5), *prompts_of(31, 1000, shape.vocabulary, seed=6)]
+        _, steps = run(engine, mixed, 32)
+        task = {"engine": name, "task": "decode of 31 x 1k and 1 x 32k"}
+        rows.append(gpu_part.keep({**task, "ms": round(statistics.median(steps[-30:]) * 1e3, 3)}))
     profile = None if DRY else _profile(engine, shape, prompt)
+    del graphs
     if peer:
         del engine
         free()
@@ -273,6 +329,7 @@ if __name__ == "__main__":
     small, large = (checkpoints.TINY, checkpoints.TINY) if DRY else (checkpoints.QWEN3_0_6B, checkpoints.QWEN3_8B)
     gpu_part.main(
         {
+            "smoke": smoke,
             "identity": identity,
             "graphs": graphs,
             "sampler": sampler,

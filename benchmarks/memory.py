@@ -102,13 +102,13 @@ def _paged(requests: list[Request], slots: int, longest: int, settings: Settings
         scheduler.add(seq)
     while scheduler.waiting or scheduler.running:
         for seq, count in scheduler.schedule().plan.counts.items():
-            seq.mark_computed(count)
-        holding = [seq for seq in scheduler.sequences() if seq.block_ids]
-        yield Moment(len(holding), pool.num_held * size, sum(seq.num_computed for seq in holding))
+            seq.kv.mark_computed(count)
+        holding = [seq for seq in scheduler.sequences() if seq.kv.block_ids]
+        yield Moment(len(holding), pool.num_held * size, sum(seq.kv.num_computed for seq in holding))
         for seq in holding:
-            if seq.num_uncomputed == 0:
-                seq.tokens.append(0)
-                if seq.num_output == wanted[seq]:
+            if seq.kv.num_uncomputed == 0:
+                seq.output.tokens.append(0)
+                if seq.output.num_generated == wanted[seq]:
                     scheduler.remove(seq)
     pool.check_integrity()
 
@@ -117,7 +117,7 @@ def _sequence(i: int, request: Request, block_size: int) -> Sequence:
     """Return a sequence with a unique first token, so that no prefix is found in the cache."""
     tokens = token_array([i + 1, *([0] * (request.input - 1))])
     sampling = SamplingParams(max_tokens=request.output, ignore_eos=True)
-    return Sequence(str(i), tokens, len(tokens), len(tokens), sampling, i.to_bytes(16, "little"), block_size)
+    return Sequence.new(str(i), tokens, len(tokens), len(tokens), sampling, i.to_bytes(16, "little"), block_size)
 
 
 def _max(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:

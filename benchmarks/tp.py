@@ -150,7 +150,7 @@ def _run(engine: Engine, work: list[tuple[int, int]]) -> float:
     for count, before in work:
         seq = dummy_sequence(engine, count, before, first)
         scheduled[seq] = count
-        first += len(seq.block_ids)
+        first += len(seq.kv.block_ids)
     started = time.perf_counter()
     engine.runner.step(StepPlan(scheduled))
     return time.perf_counter() - started

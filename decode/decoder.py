@@ -134,21 +134,23 @@ class Decoder:
             others: further choices of the same prompt.
         """
         if job.phase == pb.DECODE:
-            job.keys = job.seq.initial_keys()
+            job.keys = job.seq.kv.initial_keys()
         leases = _Leases(1 + len(others))
         for one in (job, *others):
             loading = LoadMachine(len(job.keys), self._transfers.max_transfer_blocks, self._transfers.split)
             one.keys = job.keys
             limit = self._store_limit(one)
             self._states[one] = _DecodeState(one, loading, leases, store_limit=limit, converted=converted)
-        state, followers = self._states[job], [self._states[other] for other in others]
+        state, followers = self._states[job], [*map(self._states.__getitem__, others)]
         if job.phase == pb.BOTH:
             for one_state in (state, *followers):
                 one_state.loading.skip()
-            job.seq.lead([other.seq for other in others])
+            if others:
+                job.seq.lead([other.seq for other in others])
             self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
         else:
-            state.lead(followers)
+            if followers:
+                state.lead(followers)
             self._unreserved.append(state)
             self.reserve()
 
@@ -181,15 +183,17 @@ class Decoder:
             state = min(self._unreserved, key=lambda one: order(one.job.seq))
             seq = scheduler.unreserved = state.job.seq
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
-            first = scheduler.num_out_of_window(seq.num_initial - 1)
+            first = scheduler.num_out_of_window(seq.kv.num_initial - 1)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
-            max_hit_blocks = seq.num_initial // seq.block_size
-            if not scheduler.reserve(seq, max_hit_blocks, seq.num_initial + 1, first_block=first, respect_queue=True):
+            max_hit_blocks = seq.kv.num_initial // seq.kv.block_size
+            if not scheduler.reserve(
+                seq, max_hit_blocks, seq.kv.num_initial + 1, first_block=first, respect_queue=True
+            ):
                 return
             self._unreserved.remove(state)
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
-            self._carry_out(state, state.loading.reserved(seq.num_registered))
+            self._carry_out(state, state.loading.reserved(seq.kv.num_registered))
         scheduler.unreserved = None
 
     def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
@@ -197,27 +201,26 @@ class Decoder:
         seq, now, state = job.seq, self._context.now(), self._states[job]
         if job.phase == pb.BOTH:
             job.stamp(Stage.PREFILL_STARTED, step_started)
-        state.submitted_blocks = max(state.submitted_blocks, seq.num_shared // seq.block_size)
+        state.submitted_blocks = max(state.submitted_blocks, seq.kv.num_shared // seq.kv.block_size)
         # Blocks that are about to leave the attention window must be stored now, even one at a time.
-        is_urgent = self._engine.scheduler.num_out_of_window(seq.num_computed) > state.submitted_blocks
-        is_urgent |= seq.group is not None and seq.num_uncomputed == 0  # the search is about to release them
+        is_urgent = self._engine.scheduler.num_out_of_window(seq.kv.num_computed) > state.submitted_blocks
+        is_urgent |= seq.group is not None and seq.kv.num_uncomputed == 0  # the search is about to release them
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if seq.group is not None and seq.group.search.num_steps:
             self._report_search(state, seq.group.search)
-        if seq.embedded:
+        if seq.features and job.report_embedding(now):
             self._context.count_prompt_sources(job)
-            job.report_embedding(now)
             self._end(state)
         if not accepted.tokens:
             return
-        if len(seq) - seq.num_initial == len(accepted.tokens):
+        if len(seq) - seq.kv.num_initial == len(accepted.tokens):
             job.report_prompt_sources()
             if job.phase == pb.BOTH:
                 self._context.count_prompt_sources(job)
         job.stamp(Stage.DECODE_STARTED, now)
         job.report_tokens(accepted)
         self._context.count("generation_tokens", len(accepted.tokens))
-        reason = seq.finish_reason()
+        reason = seq.output.finish_reason()
         if reason is not None:
             job.finish(reason, now)
             self._store_back(state)
@@ -250,9 +253,9 @@ class Decoder:
 
     def steps_until_store(self, job: Job) -> float:
         """Return how many more tokens a decoding job computes before it stores blocks back; infinite if only at its end."""
-        state, size = self._states[job], job.seq.block_size
+        state, size = self._states[job], job.seq.kv.block_size
         due = (state.submitted_blocks + STORE_BACK_BLOCKS) * size
-        return due - job.seq.num_computed if due <= state.store_limit else math.inf
+        return due - job.seq.kv.num_computed if due <= state.store_limit else math.inf
 
     def cancel(self, job: Job) -> None:
         """Stop the request. Blocks that a load is writing to are released when it ends."""
@@ -273,7 +276,7 @@ class Decoder:
 
     def _load(self, state: _DecodeState, load: Load) -> None:
         job, on_done = state.job, partial(self._on_loaded, state, load)
-        keys, blocks = job.keys[load.first : load.stop], job.seq.blocks(load.first, load.stop)
+        keys, blocks = job.keys[load.first : load.stop], job.seq.kv.blocks(load.first, load.stop)
         if load.follows:
             self._transfers.follow(job, keys, blocks, on_done)
         else:
@@ -295,25 +298,26 @@ class Decoder:
     def _start(self, state: _DecodeState, start: Start) -> None:
         """Join the engine with the KV that was loaded. The engine computes what is missing, as for a preempted sequence."""
         job, seq = state.job, state.job.seq
-        num_tokens = min(start.num_blocks * seq.block_size, seq.num_initial)
-        if self._engine.scheduler.num_out_of_window(num_tokens) < seq.num_dropped:
+        num_tokens = min(start.num_blocks * seq.kv.block_size, seq.kv.num_initial)
+        if self._engine.scheduler.num_out_of_window(num_tokens) < seq.kv.num_dropped:
             num_tokens = 0  # the next token attends to blocks that were not reserved
-            seq.give_up_blocks(self._engine.pool)
-        seq.mark_loaded(num_tokens)
-        if seq.num_loaded and state.converted is not None and not state.converted.exact:
+            seq.kv.give_up_blocks(self._engine.pool)
+        seq.kv.mark_loaded(num_tokens)
+        if seq.kv.num_loaded and state.converted is not None and not state.converted.exact:
             # KV that was rounded otherwise differs from what our own prefill would compute, and so does everything computed
             # from it. It is good enough for this request, as the deployer allowed it, but other requests must not find it
             # under its keys: it is neither cached in the pool nor stored back.
-            seq.forbid_caching()
+            seq.kv.forbid_caching()
             state.store_limit = 0
             self._context.count("inexact_prompts", 1)
-        self._share(state, start.num_blocks if num_tokens else 0)
+        if state.followers:
+            self._share(state, start.num_blocks if num_tokens else 0)
         if state.first_token is not None:
-            seq.append(state.first_token)
-        elif seq.num_computed == seq.num_initial:
-            seq.reopen_prompt()  # prefill failed before the first token
-        state.submitted_blocks = seq.num_computed // seq.block_size
-        seq.register_full_blocks(self._engine.pool)
+            seq.output.append(state.first_token)
+        elif seq.kv.num_computed == seq.kv.num_initial:
+            seq.kv.reopen_prompt()  # prefill failed before the first token
+        state.submitted_blocks = seq.kv.num_computed // seq.kv.block_size
+        seq.kv.register_full_blocks(self._engine.pool)
         self._end_leases(state, state.tickets)
         self._context.count_prompt_sources(job)
         job.report_transfers(self._engine.layout.bytes_on_all_ranks)
@@ -343,7 +347,7 @@ class Decoder:
         """Return the number of leading tokens whose KV later requests may load, if it is computed here."""
         if self._store_generated == "off" or self._connector.in_place:
             return 0
-        return math.inf if self._store_generated == "on" or job.multi_turn else job.seq.num_initial
+        return math.inf if self._store_generated == "on" or job.multi_turn else job.seq.kv.num_initial
 
     def _store_back(self, state: _DecodeState, min_blocks: int = 1) -> None:
         """Store the full blocks computed here since the last call, if there are at least `min_blocks`.
@@ -351,17 +355,17 @@ class Decoder:
         Blocks for which the transfer queue has no room are skipped rather than delaying transfers that requests wait for.
         """
         job, seq, first = state.job, state.job.seq, state.submitted_blocks
-        if state.store_limit and seq.num_dropped > first:  # there was no room while the sequence held these blocks
-            self._context.count("store_back_skipped_blocks", seq.num_dropped - first)
+        if state.store_limit and seq.kv.num_dropped > first:  # there was no room while the sequence held these blocks
+            self._context.count("store_back_skipped_blocks", seq.kv.num_dropped - first)
             state.store_limit = 0
-        ready = int(min(seq.num_computed, state.store_limit)) // seq.block_size
+        ready = int(min(seq.kv.num_computed, state.store_limit)) // seq.kv.block_size
         stop = min(ready, first + min(self._transfers.free_capacity, self._transfers.max_transfer_blocks))
         if job.ended:
             self._context.count("store_back_skipped_blocks", max(0, ready - stop))
         if stop - first < min_blocks:
             return
         state.submitted_blocks = stop
-        keys, blocks = seq.full_keys()[first:stop], seq.blocks(first, stop)
+        keys, blocks = seq.kv.full_keys()[first:stop], seq.kv.blocks(first, stop)
         self._transfers.store(job, first, keys, blocks, 0.0, lambda result: self._on_stored_back(state, result))
 
     def _on_stored_back(self, state: _DecodeState, result: Result) -> None:
@@ -386,7 +390,7 @@ class Decoder:
             state.followers, state.has_heir, heir.loader = [], True, None
             heir.lead(others)
             self._unreserved.append(heir)
-        if job.seq.block_ids or loading.has_started:
+        if job.seq.kv.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:
             leases = state.leases

@@ -58,6 +58,9 @@ class LayoutConverter:
         target: layout of the pool's blocks.
         url: URL of the instance's connector; None disables conversion.
         on_all_ranks: makes a loader for the pools of all ranks from that for this pool; None if there is one rank.
+
+    Attributes:
+        loaders: by the namespace of the source layout.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class LayoutConverter:
         self._target = target
         self._url = url
         self._on_all_ranks = on_all_ranks
-        self._loaders: dict[bytes, Loader] = {}  # by namespace of the source layout
+        self.loaders: dict[bytes, Loader] = {}  # by namespace of the source layout
 
     def open_prompt(self, seq: TokenSequence, message: pb.Layout) -> "ConvertedPrompt":
         """Return access to a sequence's prompt as an instance with the layout of `message` stores it.
@@ -87,26 +90,26 @@ class LayoutConverter:
         is_valid = is_known and source.block_size >= 1 and source.is_divisible
         if not source.is_convertible_to(self._target) or not is_valid:
             raise ValueError("the KV is of another model, and cannot be converted")
-        loader = self._loaders.get(source.namespace)
+        loader = self.loaders.get(source.namespace)
         if loader is None:
             loader = own = SourceLoader(self._pool, self._target, source, self._url)
             if self._on_all_ranks is not None:
                 loader = self._on_all_ranks(own, source)
-            self._loaders[source.namespace] = loader
+            self.loaders[source.namespace] = loader
         return ConvertedPrompt(loader, seq, self._target, source)
 
-    def stats(self) -> Stats | None:
-        """Return the summed statistics of all loaders, or None if there is none."""
-        stats = [loader.stats() for loader in self._loaders.values()]
-        return replace(reduce(Stats.plus, stats), is_out=any(each.is_out for each in stats)) if stats else None
+    def stats(self) -> Stats:
+        """Return the summed statistics of all loaders, of which there are some."""
+        stats = [loader.stats() for loader in self.loaders.values()]
+        return replace(reduce(Stats.plus, stats), is_out=any(each.is_out for each in stats))
 
     def probe(self) -> None:
         """Ask the stores that are out whether they answer again, as `Transfers.probe`."""
-        for loader in self._loaders.values():
+        for loader in self.loaders.values():
             loader.probe()
 
     def close(self) -> None:
-        for loader in self._loaders.values():
+        for loader in self.loaders.values():
             loader.close()
 
 
@@ -121,9 +124,9 @@ class ConvertedPrompt:
         self._loader = loader
         self._target_block_size = target.block_size
         self._source_block_size = source.block_size
-        self._num_tokens = seq.num_initial
-        self._block_index = {key: index for index, key in enumerate(seq.initial_keys())}
-        self._source_keys = seq.prefix_keys(block_ends(seq.num_initial, source.block_size, partial=True))
+        self._num_tokens = seq.kv.num_initial
+        self._block_index = {key: index for index, key in enumerate(seq.kv.initial_keys())}
+        self._source_keys = seq.kv.prefix_keys(block_ends(seq.kv.num_initial, source.block_size, partial=True))
         self.exact = source.is_exact_for(target)
 
     def num_complete_blocks(self, num_source_blocks: int) -> int:

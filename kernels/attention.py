@@ -67,8 +67,8 @@ def is_batch_invariant(setting: str, device: torch.device) -> bool:
 def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto", kv: KVFormat | None = None) -> Kernel:
     """Return the kernel of a name: reference, cpu, triton, flash, one of a package, or auto, the fastest on `device`.
 
-    With auto, a fallback to the reference kernel is logged with its reason. On GPUs, auto takes flash-attn and FlashInfer
-    for the phases that they can compute, unless rows must have the same bits in any batch.
+    With auto, a fallback to the reference kernel is logged with its reason. On GPUs, auto takes flash-attn for the
+    phases that it can compute, unless rows must have the same bits in any batch.
 
     Args:
         kv: what the kernel will attend over, without which flash is not chosen.
@@ -150,7 +150,7 @@ def _triton_kernel(device: torch.device, batch_invariant: bool) -> Kernel:
 
 
 def _flash_kernel(device: torch.device, batch_invariant: bool, kv: KVFormat | None, *, required: bool) -> Kernel:
-    """Return flash-attn and FlashInfer where they can be used, and the Triton kernel for the rest."""
+    """Return flash-attn where it can be used, and the Triton kernel for the rest."""
     triton = _triton_kernel(device, batch_invariant)
     if batch_invariant or kv is None:
         raise KernelUnavailable(
@@ -166,7 +166,7 @@ def _flash_kernel(device: torch.device, batch_invariant: bool, kv: KVFormat | No
         if required:
             raise KernelUnavailable(f"the flash kernel can compute neither phase: {'; '.join(chosen.reasons)}")
         return triton
-    return flash.FlashKernel(chosen, device)
+    return flash.FlashKernel(chosen)
 
 
 _LOADERS = {"cpu": _cpu_kernel, "triton": _triton_kernel}

@@ -45,7 +45,8 @@ def rotary(
     kv_heads, rotated = k_1TGD.shape[2], cos_1TR.shape[2]
     assert k_1TGD.shape == (1, tokens, kv_heads, size) and cos_1TR.shape == sin_1TR.shape == (1, tokens, rotated)
     assert k_1TGD.dtype == q_1THD.dtype and cos_1TR.dtype == sin_1TR.dtype in (q_1THD.dtype, torch.float32)
-    q_1THD, k_1TGD = (x if x.stride(3) == 1 else x.contiguous() for x in (q_1THD, k_1TGD))
+    q_1THD = q_1THD if q_1THD.stride(3) == 1 else q_1THD.contiguous()
+    k_1TGD = k_1TGD if k_1TGD.stride(3) == 1 else k_1TGD.contiguous()
     cos_1TR, sin_1TR = cos_1TR.contiguous(), sin_1TR.contiguous()
     q_out, k_out = torch.empty(q_1THD.shape, dtype=q_1THD.dtype), torch.empty(k_1TGD.shape, dtype=k_1TGD.dtype)
     functions().pdserve_rotary(

@@ -33,25 +33,19 @@ class PackedWeight:
     Attributes:
         data: [(N + padding) · (K + padding)], or [B, …].
         is_transposed: the weight was given as [K, N] or [B, K, N].
+        features: K and N.
     """
 
     def __init__(self, data: torch.Tensor, shape: tuple[int, ...], is_transposed: bool) -> None:
         self.data = data
         self.shape = shape
         self.is_transposed = is_transposed
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
+        self.features = (shape[-2], shape[-1]) if is_transposed else (shape[-1], shape[-2])
+        self.dtype = data.dtype
 
     @property
     def device(self) -> torch.device:
         return self.data.device
-
-    @property
-    def features(self) -> tuple[int, int]:
-        """K and N."""
-        return (self.shape[-2], self.shape[-1]) if self.is_transposed else (self.shape[-1], self.shape[-2])
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -11,7 +11,7 @@ forecasts (routing, break-even of a hand-over, SLO admission) use these models.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -127,43 +127,57 @@ def _least_squares(matrix: Array, right: Array, order: Sequence[int]) -> tuple[f
     with fewer unknowns, or with unknowns earlier in `order`, is preferred unless another is better by more than rounding.
     """
     # Plain Python: the matrices are at most 3 × 3, for which a call of numpy costs more than the arithmetic.
-    indices, values = range(len(order)), matrix.tolist()
-    scale = [math.sqrt(values[i][i]) or 1.0 for i in indices]
-    rows = [[values[i][j] / (scale[i] * scale[j]) + (EPSILON if i == j else 0.0) for j in indices] for i in indices]
-    sides = [side / each for side, each in zip(right.tolist(), scale, strict=True)]
-    best: dict[int, float] = {}
-    best_loss = 0.0
-    for subset in (some for count in indices for some in combinations(order, count + 1)):
-        solution = _solve([[rows[i][j] for j in subset] for i in subset], [sides[i] for i in subset])
-        loss = -sum([value * sides[i] for i, value in zip(subset, solution, strict=True)])  # of these equations
-        if loss < best_loss * (1 + EPSILON) - EPSILON and min(solution) >= 0:
-            best, best_loss = dict(zip(subset, solution, strict=True)), loss
-    return tuple(best.get(i, 0.0) / scale[i] for i in indices)
+    indices, rows, sides, scale = range(len(order)), matrix.tolist(), right.tolist(), [1.0] * len(order)
+    for i in indices:
+        scale[i] = math.sqrt(rows[i][i]) or 1.0
+        sides[i] /= scale[i]
+    for i in indices:
+        for j in indices:
+            rows[i][j] = rows[i][j] / (scale[i] * scale[j]) + (EPSILON if i == j else 0.0)
+    best, best_loss, chosen = sides, 0.0, tuple[int, ...]()
+    for count in indices:
+        for subset in combinations(order, count + 1):
+            solution, loss = _solve(rows, sides, subset), 0.0
+            for i in subset:
+                loss -= solution[i] * sides[i]  # of these equations
+            if loss < best_loss * (1 + EPSILON) - EPSILON and min(map(solution.__getitem__, subset)) >= 0:
+                best, best_loss, chosen = solution, loss, subset
+    coefficients = [0.0] * len(order)
+    for i in chosen:
+        coefficients[i] = best[i] / scale[i]
+    return tuple(coefficients)
 
 
-def _solve(rows: list[list[float]], right: list[float]) -> list[float]:
-    """Solve linear equations with a positive definite matrix, by elimination. Both arguments are used up."""
-    size = len(right)
-    for i in range(size):
-        for j in range(i + 1, size):
+def _solve(matrix: list[list[float]], right: list[float], subset: Sequence[int]) -> list[float]:
+    """Solve those of the equations that are in a subset for the unknowns in it, by elimination.
+
+    The matrix is positive definite. Returns a list of all unknowns, of which those in the subset count.
+    """
+    rows, solution = [*map(list, matrix)], [*right]
+    for at, i in enumerate(subset, 1):
+        for j in subset[at:]:
             factor = rows[j][i] / rows[i][i]
-            for k in range(i + 1, size):
+            for k in subset[at:]:
                 rows[j][k] -= factor * rows[i][k]
-            right[j] -= factor * right[i]
-    for i in reversed(range(size)):
-        right[i] = (right[i] - sum([rows[i][k] * right[k] for k in range(i + 1, size)])) / rows[i][i]
-    return right
+            solution[j] -= factor * solution[i]
+    for at in range(len(subset), 0, -1):
+        i, known = subset[at - 1], 0.0
+        for k in subset[at:]:
+            known += rows[i][k] * solution[k]
+        solution[i] = (solution[i] - known) / rows[i][i]
+    return solution
 
 
 class CostMeter:
     """Measures one instance at work and fits its cost models.
 
     Attributes:
-        on_steps: called with the steps of one phase that were measured together, and their seconds.
+        on_steps: called with the steps of one phase that were measured together, and their seconds, if it is set.
     """
 
+    on_steps: Callable[[Sequence[Work], float], None] | None = None
+
     def __init__(self) -> None:
-        self.on_steps: Callable[[Sequence[Work], float], None] = lambda steps, seconds: None
         self._prefill, self._decode = OnlineFit(1, 0, 2), OnlineFit(0, 1, 2)
         self._transfer, self._swap = OnlineFit(1, 0), OnlineFit(1, 0)
         self._pending_steps: list[Work] = []
@@ -171,7 +185,8 @@ class CostMeter:
 
     def calibrate_step(self, work: Work, seconds: float) -> None:
         """Record a step that ran alone on the machine. It does not decay."""
-        self._fit(work).calibrate(_amounts([work]), seconds)
+        if (amounts := _amounts([work])) is not None:
+            self._fit(work).calibrate(amounts, seconds)
 
     def calibrate_swap(self, blocks: int, seconds: float) -> None:
         """Record a swap that ran alone on the machine. It does not decay."""
@@ -190,9 +205,10 @@ class CostMeter:
         if sampled:
             steps, seconds = self._pending_steps, self._pending_seconds
             self._pending_steps, self._pending_seconds = [], 0.0
-            if len({count == 1 for step in steps for count, _ in step}) == 1:
-                self._fit(work).observe(_amounts(steps), seconds, now)
-                self.on_steps(steps, seconds)
+            if (amounts := _amounts(steps)) is not None:
+                self._fit(work).observe(amounts, seconds, now)
+                if self.on_steps is not None:
+                    self.on_steps(steps, seconds)
 
     def record_decode_step(self, sequences: int, context: int, seconds: float, now: float) -> None:
         """Record a step in which all sequences decoded, by their number and the sum of their contexts."""
@@ -206,23 +222,32 @@ class CostMeter:
 
     def costs(self, now: float) -> Costs:
         """Return the fitted models; a model without observations has the default coefficients."""
-        fits: dict[str, OnlineFit] = {
-            "prefill": self._prefill,
-            "decode": self._decode,
-            "transfer": self._transfer,
-            "swap": self._swap,
-        }
-        fitted: dict[str, Any] = {name: fit.coefficients(now) for name, fit in fits.items()}
-        return replace(Costs(), **{name: values for name, values in fitted.items() if values is not None})
+        fits = (
+            ("prefill", self._prefill),
+            ("decode", self._decode),
+            ("transfer", self._transfer),
+            ("swap", self._swap),
+        )
+        fitted: dict[str, Any] = {}
+        for name, fit in fits:
+            if (values := fit.coefficients(now)) is not None:
+                fitted[name] = values
+        return Costs(**fitted)
 
     def _fit(self, work: Work) -> OnlineFit:
         return self._decode if work[0][0] == 1 else self._prefill
 
 
-def _amounts(steps: Sequence[Work]) -> tuple[float, float, float]:
-    """Return the factors of a, b and c: of the decode model if each sequence has one token, else of the prefill model."""
-    work = [sequence for step in steps for sequence in step]
-    tokens = sum(count for count, _ in work)
-    if work[0][0] == 1:
-        return len(steps), tokens, sum(before + 1 for _, before in work)
-    return len(steps), tokens, sum(attention_pairs(*sequence) for sequence in work)
+def _amounts(steps: Sequence[Work]) -> tuple[float, float, float] | None:
+    """Return the factors of a, b and c: of the decode model if each sequence has one token, else of the prefill model.
+
+    None if some sequences have one token and others more.
+    """
+    decodes, tokens, pairs = steps[0][0][0] == 1, 0, 0.0
+    for step in steps:
+        for count, before in step:
+            if (count == 1) != decodes:
+                return None
+            tokens += count
+            pairs += before + 1 if decodes else attention_pairs(count, before)
+    return len(steps), tokens, pairs

@@ -155,7 +155,9 @@ class KeyChain:
         if len(packed) % KEY_BYTES:
             raise ValueError(f"{len(packed)} bytes are not keys of {KEY_BYTES} bytes")
         # Keys of the first 0, 16, 32, … tokens.
-        self._unit_keys = [root, *(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))]
+        self._unit_keys = [root]
+        for at in range(0, len(packed), KEY_BYTES):
+            self._unit_keys.append(packed[at : at + KEY_BYTES])
 
     def copy(self) -> "KeyChain":
         """Return an independent copy, for tokens that continue differently."""

@@ -43,8 +43,6 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Fields of `SamplingParams` that instances know from this version of the control protocol on only; the others all know.
 SINCE: dict[str, int] = {}
-# Fields of `SamplingParams` with which a token depends on its logits and its position alone.
-_LOGITS_AND_POSITION = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
 
 
 class BodyParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -115,7 +113,16 @@ class SamplingParams(BodyParams, frozen=True, kw_only=True, omit_defaults=True, 
     @property
     def needs_only_logits(self) -> bool:
         """True if a token depends on its logits and its position alone, not on the tokens before it."""
-        return self == SamplingParams(**{name: getattr(self, name) for name in _LOGITS_AND_POSITION})
+        return self == SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+        )
 
     def newest_field(self) -> tuple[int, str]:
         """Return the version of the control protocol that an instance must have to know all fields that are set.

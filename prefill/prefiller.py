@@ -21,6 +21,7 @@ decode computes the missing part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
@@ -60,18 +61,20 @@ class _PrefillState:
         parts: stores of consecutive parts of the prompt, in order.
         announced_blocks: leading blocks that were reported to the router as loadable, or followable.
         unsampled: jobs that wait for their first tokens.
+        open_stores: stores that have not ended.
+        has_gap: a block could not be stored, which makes all later ones useless.
     """
 
     job: Job
     jobs: list[Job]
     seq: TokenSequence
     lease_s: float
+    unsampled: set[Job]
     submitted_blocks: int = 0
     parts: list[_StorePart] = field(default_factory=list)
     announced_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        self.unsampled = set(self.jobs)
+    open_stores: int = 0
+    has_gap: bool = False
 
     @property
     def running(self) -> list[Job]:
@@ -79,19 +82,9 @@ class _PrefillState:
         return [job for job in self.jobs if not job.ended]
 
     @property
-    def has_gap(self) -> bool:
-        """True if a block could not be stored, which makes all later ones useless."""
-        return any(part.stored is not None and part.stored < part.blocks for part in self.parts)
-
-    @property
-    def is_storing(self) -> bool:
-        """True if a store has not ended."""
-        return any(part.stored is None for part in self.parts)
-
-    @property
     def stores_are_over(self) -> bool:
         """True if the prompt is computed, and every store of it has ended."""
-        return not self.unsampled and not self.is_storing
+        return not self.unsampled and not self.open_stores
 
     @property
     def stored_blocks(self) -> int:
@@ -123,12 +116,14 @@ class Prefiller:
 
     def submit(self, job: Job, others: Sequence[Job] = ()) -> None:
         """Start a request: fetch stored blocks, then queue the sequence in the engine. `others` continue the same prompt."""
-        job.keys = job.seq.initial_keys()
+        job.keys = job.seq.kv.initial_keys()
         job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
-        is_last_token = job.seq.sampling.max_tokens - job.seq.num_output == 1 and job.seq.group is None
-        job.seq.lead([other.seq for other in others])
-        state = _PrefillState(job, [job, *others], job.seq, 0.0 if is_last_token else self._lease_seconds)
+        is_last_token = job.seq.sampling.max_tokens - job.seq.output.num_generated == 1 and job.seq.group is None
+        if others:
+            job.seq.lead([other.seq for other in others])
+        jobs, lease_s = [job, *others], 0.0 if is_last_token else self._lease_seconds
+        state = _PrefillState(job, jobs, job.seq, lease_s, set(jobs))
         self._states.update(dict.fromkeys(state.jobs, state))
         if is_last_token and self._transfers.in_place:
             # No decode will read the blocks in place, and other prefills cannot: mark them as submitted.
@@ -143,11 +138,10 @@ class Prefiller:
         self._store_computed(state)
         if accepted.tokens:
             self._report_first_token(state, job, accepted)
-        elif job.seq.embedded:
-            job.report_embedding(self._context.now())
+        elif job.seq.features and job.report_embedding(self._context.now()):
             self._context.count_prompt_sources(job)
             self._end_prompt(state, job)
-        elif job.seq.group is not None and job.seq.num_uncomputed == 0:
+        elif job.seq.group is not None and job.seq.kv.num_uncomputed == 0:
             job.report_prompt_sources()
             self._context.count_prompt_sources(job)
             self._end_prompt(state, job)
@@ -180,17 +174,18 @@ class Prefiller:
         Prefix hits and loaded blocks too: decode may lack them, and the store knows what it has.
         """
         job, seq = state.job, state.seq
-        is_complete = seq.num_computed >= seq.num_initial
-        ready = len(job.keys) if is_complete else seq.num_computed // seq.block_size
+        is_complete = seq.kv.num_computed >= seq.kv.num_initial
+        ready = len(job.keys) if is_complete else seq.kv.num_computed // seq.kv.block_size
         first = state.submitted_blocks
         if ready <= first or state.has_gap:
             return
-        if seq.num_dropped > first:  # they have left the attention window
+        if seq.kv.num_dropped > first:  # they have left the attention window
             self._context.count("store_skipped_blocks", len(job.keys) - first)
-            state.parts.append(_StorePart(seq.num_dropped - first, 0))
+            state.parts.append(_StorePart(seq.kv.num_dropped - first, 0))
+            state.has_gap = True
             return
-        if is_complete and seq.num_initial % seq.block_size:
-            self._engine.runner.kv.clear_tail(seq.block_ids[ready - 1], seq.num_initial % seq.block_size)
+        if is_complete and seq.kv.num_initial % seq.kv.block_size:
+            self._engine.runner.kv.clear_tail(seq.kv.block_ids[ready - 1], seq.kv.num_initial % seq.kv.block_size)
         state.submitted_blocks = ready
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
@@ -200,19 +195,20 @@ class Prefiller:
         job = state.job
         part = _StorePart(stop - first)
         state.parts.append(part)
-        keys, blocks = job.keys[first:stop], state.seq.blocks(first, stop)
-        self._transfers.store(
-            job, first, keys, blocks, state.lease_s, lambda result: self._on_stored(state, part, keys, result)
-        )
+        state.open_stores += 1
+        keys, blocks = job.keys[first:stop], state.seq.kv.blocks(first, stop)
+        self._transfers.store(job, first, keys, blocks, state.lease_s, partial(self._on_stored, state, part, keys))
 
     def _on_stored(self, state: _PrefillState, part: _StorePart, keys: Sequence[bytes], result: Result) -> None:
         job = state.job
         part.stored = result.leading
+        state.open_stores -= 1
+        state.has_gap |= part.stored < part.blocks
         if not state.running and state.lease_s:  # too late: decode will not be told of these blocks
             self._transfers.end_leases(keys[: result.leading], result.ticket)
         if state.has_gap:
             self._transfers.cancel(job)
-            if state.lease_s and not state.is_storing:  # decode will not be told of what is stored behind the gap
+            if state.lease_s and not state.open_stores:  # decode will not be told of what is stored behind the gap
                 self._transfers.end_leases(job.keys[state.stored_blocks : state.submitted_blocks], b"")
         job.record_transfer(result, self._context.now())
         for one in state.running:
@@ -230,7 +226,7 @@ class Prefiller:
         self._context.count("generation_tokens", 1)
         job.report_prompt_sources()
         self._context.count_prompt_sources(job)
-        reason = job.seq.finish_reason()
+        reason = job.seq.output.finish_reason()
         if reason is not None:
             job.finish(reason, self._context.now())
         self._end_prompt(state, job)
@@ -261,8 +257,11 @@ class Prefiller:
 
     def _end_if_done(self, state: _PrefillState) -> None:
         """Close the jobs once all have their first tokens or were cancelled, and no transfer is left."""
-        if state.unsampled or any(job.open_transfers for job in state.jobs):
+        if state.unsampled:
             return
+        for job in state.jobs:
+            if job.open_transfers:
+                return
         for job in state.jobs:
             if self._states.pop(job, None) is not None:
                 self._context.close_job(job)

@@ -352,9 +352,9 @@ def generate(
             loaded[path] = engine.checkpoint
             seq = engine.new_sequence("", prompt, greedy)
             engine.add(seq)
-            while seq.num_output < new_tokens:
+            while seq.output.num_generated < new_tokens:
                 engine.step()
-            outputs.append(seq.tokens[len(prompt) :].tolist())
+            outputs.append(seq.output.tokens[len(prompt) :].tolist())
         return outputs
 
     return run

@@ -25,9 +25,9 @@ class Oracle:
         return {seq: self._drafts(seq) for seq in seqs}
 
     def _drafts(self, seq: Sequence) -> list[int]:
-        answer = self._answers[tuple(seq.tokens[: seq.num_prompt])]
-        drafts = answer[seq.num_output : seq.num_output + 1 + seq.num_output % 3]
-        if drafts and seq.num_output % 5 == 0:
+        answer = self._answers[tuple(seq.output.tokens[: seq.output.num_prompt])]
+        drafts = answer[seq.output.num_generated : seq.output.num_generated + 1 + seq.output.num_generated % 3]
+        if drafts and seq.output.num_generated % 5 == 0:
             drafts = [*drafts[:-1], drafts[-1] ^ 1]
         self.num_proposed += len(drafts)
         return drafts

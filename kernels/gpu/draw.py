@@ -1,4 +1,4 @@
-"""Token sampling on GPUs in torch: the Gumbel-max trick in float32, and without sorting the vocabulary.
+"""Token sampling on GPUs: the Gumbel-max trick in float32, and without sorting the vocabulary.
 
 Top-k, top-p and min-p need the largest logits in order: `topk` finds some candidates, and only these are sorted, and their
 noise computed, as the reference does it (engine/sampler.py), in float64. Without these settings every token is a candidate;
@@ -42,25 +42,37 @@ def draw(
     rows_R, counters_R = packed[0], packed[1]
     temperature, top_k, top_p, min_p = packed[2:].view(torch.float64)
     plain = [not (k or p < 1 or m > 0) for _, k, p, m in settings]
+    drawn = None
+    if any(plain):
+        best_R, margin_R, ids_R = _largest_sums(logits_SV, argmax_S, rows_R, counters_R, temperature.float())
+        drawn = torch.where((margin_R > MARGIN) & best_R.isfinite(), ids_R, -1)
+        if all(plain):
+            return drawn
     logits_RV = logits_SV.index_select(0, rows_R)
-    if all(plain):
-        return _draw_plain(logits_RV, counters_R, temperature)
     filtered = _draw_filtered(logits_RV, counters_R, temperature, top_k, top_p, min_p)
-    if not any(plain):
+    if drawn is None:
         return filtered
     is_plain = ~((top_k > 0) | (top_p < 1) | (min_p > 0))
-    return torch.where(is_plain, _draw_plain(logits_RV, counters_R, temperature), filtered)
+    return torch.where(is_plain, drawn, filtered)
 
 
-def _draw_plain(logits_RV: torch.Tensor, counters_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
-    logits_RV = logits_RV.float()
-    maximum_R1 = logits_RV.amax(-1, keepdim=True)
-    scaled_RV = (logits_RV - maximum_R1) / temperature_R[:, None].float()
-    ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    scaled_RV += fast_gumbel(random_bits(counters_R, ids_V))
+def _largest_sums(
+    logits_SV: torch.Tensor,
+    argmax_S: torch.Tensor,
+    rows_R: torch.Tensor,
+    counters_R: torch.Tensor,
+    temperature_R: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do what `gumbel.largest_sums` does, in torch where that has no GPU."""
+    if logits_SV.is_cuda:
+        from pdserve.kernels.gpu.gumbel import largest_sums
+
+        return largest_sums(logits_SV, argmax_S, rows_R, counters_R, temperature_R)
+    logits_RV = logits_SV.index_select(0, rows_R).float()
+    scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature_R[:, None]
+    scaled_RV += fast_gumbel(random_bits(counters_R, torch.arange(logits_RV.shape[1], device=logits_RV.device)))
     best = scaled_RV.topk(min(2, scaled_RV.shape[1]), -1)
-    sure_R = (best.values[:, 0] - best.values[:, -1] > MARGIN) & maximum_R1[:, 0].isfinite()
-    return torch.where(sure_R, best.indices[:, 0], -1)
+    return best.values[:, 0], best.values[:, 0] - best.values[:, -1], best.indices[:, 0]
 
 
 def _draw_filtered(

@@ -233,5 +233,6 @@ def rotate_and_write(
             R_HALF_PAD=triton.next_power_of_2(rotated // 2),
             HEADS=HEADS,
             num_warps=2,
+            enable_fp_fusion=False,  # fused, products would not be rounded before they are added
         )
     return out_THD

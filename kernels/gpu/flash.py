@@ -1,20 +1,19 @@
-"""Paged attention by flash-attn (Dao 2023, Shah et al. 2024) and FlashInfer (Ye et al. 2025), where they are installed.
+"""Paged attention by flash-attn (Dao 2023, Shah et al. 2024), where it is installed.
 
 Each phase has the first back end that can compute it (`choose`), the last of which is the Triton kernel:
     - Prefill gathers the KV of its sequences into rows, with one Triton kernel, and calls `flash_attn_varlen_func`, whose
       pages would have to be larger than our blocks. Its causal mask is aligned at the bottom right, as ours is.
-    - Decode reads the pool in place: flash-attn 3 and FlashInfer accept pages of any size and strided views of the pool,
-      flash-attn 2 pages of multiples of 256 tokens.
+    - Decode reads the pool in place: flash-attn 3 accepts pages of any size and strided views of the pool, flash-attn 2
+      pages of multiples of 256 tokens. Either can be recorded. FlashInfer plans each step on the host, so that its steps
+      cannot be: an eager step of a small model took 20 ms on an H200, a recorded one 2.6.
 
 Contract-tested with doubles of these functions in torch; never run on a GPU. Shape legend: see batch.py.
 """
 
 import importlib
 import importlib.util
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,18 +26,16 @@ from pdserve.kernels.gpu.launch import device_of
 
 TRITON = triton_kernels.NAME
 PREFILL = ("flash-attn-3", "flash-attn-4", "flash-attn-2")  # in order of preference
-DECODE = ("flash-attn-3", "flash-attn-2", "flashinfer")
+DECODE = ("flash-attn-3", "flash-attn-2")
 MODULES = {
     "flash-attn-2": "flash_attn",
     "flash-attn-3": "flash_attn_interface",
     "flash-attn-4": "flash_attn.cute",
-    "flashinfer": "flashinfer",
 }
-MIN_CAPABILITY = {"flash-attn-2": (8, 0), "flash-attn-3": (9, 0), "flash-attn-4": (9, 0), "flashinfer": (8, 0)}
+MIN_CAPABILITY = {"flash-attn-2": (8, 0), "flash-attn-3": (9, 0), "flash-attn-4": (9, 0)}
 MAX_CAPABILITY = {"flash-attn-3": (9, 9)}
-MAX_HEAD_DIM = {"flash-attn-2": 256, "flash-attn-3": 256, "flash-attn-4": 128, "flashinfer": 256}
+MAX_HEAD_DIM = {"flash-attn-2": 256, "flash-attn-3": 256, "flash-attn-4": 128}
 PAGE_MULTIPLE = 256  # tokens, of flash-attn 2
-WORKSPACE_BYTES = 128 << 20  # of FlashInfer, as its documentation recommends
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,10 @@ class Choice:
 
 
 def installed() -> frozenset[str]:
-    """Return the names of the back ends that this environment can import and, if they compile at run time, build."""
+    """Return the names of the back ends that this environment can import."""
     present = {name for name, module in MODULES.items() if _is_importable(module)}
     if not _is_importable("flash_attn_2_cuda"):
         present.discard("flash-attn-2")  # flash-attn 4 alone has the folder, too
-    if not _is_importable("flashinfer_jit_cache") and not (shutil.which("nvcc") and shutil.which("ninja")):
-        present.discard("flashinfer")
     return frozenset(present)
 
 
@@ -85,14 +80,12 @@ def _obstacle(
 ) -> str | None:
     """Return why a back end cannot compute a phase, or None if it can."""
     if name not in installed:
-        return "is not installed" + (", or nvcc and ninja are not" if name == "flashinfer" else "")
+        return "is not installed"
     if not MIN_CAPABILITY[name] <= capability <= MAX_CAPABILITY.get(name, capability):
         return "does not support compute capability {}.{}".format(*capability)
     if kv.dtype not in (torch.float16, torch.bfloat16):
         return f"has no {str(kv.dtype).removeprefix('torch.')}"
     if kv.head_dim > MAX_HEAD_DIM[name] or kv.head_dim % 8:
-        return f"does not support heads of {kv.head_dim} elements"
-    if name == "flashinfer" and kv.head_dim not in (64, 128, 256):
         return f"does not support heads of {kv.head_dim} elements"
     if name == "flash-attn-2" and phase == "decode" and kv.block_size % PAGE_MULTIPLE:
         return f"decodes over blocks of multiples of {PAGE_MULTIPLE} tokens only, not of {kv.block_size}"
@@ -109,7 +102,9 @@ def _is_importable(module: str) -> bool:
 class FlashKernel:
     """The kernel of a choice of back ends. A `Kernel` of batch.py."""
 
-    def __init__(self, chosen: Choice, device: torch.device) -> None:
+    CAPABILITIES = Capabilities(is_capturable=True)
+
+    def __init__(self, chosen: Choice) -> None:
         self.NAME = "+".join(dict.fromkeys((chosen.prefill, chosen.decode)))
         self.write_kv = triton_kernels.write_kv
         self.copy_blocks = triton_kernels.copy_blocks
@@ -118,9 +113,7 @@ class FlashKernel:
         self._prefill = triton_kernels.attend if chosen.prefill == TRITON else _Varlen(chosen.prefill)
         self._decode: Callable[..., torch.Tensor] = triton_kernels.attend
         if chosen.decode != TRITON:
-            self._decode = _FlashInfer(device) if chosen.decode == "flashinfer" else _KVCache(chosen.decode)
-        # FlashInfer's plan of a step is made on the host.
-        self.CAPABILITIES = Capabilities(is_capturable=chosen.decode != "flashinfer")
+            self._decode = _KVCache(chosen.decode)
 
     def attend(
         self,
@@ -206,67 +199,6 @@ class _KVCache:
             softcap=softcap or 0.0,
         )
         return _first(out)[:, 0]
-
-
-class _FlashInfer:
-    """Decode by FlashInfer over the pool. A step is planned once for each combination of scale, window and soft cap."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = importlib.import_module(MODULES["flashinfer"])
-        self._device = device
-        self._wrappers: dict[tuple[float, int | None, float | None], Any] = {}
-        self._planned: dict[tuple[float, int | None, float | None], PagedBatch] = {}
-
-    def __call__(
-        self,
-        q_SHD: torch.Tensor,
-        cache_N2GBD: torch.Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        key = (scale, window, softcap)
-        if key not in self._wrappers:
-            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-            # Tensor cores pay once several query heads share a key/value head.
-            shared = q_SHD.shape[1] > cache_N2GBD.shape[2]
-            self._wrappers[key] = self._module.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "HND", use_tensor_cores=shared
-            )
-        if self._planned.get(key) is not batch:
-            self._plan(self._wrappers[key], q_SHD, cache_N2GBD, batch, scale, window, softcap)
-            self._planned[key] = batch
-        out: torch.Tensor = self._wrappers[key].run(q_SHD.contiguous(), (cache_N2GBD[:, 0], cache_N2GBD[:, 1]))
-        return out
-
-    @staticmethod
-    def _plan(
-        wrapper: Any,
-        q_SHD: torch.Tensor,
-        cache_N2GBD: torch.Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        _, _, kv_heads, block_size, size = cache_N2GBD.shape
-        pages = [-(-length // block_size) for length in batch.kv_lens]
-        last = [length - (count - 1) * block_size for length, count in zip(batch.kv_lens, pages, strict=True)]
-        wrapper.plan(
-            torch.tensor([0, *accumulate(pages)], dtype=torch.int32),  # on the host, where plans are made
-            torch.cat([row[:count] for row, count in zip(batch.tables_SM, pages, strict=True)]).int(),
-            torch.tensor(last, dtype=torch.int32),
-            q_SHD.shape[1],
-            kv_heads,
-            size,
-            block_size,
-            window_left=-1 if window is None else window - 1,
-            logits_soft_cap=softcap,
-            q_data_type=q_SHD.dtype,
-            kv_data_type=cache_N2GBD.dtype,
-            sm_scale=scale,
-        )
 
 
 def _first(out: Any) -> torch.Tensor:

@@ -3,9 +3,12 @@
 Several instances may share a GPU. Each has its share of the memory, whatever the others have taken of theirs.
 """
 
+import weakref
+
 import torch
 
 CONTEXT_BYTES = 512 << 20  # the most that CUDA itself takes for a process, whose exact size no process can ask for
+GRAPH_BYTES = 4 << 20  # that the driver takes for one CUDA graph of a decode step
 LATER_BYTES = 64 << 20  # of buffers that are allocated after the pool: those of `kv_transfer/staging.py`
 
 
@@ -45,11 +48,11 @@ class PeakMeter:
         torch.cuda.empty_cache()
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, after torch has given back what it only keeps for later."""
+def reserved_bytes(device: torch.device) -> int:
+    """Return what torch holds of a GPU in this process, after it has given back what it only keeps for later."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+    return torch.cuda.memory_reserved(device)
 
 
 def free_for_pool(device: torch.device, peak: int, utilization: float) -> int:
@@ -68,7 +71,7 @@ def describe(device: torch.device, utilization: float) -> str:
 
 
 def pin(x: torch.Tensor) -> torch.Tensor:
-    """Make host memory reachable by GPUs, so that copies need no detour, and return it.
+    """Make host memory reachable by GPUs as long as it exists, so that copies need no detour, and return it.
 
     `Tensor.pin_memory` copies, and its allocator rounds up to a power of two: either can double the memory of a large tensor.
 
@@ -83,4 +86,6 @@ def pin(x: torch.Tensor) -> torch.Tensor:
             f"{x.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error {int(status)}); "
             "raise `ulimit -l`, or the memory limit of the container"
         )
+    # Otherwise the driver would take other memory at this address for this one.
+    weakref.finalize(x.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, x.data_ptr()).atexit = False
     return x

@@ -4,6 +4,7 @@ Checksums are computed where the bytes are, so that nothing passes through the h
 their own; each call returns when it is done.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,7 +40,9 @@ class GPURows:
         return len(self._rows)
 
     def like(self, count: int) -> "GPURows":
-        return GPURows(torch.empty_like(self._rows[:1]).repeat(count, 1), self._cuda)
+        with self._synchronized():  # memory that the model's stream has given back may still be in use there
+            rows = torch.empty((count, self._rows.shape[1]), dtype=torch.uint8, device=self._rows.device)
+        return GPURows(rows, self._cuda)
 
     def mark(self) -> Any:
         if self._cuda is None:
@@ -52,20 +55,24 @@ class GPURows:
         if mark is not None:
             mark.synchronize()
 
-    def digest(self, row: int) -> bytes:
-        """Return the sum of the mixed words of a row, each with its place: it detects accidents, and no malice."""
+    def digests(self, rows: Sequence[int]) -> list[bytes]:
+        """Return the sum of the mixed words of each row, each with its place: it detects accidents, and no malice."""
         with self._synchronized():
-            words = self._words[row]
-            words = words + torch.arange(1, len(words) + 1, device=words.device) * _GOLDEN
+            words = self._words.index_select(0, self._ids(rows))
+            words += torch.arange(1, words.shape[1] + 1, device=words.device) * _GOLDEN
             words = (words ^ _shift_right(words, 30)) * _MIX_1
             words = (words ^ _shift_right(words, 27)) * _MIX_2
-            total = (words ^ _shift_right(words, 31)).sum()
-        return int(total).to_bytes(8, "little", signed=True)
+            # The copy waits for the stream in which it is made, which must not be the model's.
+            sums = (words ^ _shift_right(words, 31)).sum(1).to("cpu", copy=True)
+        return [total.to_bytes(8, "little", signed=True) for total in sums.tolist()]
 
-    def copy(self, row: int, source: "GPURows", source_row: int) -> bytes:
+    def copy(self, rows: Sequence[int], source: "GPURows", source_rows: Sequence[int]) -> list[bytes]:
         with self._synchronized():
-            self._rows[row].copy_(source._rows[source_row])
-        return self.digest(row)
+            self._words.index_copy_(0, self._ids(rows), source._words.index_select(0, self._ids(source_rows)))
+        return self.digests(rows)
+
+    def _ids(self, rows: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(rows, device=self._rows.device)
 
     def _synchronized(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._cuda is None else Synchronized(self._stream, self._cuda)

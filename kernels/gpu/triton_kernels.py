@@ -18,7 +18,7 @@ Shape legend: see batch.py; R query heads per key/value head.
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -30,13 +30,14 @@ from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors, share
 NAME = "triton"
 CAPABILITIES = Capabilities(is_capturable=True)  # grids follow from the lengths on the host
 MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second kernel
+MAX_SPLIT_TOKENS = 1024  # KV tokens: one long sequence among many short ones would take as long alone
 INVARIANT_SPLIT_TOKENS = 512
 UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
 COPY_WORDS = 4096  # words of 8 bytes per program
 SLOT_SEQS = 64  # sequences whose splits are counted at a time
 # Arguments that change from step to step. Triton would compile a kernel for a value of 1, one for multiples of 16 and one
 # for all others, each when it first occurs: in the middle of a stream.
-STEP_ARGUMENTS = ("tables", "starts", "kv_lens", "table_length", "split_length", "tiles", "splits_per_seq")
+STEP_ARGUMENTS = ("tables", "starts", "kv_lens", "table_length", "split_length", "first_seq", "tiles", "splits_per_seq")
 
 # Tiles of the attention kernel by phase, bytes of an element and padded head size: bytes of shared memory that a block of
 # threads must be allowed, rows, tokens, warps, stages. The first that fits is taken; none spills registers in 16 bits.
@@ -207,6 +208,7 @@ def _attend(
     softcap,
     window,
     split_length,
+    first_seq,
     tiles,
     splits_per_seq,
     DECODE: tl.constexpr,
@@ -224,7 +226,8 @@ def _attend(
 ):
     # One axis for three, as the length of the others is limited to 65535.
     tile, g = tl.program_id(0) % tiles, tl.program_id(1)
-    s, split = tl.program_id(0) // tiles // splits_per_seq, tl.program_id(0) // tiles % splits_per_seq
+    s = first_seq + tl.program_id(0) // tiles // splits_per_seq
+    split = tl.program_id(0) // tiles % splits_per_seq
     start = tl.load(starts + s).to(tl.int64)
     query_len = tl.load(starts + s + 1) - start
     kv_len = tl.load(kv_lens + s)
@@ -379,92 +382,102 @@ def attend(
         invariant: give a row the same bits in any batch, chunk and phase; see above.
     """
     q_THD = _contiguous_rows(q_THD)
-    tokens, heads, size = q_THD.shape
-    kv_heads, block_size = cache_N2GBD.shape[2:4]
-    seqs, repeats, padded = len(batch.query_lens), heads // kv_heads, max(16, triton.next_power_of_2(size))
-    out_THD = q_THD.new_empty((tokens, heads, size))
-    tables_SM = batch.tables_SM.contiguous()
-    windowed = window is not None
-
-    def launch(decode: bool, split_length: int, splits: int, num_parts: int) -> None:
-        parts = [out_THD] * 3
-        if decode and splits > 1:
-            shape = (num_parts, heads)
-            parts = [q_THD.new_empty(s, dtype=torch.float32) for s in ((*shape, size), shape, shape)]
-        tuning = tuning_of(decode, invariant, repeats, padded, q_THD.itemsize, shared_memory(q_THD.device))
-        tiles = triton.cdiv(max(batch.query_lens) * repeats if not decode else repeats, tuning["ROWS"])
-        splits_per_seq = splits if decode else 1  # that have programs of their own
-        _attend[(tiles * seqs * splits_per_seq, kv_heads)](
-            out_THD,
-            *parts,
-            q_THD,
-            cache_N2GBD,
-            tables_SM,
-            batch.starts,
-            batch.kv_lens_S,
-            *out_THD.stride()[:2],
-            *q_THD.stride()[:2],
-            *cache_N2GBD.stride()[:3],
-            tables_SM.shape[1],
-            scale,
-            softcap or 0.0,
-            window or 0,
-            split_length,
-            tiles,
-            splits_per_seq,
-            DECODE=decode,
-            SPLIT=splits > 1,
-            CAPPED=softcap is not None,
-            WINDOWED=windowed,
-            WIDEN=INTERPRETED and q_THD.dtype == torch.bfloat16,
-            SEQS=SLOT_SEQS,
-            R=repeats,
-            B=block_size,
-            D=size,
-            D_PAD=padded,
-            **tuning,
-        )
-        if decode and splits > 1:
-            _combine[(seqs, heads)](
-                out_THD,
-                *parts,
-                batch.starts,
-                batch.kv_lens_S,
-                *out_THD.stride()[:2],
-                split_length,
-                window or 0,
-                WINDOWED=windowed,
-                SEQS=SLOT_SEQS,
-                D=size,
-                D_PAD=padded,
-                num_warps=1,
-                enable_fp_fusion=tuning["enable_fp_fusion"],
-            )
-
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    kv_heads = cache_N2GBD.shape[2]
     key = (NAME, window, kv_heads, invariant)
     if key not in batch.plans:
         batch.plans[key] = _plan(batch, window, kv_heads, invariant, q_THD.device)
     with device_of(q_THD):
-        for arguments in batch.plans[key]:
-            launch(*arguments)
+        for launch in batch.plans[key]:
+            _launch(out_THD, q_THD, cache_N2GBD, batch, scale, window, softcap, invariant, launch)
     return out_THD
 
 
-def _plan(
-    batch: PagedBatch, window: int | None, kv_heads: int, invariant: bool, device: torch.device
-) -> list[tuple[bool, int, int, int]]:
-    """Return the launches of a step: whether of decode, length and largest number of splits, partial results in all."""
+class Launch(NamedTuple):
+    """A launch of the attention kernel.
+
+    Attributes:
+        decode: whether for sequences with one new token, or for the others.
+        seqs: among which these are.
+        split_length: tokens of a split of KV.
+        splits: the most that a sequence has.
+        num_parts: partial results of all sequences.
+    """
+
+    decode: bool
+    seqs: range
+    split_length: int
+    splits: int
+    num_parts: int
+
+
+def _launch(
+    out_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    cache_N2GBD: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    invariant: bool,
+    launch: Launch,
+) -> None:
+    heads, size = q_THD.shape[1:]
+    kv_heads, block_size = cache_N2GBD.shape[2:4]
+    repeats, padded, decode = heads // kv_heads, max(16, triton.next_power_of_2(size)), launch.decode
+    tables_SM = batch.tables_SM.contiguous()
+    is_split = launch.splits > 1
+    parts = [out_THD] * 3
+    if decode and is_split:
+        shape = (launch.num_parts, heads)
+        parts = [q_THD.new_empty(s, dtype=torch.float32) for s in ((*shape, size), shape, shape)]
+    tuning = tuning_of(decode, invariant, repeats, padded, q_THD.itemsize, shared_memory(q_THD.device))
+    tiles = triton.cdiv(max(batch.query_lens) * repeats if not decode else repeats, tuning["ROWS"])
+    splits_per_seq = launch.splits if decode else 1  # that have programs of their own
+    strides = (*out_THD.stride()[:2], *q_THD.stride()[:2], *cache_N2GBD.stride()[:3])
+    steps = (launch.split_length, launch.seqs.start, tiles, splits_per_seq)
+    shapes = {"D": size, "D_PAD": padded, "SEQS": SLOT_SEQS, "WINDOWED": window is not None}
+    _attend[(tiles * len(launch.seqs) * splits_per_seq, kv_heads)](
+        *(out_THD, *parts, q_THD, cache_N2GBD, tables_SM, batch.starts, batch.kv_lens_S, *strides, tables_SM.shape[1]),
+        *(scale, softcap or 0.0, window or 0, *steps),
+        DECODE=decode,
+        SPLIT=is_split,
+        CAPPED=softcap is not None,
+        WIDEN=INTERPRETED and q_THD.dtype == torch.bfloat16,
+        R=repeats,
+        B=block_size,
+        **shapes,
+        **tuning,
+    )
+    if decode and is_split:
+        _combine[(len(launch.seqs), heads)](
+            *(out_THD, *parts, batch.starts, batch.kv_lens_S, *strides[:2], launch.split_length, window or 0),
+            **shapes,
+            num_warps=1,
+            enable_fp_fusion=tuning["enable_fp_fusion"],
+        )
+
+
+def _plan(batch: PagedBatch, window: int | None, kv_heads: int, invariant: bool, device: torch.device) -> list[Launch]:
+    """Return the launches of a step.
+
+    A launch of prefill leaves out the decoding sequences at the front: one of their programs ends at once, but as many as
+    the longest prompt has tiles would start for each.
+    """
+    seqs = range(len(batch.query_lens))
     lengths = list(zip(batch.query_lens, batch.kv_lens, strict=True))
     decoding, others = [kv for new, kv in lengths if new == 1], [kv for new, kv in lengths if new > 1]
-    plan = []
+    plan = list[Launch]()
     if others:
         length = INVARIANT_SPLIT_TOKENS if invariant else UNSPLIT
-        plan.append((False, length, max(_count_splits(kv, length, None) for kv in others), 0))
+        splits = max(_count_splits(kv, length, None) for kv in others)
+        plan.append(Launch(False, seqs[batch.num_decoding :], length, splits, 0))
     if decoding:
         longest = min(window or UNSPLIT, max(decoding))
         length = INVARIANT_SPLIT_TOKENS if invariant else _split_length(len(decoding) * kv_heads, longest, device)
         splits = max(_count_splits(kv, length, window) for kv in decoding)
-        plan.append((True, length, splits, sum(_count_splits(kv, length, window) for kv in batch.kv_lens)))
+        num_parts = sum(_count_splits(kv, length, window) for kv in batch.kv_lens)
+        plan.append(Launch(True, seqs[: seqs.stop - batch.query_lens[::-1].index(1)], length, splits, num_parts))
     return plan
 
 
@@ -539,8 +552,9 @@ def tuning_of(decode: bool, invariant: bool, repeats: int, padded: int, itemsize
 
 
 def _split_length(programs: int, kv_tokens: int, device: torch.device) -> int:
-    """Return the KV tokens of a split of decoding sequences: such that each multiprocessor has two programs."""
+    """Return the KV tokens of a split of decoding sequences: such that each multiprocessor has two programs, or more."""
     splits = min(2 * processors(device) // programs, kv_tokens // MIN_SPLIT_TOKENS)
+    splits = max(splits, triton.cdiv(kv_tokens, MAX_SPLIT_TOKENS))
     return triton.cdiv(kv_tokens, splits * 64) * 64 if splits > 1 else UNSPLIT  # whole tiles
 
 

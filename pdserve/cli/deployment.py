@@ -38,8 +38,15 @@ from pdserve.errors import SetupError
 NOT_SHARED = ("served_model_name", "control_port", "workers")
 # Below the ephemeral ports of the system: an outgoing connection could take one of those before a child listens on it.
 PORT_RANGE = range(10_000, 22_000)
+GPU_STORE_BYTES = 8 << 30
 # URLs that are private to one deployment, so that `stop` may unlink the segment: one process may have several deployments.
 _private_stores = (f"shm://up-{os.getpid()}" + (f"-{number}" if number else "") for number in count())
+
+
+def gpu_store_bytes() -> int:
+    """Return the size of a private store for pools on GPUs: what is in flight there fills the default of `shm://` at once."""
+    file_system = os.statvfs("/dev/shm")
+    return min(GPU_STORE_BYTES, file_system.f_bavail * file_system.f_frsize // 2)
 
 
 class Deployment(Supervisor):
@@ -190,6 +197,8 @@ class Deployment(Supervisor):
         if any(self._gpus) and len(self._gpus) < ranks:
             raise SetupError(f"--tensor-parallel-size {ranks} needs as many GPUs; there are {len(self._gpus)} here")
         self._per_gpu = -(-instances * ranks // len(self._gpus)) if self._gpus else 0
+        if self._gpus and self.connector != config.connector:
+            self.connector += f"?size={gpu_store_bytes()}"
         if self._per_gpu > 1:
             self._settings["gpu_memory_utilization"] = config.gpu_memory_utilization / self._per_gpu
         if any(self._gpus) and config.device != "auto":

@@ -7,10 +7,11 @@ Shape legend: see kernels/batch.py; V vocabulary.
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pdserve.engine.step_graph import Model
 from pdserve.kernels.batch import PagedBatch
@@ -21,7 +22,7 @@ MAX_PADDED_ROWS = 512  # larger steps are bound by their products, not by launch
 MIN_PADDED_TOKENS = 1024
 REPLAY_TOLERANCE = 0.01  # relative: cuBLAS may choose another kernel while it records
 
-Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+Record = Callable[[Callable[[], torch.Tensor]], Callable[[], object]]
 
 
 class PaddedGraphs:
@@ -34,7 +35,7 @@ class PaddedGraphs:
     Args:
         model: computes the logits [S, V] of ids [1, S], positions [1, S] and a batch of one new token each.
         max_tokens: of the longest sequence.
-        record: see `record_cuda_graph`.
+        record: see `CudaRecorder`.
 
     Attributes:
         num_replayed: number of steps whose logits came from a replay.
@@ -43,8 +44,9 @@ class PaddedGraphs:
     def __init__(self, model: Model, max_tokens: int, record: Record | None = None) -> None:
         self._model = model
         self.max_tokens = max_tokens
-        self._record = record or record_cuda_graph
+        self._record = record or CudaRecorder()
         self._graphs: dict[tuple[int, int], _PaddedGraph] = {}
+        self._logits_SV: torch.Tensor | None = None  # of whatever graph was replayed last
         self._enabled = True
         self.num_replayed = 0
 
@@ -64,10 +66,14 @@ class PaddedGraphs:
             return self._graphs[key].replay(ids_1S, positions_1S, batch)[:count]
         graph = _PaddedGraph(*key, batch)
         graph.fill(ids_1S, positions_1S, batch)
-        expected_SV = graph.run(self._model).clone()
+        with _WaitDetector() as detector:
+            expected_SV = graph.run(self._model).clone()
+        if detector.operator is not None:
+            self._disable(f"the model waits for the GPU in {detector.operator}")
+            return expected_SV[:count]
         try:
-            graph.record(self._model, self._record)
-        except RuntimeError as error:  # of CUDA: the model reads values of tensors, for example
+            graph.record(self._model, self._record, self._buffer(expected_SV))
+        except RuntimeError as error:  # of CUDA
             self._disable(str(error).splitlines()[0])
             return expected_SV[:count]
         got_SV = graph.replay(ids_1S, positions_1S, batch)
@@ -76,6 +82,12 @@ class PaddedGraphs:
         else:
             self._graphs[key] = graph
         return expected_SV[:count]
+
+    def _buffer(self, like_SV: torch.Tensor) -> torch.Tensor:
+        """Return where graphs of so many sequences leave their logits; large ones are recorded first, and others share it."""
+        if self._logits_SV is None or len(self._logits_SV) < len(like_SV):
+            self._logits_SV = torch.empty_like(like_SV)
+        return self._logits_SV[: len(like_SV)]
 
     def _disable(self, reason: str) -> None:
         log.warning("decode steps are slower, since each runs the model's Python: %s", reason)
@@ -100,16 +112,18 @@ class _PaddedGraph:
             kernel=like.kernel,
             known_starts=torch.arange(rows + 1, **indices),
         )
-        self._replay: Callable[[], None] = lambda: None
+        self._replay: Callable[[], object] = lambda: None
         self._logits_SV: torch.Tensor | None = None
 
     def run(self, model: Model) -> torch.Tensor:
         return model(self._ids_1S, self._positions_1S, self._batch)
 
-    def record(self, model: Model, record: Record) -> None:
+    def record(self, model: Model, record: Record, logits_SV: torch.Tensor) -> None:
+        """Record a step that leaves its logits in `logits_SV`."""
         device = self._ids_1S.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self._replay, self._logits_SV = record(partial(self.run, model))
+            self._replay = record(lambda: logits_SV.copy_(self.run(model)))
+        self._logits_SV = logits_SV
 
     def replay(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Return the logits of all rows, those of another step first."""
@@ -154,19 +168,66 @@ def padded_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
     return sorted(((count, limit) for count in rows for limit in limits), reverse=True)
 
 
-def record_cuda_graph(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record what `run` launches. Return a function that launches it again, and the tensor that gets its result.
+class CudaRecorder:
+    """Records what a function launches, on a stream and in a pool of memory of its own, and returns what launches it again.
 
-    `run` must have been called before: compilation cannot be recorded. All graphs share one pool of memory, since no two of
-    them run at a time and no result outlives the next replay.
+    All graphs of a recorder share its pool: no two of them run at a time, and no temporary tensor outlives its replay. They
+    must be dropped together: torch gives up a pool with its last graph, and a workspace of cuBLAS with any graph that
+    uses it.
     """
-    graph = torch.cuda.CUDAGraph()
-    # Threads that move KV go on meanwhile, and may wait for the device.
-    with torch.cuda.graph(graph, pool=_graph_pool(), capture_error_mode="thread_local"):
-        result = run()
-    return graph.replay, result
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        """Record `run`, which must have been called before: compilation cannot be recorded.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded. Torch is as it was before.
+        """
+        model_stream = torch.cuda.current_stream()
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._stream.wait_stream(model_stream)
+            with torch.cuda.stream(self._stream):
+                run()  # libraries allocate a workspace for each stream, which must not lie in the pool
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Threads that move KV go on meanwhile, and may wait for the device.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError:
+            # If a recording cannot be ended, torch leaves its stream the current one, and its pool open.
+            torch.cuda.set_stream(model_stream)
+            _end_allocation(model_stream.device_index, self._pool)
+            raise
+        return graph.replay
 
 
-@cache
-def _graph_pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+def _end_allocation(device: int, pool: Any) -> None:
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError as error:  # it was ended
+        log.debug("recording: %s", error)
+
+
+class _WaitDetector(TorchDispatchMode):
+    """Detects operators that wait for the GPU, which cannot be recorded.
+
+    Attributes:
+        operator: name of the first one.
+    """
+
+    WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operator: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        devices = [{x.device.type for x in tree_leaves(tree) if isinstance(x, torch.Tensor)} for tree in (args, result)]
+        if func._schema.name in self.WAITING or ("cuda" in devices[0] and "cpu" in devices[1]):
+            self.operator = self.operator or func._schema.name
+        return result

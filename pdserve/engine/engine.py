@@ -12,11 +12,12 @@ from msgspec import structs
 from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.features import features_of
 from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Feature, Sequence
 from pdserve.engine.step import Drafter, StepOutcome
 from pdserve.errors import SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, root_key, token_array
@@ -152,11 +153,20 @@ class Engine:
         tokens.extend(output)
         if len(packed_keys) > len(prompt) // HASH_TOKENS * KEY_BYTES:
             raise ValueError(f"{len(packed_keys)} bytes of keys are more than those of {len(prompt)} tokens")
+        pooling = self.checkpoint.pooling
+        if sampling.embed and pooling is None:
+            raise ValueError("this model has no embeddings")
+        if not sampling.embed and pooling is not None and pooling.num_classes:
+            raise ValueError("this model is a classifier, which generates nothing")
+        features: tuple[Feature, ...] = ()
+        if not sampling.needs_only_logits:
+            pooling = pooling if sampling.embed else None
+            features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
         root = root_key(model_digest=self.layout.model_digest, salt=salt)
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
-        seq = Sequence(
-            constraint=self._constraint(sampling),
+        seq = Sequence.new(
+            constraint=self._constraint(sampling) if sampling.grammar else None,
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             tenant=tenant,
             request_id=request_id,
@@ -168,15 +178,10 @@ class Engine:
             block_size=self.layout.block_size,
             chain=KeyChain(root, packed_keys),
             stop_token_ids=stops,
+            features=features,
         )
         if sampling.logits_processors:
-            seq.process(make_processors(sampling.logits_processors))
-        if sampling.embed:
-            if self.checkpoint.pooling is None:
-                raise ValueError("this model has no embeddings")
-            seq.embed(self.checkpoint.pooling)
-        elif self.checkpoint.pooling is not None and self.checkpoint.pooling.num_classes:
-            raise ValueError("this model is a classifier, which generates nothing")
+            seq.output.process(make_processors(sampling.logits_processors))
         if width := sampling.beam_width:
             how = sampling.length_penalty, sampling.early_stopping
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
@@ -219,29 +224,31 @@ class Engine:
         """Queue a sequence, once its grammar, if it has one, is compiled."""
         if seq.group is not None:
             self._searches.add(seq)
-        if seq.constraint is not None and not seq.constraint.is_ready:
+        if seq.output.constraint is not None and not seq.output.constraint.is_ready:
             self._compiling.append(seq)
         else:
             self.scheduler.add(seq)
 
     def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
         """Queue and return a sequence that continues `seq` with its own parameters. The KV computed so far is shared."""
-        assert seq.constraint is None, "a grammar's state belongs to one sequence"
-        return self.scheduler.fork(seq, request_id, sampling)
+        assert seq.output.constraint is None, "a grammar's state belongs to one sequence"
+        features = features_of(sampling, seq.output.num_prompt, is_continued=True)
+        return self.scheduler.fork(seq, request_id, sampling, features)
 
     def remove(self, seq: Sequence) -> None:
         """Dequeue a sequence, finished or not, and release its blocks. The first that waits for it takes its place."""
         if seq in self._compiling:
             self._compiling.remove(seq)
-        seq.leave()
+        if seq.leader is not None:
+            seq.leave()
         self.scheduler.remove(seq)
         if seq.group is not None:
             self._searches.discard(seq)
             for beam in seq.group.beams:
                 self.scheduler.remove(beam)
-            seq.group.beams = []
-        if siblings := seq.take_siblings():
-            heir, *others = siblings
+            seq.group.advance([])
+        if seq.siblings:
+            heir, *others = seq.take_siblings()
             heir.lead(others)
             self.add(heir)
 
@@ -270,13 +277,13 @@ class Engine:
         advanced = dict.fromkeys(searched)
         for seq, accepted in outcome.items():
             if accepted.computed:
-                work.append((plan.num_tokens(seq), seq.num_computed))
+                work.append((plan.num_tokens(seq), seq.kv.num_computed))
             advanced[seq if seq.group is None else seq.group.root] = None
             if len(accepted.tokens) > 1:
                 accepted.cut_at_end(seq)
-                seq.extend(accepted.tokens[:-1])
-            seq.mark_computed(accepted.computed)
-            seq.register_full_blocks(self.pool)
+                seq.output.extend(accepted.tokens[:-1])
+            seq.kv.mark_computed(accepted.computed)
+            seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)
             if seq.siblings and accepted.tokens:
                 leaders.append(seq)
@@ -284,7 +291,7 @@ class Engine:
             advanced.update(dict.fromkeys(self._share_prompt(leader)))
         for seq, accepted in outcome.items():
             if accepted.tokens:
-                seq.append(accepted.tokens[-1])
+                seq.output.append(accepted.tokens[-1])
         return StepResult(
             advanced=[*advanced],
             outcome=outcome,
@@ -308,20 +315,24 @@ class Engine:
         groups = dict.fromkeys(seq.group for seq in self.scheduler.running if seq.group is not None)
         ready = [group for group in groups if group is not None and group.is_ready]
         for group in ready:
-            branches = group.search.step([seq.candidates or [] for seq in group.beams])
+            branches = group.search.step([group.candidates[seq] for seq in group.beams])
             # Fork first: a beam that has got its token is no longer what its other branches continue.
             heirs = {branch.parent: i for i, branch in reversed([*enumerate(branches)])}
             beams = []
             for i, branch in enumerate(branches):
                 parent = group.beams[branch.parent]
                 keeps = heirs[branch.parent] == i and parent is not group.root
-                beams.append(parent if keeps else self.scheduler.fork(parent, parent.request_id, parent.sampling))
+                if keeps:
+                    beams.append(parent)
+                else:
+                    name, sampling, features = parent.request_id, parent.sampling, parent.features
+                    beams.append(self.scheduler.fork(parent, name, sampling, features))
             for beam, branch in zip(beams, branches, strict=True):
-                beam.extend_beam(branch.token)
+                beam.output.append(branch.token)
             for parent in group.beams:
                 if parent not in beams:
                     self.scheduler.remove(parent)
-            group.beams = beams
+            group.advance(beams)
         return [group.root for group in ready]
 
     def _share_prompt(self, leader: Sequence) -> list[Sequence]:

@@ -113,9 +113,9 @@ def apply_grammars(rows: list[tuple[torch.Tensor, Sequence]]) -> None:
     mask_RW = torch.full((len(rows), -(-vocab // 32)), -1, dtype=torch.int32)
     wanted = []
     for row, (_, seq) in enumerate(rows):
-        assert seq.constraint is not None and seq.answer_start is not None
-        output = seq.tokens[seq.num_prompt + seq.answer_start :]
-        mask_row = seq.constraint.mask_row(output.tolist(), mask_RW[row])
+        assert seq.output.constraint is not None and seq.output.answer_start is not None
+        output = seq.output.tokens[seq.output.num_prompt + seq.output.answer_start :]
+        mask_row = seq.output.constraint.mask_row(output.tolist(), mask_RW[row])
         if mask_row is not None:
             wanted.append(mask_row)
     fill_masks(wanted)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from pdserve.engine.cuda_graph import PaddedGraphs
 from pdserve.engine.memory import step_memory
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
 from pdserve.engine.memory.kv_memory import KVMemory
+from pdserve.engine.memory.sequence_kv import BlockTable
 from pdserve.engine.numerics import numerics_class
-from pdserve.engine.sampler import SampledTokens, next_tokens, record_embedding, score
-from pdserve.engine.sequence import BlockTable, Sequence
+from pdserve.engine.sampler import SampledTokens, next_tokens
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan, StepRows
 from pdserve.engine.step_graph import StepGraphs
 from pdserve.engine.step_pipeline import StepPipeline
@@ -144,10 +146,12 @@ class ModelRunner:
             return {}
         rows = plan.rows()
         logits_SV = self._logits(plan, rows)
-        for seq in rows.embedded:
-            record_embedding(seq, self._head)
-        if rows.scored:
-            score(logits_SV[len(rows.last) :], rows.scored)
+        for feature, seq in rows.completed:
+            feature.complete(seq, self._head)
+        start = len(rows.last)
+        for feature, seq, part in rows.read:
+            feature.take_logits(seq, logits_SV[start : start + len(part)])
+            start += len(part)
         is_shared = len(rows.sampled) > len(rows.last)
         sampled_from = rows.sampled_from if is_shared else slice(len(rows.last))
         return plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead))
@@ -159,11 +163,20 @@ class ModelRunner:
         return head
 
     def _logits(self, plan: StepPlan, rows: StepRows) -> torch.Tensor:
-        """Return the logits of the last tokens, then those of scored prompts; pool the hidden states of embeddings."""
-        logit_rows = rows.last + rows.before_scored
-        if not rows.pooled:
-            return self.forward(self.inputs(plan, logit_rows))
-        return self._forward_and_pool(self.inputs(plan, logit_rows), logit_rows, rows.pooled)
+        """Return the logits of the last tokens, then those that features read, which get the hidden states that they read."""
+        logit_rows = [*rows.last]
+        for _, _, part in rows.read:
+            logit_rows += part
+        inputs = self.inputs(plan, logit_rows)
+        if not rows.hidden:
+            return self.forward(inputs)
+        hidden_rows = [row for *_, part in rows.hidden for row in part]
+        logits_SV, hidden_RH = self._forward_with_hidden(inputs, logit_rows, hidden_rows)
+        start = 0
+        for feature, seq, part in rows.hidden:
+            feature.take_hidden(seq, hidden_RH[start : start + len(part)])
+            start += len(part)
+        return logits_SV
 
     @torch.inference_mode()
     def launch(
@@ -176,9 +189,11 @@ class ModelRunner:
                 samples, in these rows, the others their last token.
         """
         ahead = len(rows)
-        ids_T = np.array([*rows, *(seq.tokens[-1] for seq in seqs[ahead:])], dtype=np.uint32)
-        first = [seq.num_computed + (i < ahead) for i, seq in enumerate(seqs)]
-        inputs = self.step_inputs(ids_T, [1] * len(seqs), first, [seq.block_ids for seq in seqs], [*range(len(seqs))])
+        ids_T = np.array([*rows, *(seq.output.tokens[-1] for seq in seqs[ahead:])], dtype=np.uint32)
+        first = [seq.kv.num_computed + (i < ahead) for i, seq in enumerate(seqs)]
+        inputs = self.step_inputs(
+            ids_T, [1] * len(seqs), first, [seq.kv.block_ids for seq in seqs], [*range(len(seqs))]
+        )
         if last is not None and ahead:
             last.keep_logits()
             rows_A = inputs.ids_1T[0, :ahead]
@@ -191,10 +206,10 @@ class ModelRunner:
             return self.graphs.logits(inputs.ids_1T, inputs.positions_1T, inputs.batch)
         return self.compute_logits(inputs.ids_1T, inputs.positions_1T, inputs.batch, inputs.logit_rows)
 
-    def _forward_and_pool(
-        self, inputs: StepInputs, logit_rows: list[int], pooled_rows: list[tuple[Sequence, int]]
-    ) -> torch.Tensor:
-        """Return the logits of `logit_rows`, and add the hidden states of `pooled_rows` to their sequences.
+    def _forward_with_hidden(
+        self, inputs: StepInputs, logit_rows: list[int], hidden_rows: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of `logit_rows`, and the hidden states of `hidden_rows`, float32 on the CPU.
 
         The hidden states are the input of the model's last layer, which then only gets the rows whose logits are wanted.
         """
@@ -204,15 +219,13 @@ class ModelRunner:
             hidden.append(args[0][0, len(logit_rows) : len(rows)].float())
             return (args[0][:, : len(logit_rows)], *args[1:])
 
-        rows = torch.tensor([*logit_rows, *(row for _, row in pooled_rows)], dtype=torch.long, device=self.device)
+        rows = torch.tensor([*logit_rows, *hidden_rows], dtype=torch.long, device=self.device)
         hook = self._head.register_forward_pre_hook(capture)
         try:
             logits_SV = self.compute_logits(inputs.ids_1T, inputs.positions_1T, inputs.batch, rows)
         finally:
             hook.remove()
-        for (seq, _), row_H in zip(pooled_rows, hidden[0].cpu(), strict=True):
-            seq.pool_hidden(row_H)
-        return logits_SV[: len(logit_rows)]
+        return logits_SV[: len(logit_rows)], hidden[0].cpu()
 
     def compute_logits(
         self, ids_1T: torch.Tensor, positions_1T: torch.Tensor, batch: PagedBatch, keep: torch.Tensor | int = 0
@@ -229,14 +242,15 @@ class ModelRunner:
 
     def inputs(self, plan: StepPlan, logit_rows: list[int]) -> StepInputs:
         """Return the inputs of a planned step, see `step_inputs`."""
-        first, counts, new = [], [], []
+        first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
-            new.append(np.frombuffer(seq.tokens, np.uint32)[seq.num_computed : seq.num_computed + count])
+            new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
             if seq in plan.drafts:
                 new.append(np.array(plan.drafts[seq], np.uint32))
-            first.append(seq.num_computed)
+            first.append(seq.kv.num_computed)
             counts.append(plan.num_tokens(seq))
-        return self.step_inputs(np.concatenate(new), counts, first, [seq.block_ids for seq in plan.counts], logit_rows)
+            tables.append(seq.kv.block_ids)
+        return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
 
     def step_inputs(
         self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]
@@ -248,7 +262,7 @@ class ModelRunner:
             counts, first, tables: of each sequence the number of new tokens, the position of the first, and the block ids.
             logit_rows: rows of the tokens whose logits are needed.
         """
-        kv_lens = [begin + count for begin, count in zip(first, counts, strict=True)]
+        kv_lens = [*map(add, first, counts)]
         starts = np.cumsum([0, *counts])
         rows_T = np.repeat(np.arange(len(counts)), counts)
         positions_T = np.arange(len(ids_T)) + np.subtract(first, starts[:-1])[rows_T]

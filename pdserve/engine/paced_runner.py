@@ -164,12 +164,12 @@ class PacedRunner:
         """Take the time of a step. The outcome has a token for each sequence whose KV is complete afterwards."""
         if not plan.counts:
             return {}
-        self._take(self._step_seconds([(plan.num_tokens(seq), seq.num_computed) for seq in plan.counts]))
+        self._take(self._step_seconds([(plan.num_tokens(seq), seq.kv.num_computed) for seq in plan.counts]))
         rows = plan.rows()
         for seq in rows.sampled:
             if seq.group is not None:
                 count = seq.group.search.num_candidates
-                seq.record_candidates([(next_token(len(seq)) + i, -1.0 - i) for i in range(count)])
+                seq.group.record_candidates(seq, [(next_token(len(seq)) + i, -1.0 - i) for i in range(count)])
         sampled = [(seq, next_token(len(seq) + ahead)) for seq, ahead in zip(rows.sampled, rows.ahead, strict=True)]
         return plan.outcome([(seq, token, None) for seq, token in sampled if seq.group is None])
 

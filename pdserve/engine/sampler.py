@@ -6,20 +6,19 @@ Shape legend: S sequences, V vocabulary, R rows to sample with the CPU kernel, A
 import hashlib
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from itertools import repeat
 
 import torch
 
-from pdserve.engine.logits_features import apply_features
+from pdserve.engine.features import BEAMS, LOGPROBS, change_logits, model_logprobs, record_candidates, token_logprobs
 from pdserve.engine.sequence import Sequence
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
 from pdserve.kernels.gpu.draw import draw as gpu_draw
-from pdserve.kernels.largest import largest
 from pdserve.kernels.noise import gumbel, random_bits
 from pdserve.request import SamplingParams, TokenLogprobs
 
 GPU_ROWS = 16  # per pass on GPUs: 20 MiB in float64 for a vocabulary of 150,000
-SCORED_ROWS = 256  # logits of prompts that are scored at a time: log_softmax in float32 takes several copies of them
 CHUNK_LOGITS = 1 << 17  # logits per pass on CPUs: 1 MiB in float64, which stays in the cache
 
 
@@ -43,14 +42,23 @@ def next_tokens(
         logits_SV: changed in place.
         seqs, ahead: the sequence of each row, and how many tokens lie between those that it has and the next one.
     """
-    beams = [row for row, seq in enumerate(seqs) if seq.group is not None]
+    for seq in seqs:
+        if seq.features:
+            return _next_tokens_with_features(logits_SV, seqs, ahead)
+    return [*zip(seqs, SampledTokens(logits_SV, seqs, ahead).read(), repeat(None))] if seqs else []
+
+
+def _next_tokens_with_features(
+    logits_SV: torch.Tensor, seqs: list[Sequence], ahead: list[int]
+) -> list[tuple[Sequence, int, TokenLogprobs | None]]:
+    beams = [row for row, seq in enumerate(seqs) if BEAMS in seq.features]
     if beams:
         record_candidates(logits_SV[beams], [seqs[row] for row in beams])
-        others = [row for row, seq in enumerate(seqs) if seq.group is None]
+        others = [row for row, seq in enumerate(seqs) if BEAMS not in seq.features]
         logits_SV, seqs, ahead = logits_SV[others], [seqs[row] for row in others], [ahead[row] for row in others]
     if not seqs:
         return []
-    rows = [row for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
+    rows = [row for row, seq in enumerate(seqs) if LOGPROBS in seq.features]
     logprobs_AV = model_logprobs(logits_SV, rows) if rows else None  # before the sampler changes the logits
     tokens = sample(logits_SV, seqs, ahead)
     logprobs: list[TokenLogprobs | None] = [None] * len(seqs)
@@ -63,8 +71,7 @@ def next_tokens(
 
 def sample(logits_SV: torch.Tensor, seqs: list[Sequence], ahead: SequenceABC[int] = ()) -> list[int]:
     """Return the next token of each sequence; logits_SV[i] belongs to seqs[i]. Changes the logits in place."""
-    if not all([seq.needs_only_logits for seq in seqs]):
-        apply_features(logits_SV, seqs)
+    change_logits(logits_SV, seqs)
     return SampledTokens(logits_SV, seqs, ahead).read()
 
 
@@ -82,15 +89,16 @@ class SampledTokens:
 
     def __init__(self, logits_SV: torch.Tensor, seqs: list[Sequence], ahead: SequenceABC[int] = ()) -> None:
         self._logits_SV = logits_SV
-        self._params = [seq.sampling for seq in seqs]
-        self._counters = [
-            rng_counter(seq.sampling.seed, seq.num_output + more) if seq.sampling.temperature > 0 else 0
-            for seq, more in zip(seqs, ahead or [0] * len(seqs), strict=True)
-        ]
+        self._params: dict[int, SamplingParams] = {}  # of the rows that are drawn
+        self._counters: dict[int, int] = {}
+        for row, seq in enumerate(seqs):
+            if seq.sampling.temperature > 0:
+                position = seq.output.num_generated + (ahead[row] if ahead else 0)
+                self._params[row], self._counters[row] = seq.sampling, rng_counter(seq.sampling.seed, position)
         self.tokens_S = _argmax(logits_SV)
-        self._drawn_rows = [row for row, params in enumerate(self._params) if params.temperature > 0]
         self.undecided: list[int] = []
-        self._draw()
+        if self._params:
+            self._draw([*self._params], len(seqs))
         self._on_host_S, self._copied = self.tokens_S, None
         if self.tokens_S.is_cuda:
             self._on_host_S = torch.empty_like(self.tokens_S, device="cpu", pin_memory=True)
@@ -99,7 +107,7 @@ class SampledTokens:
 
     def keep_logits(self) -> None:
         """Copy the logits if `read` may need them, since the next step may overwrite them."""
-        if self._drawn_rows:
+        if self._params:
             self._logits_SV = self._logits_SV.clone()
 
     def read(self) -> list[int]:
@@ -107,7 +115,9 @@ class SampledTokens:
         if self._copied is not None:
             self._copied.synchronize()
         tokens: list[int] = self._on_host_S.tolist()
-        rows = self.undecided = [row for row in self._drawn_rows if tokens[row] < 0]
+        if not self._params:
+            return tokens
+        rows = self.undecided = [row for row in self._params if tokens[row] < 0]
         # A few rows at a time. On a CPU a dozen passes over them stay in the cache, which takes a quarter of the time; on a
         # GPU they take little memory.
         on_cpu = self._logits_SV.device.type == "cpu"
@@ -120,18 +130,17 @@ class SampledTokens:
                 tokens[row] = token
         return tokens
 
-    def _draw(self) -> None:
-        """Sample the rows that are not greedy, by the device's kernel if it has one."""
-        rows = self._drawn_rows
-        if rows and (draw_rows := _draw_function(self._logits_SV)) is not None:
+    def _draw(self, rows: list[int], num_rows: int) -> None:
+        """Sample those of all rows that are not greedy, by the device's kernel if it has one."""
+        if (draw_rows := _draw_function(self._logits_SV)) is not None:
             settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (self._params[row] for row in rows)]
             counters = [self._counters[row] for row in rows]
             drawn_R = draw_rows(self._logits_SV, self.tokens_S, rows, counters, settings)
-            if len(rows) == len(self._params):
+            if len(rows) == num_rows:
                 self.tokens_S = drawn_R
             else:
                 self.tokens_S[rows] = drawn_R
-        elif rows:
+        else:
             self.tokens_S[rows] = -1
 
 
@@ -143,81 +152,9 @@ def _draw_function(logits_SV: torch.Tensor) -> Callable[..., torch.Tensor] | Non
 
 
 def _argmax(logits_SV: torch.Tensor) -> torch.Tensor:
-    if _has_kernels(logits_SV):
+    if logits_SV.device.type == "cpu" and native.is_available():
         return elementwise.argmax(logits_SV)  # 5 times as fast as `max`, which is 4 times as fast as torch's argmax
     return logits_SV.max(dim=-1).indices
-
-
-def _has_kernels(logits_SV: torch.Tensor) -> bool:
-    return logits_SV.device.type == "cpu" and native.is_available()
-
-
-def model_logprobs(logits_SV: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return the model's log-probabilities [A, V] float32 of the given rows."""
-    return logits_SV[rows].float().log_softmax(dim=-1)
-
-
-def token_logprobs(logprobs_AV: torch.Tensor, seqs: list[Sequence], tokens: list[int]) -> list[TokenLogprobs]:
-    """Return the log probabilities of new tokens; row i belongs to seqs[i] and tokens[i]."""
-    num_top = [seq.sampling.logprobs or 0 for seq in seqs]
-    chosen_A = logprobs_AV.gather(1, torch.tensor(tokens, device=logprobs_AV.device)[:, None])[:, 0]
-    values_AK, ids_AK = largest(logprobs_AV, max(num_top))
-    rows = zip(chosen_A.tolist(), ids_AK.tolist(), values_AK.tolist(), strict=True)
-    return [
-        TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
-        for count, (logprob, ids, values) in zip(num_top, rows, strict=True)
-    ]
-
-
-def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
-    """Set the candidates of beams. Penalties and masks change log probabilities here, not logits, as in transformers."""
-    logprobs_SV = logits_SV.float().log_softmax(dim=-1)
-    reported_SV = logprobs_SV.clone() if any(seq.sampling.logprobs is not None for seq in seqs) else logprobs_SV
-    apply_features(logprobs_SV, seqs)
-    counts = [seq.group.search.num_candidates for seq in seqs if seq.group is not None]
-    values_SK, ids_SK = largest(logprobs_SV, max(counts))
-    rows = zip(seqs, counts, ids_SK.tolist(), values_SK.tolist(), strict=True)
-    for row, (seq, count, ids, values) in enumerate(rows):
-        if seq.sampling.logprobs is None:
-            seq.record_candidates([*zip(ids[:count], values[:count], strict=True)])
-            continue
-        values_1K, ids_1K = largest(reported_SV[row : row + 1], seq.sampling.logprobs)
-        top = tuple(zip(ids_1K[0].tolist(), values_1K[0].tolist(), strict=True))
-        reports = [TokenLogprobs(logprob, top) for logprob in reported_SV[row, ids[:count]].tolist()]
-        seq.record_candidates([*zip(ids[:count], values[:count], reports, strict=True)])
-
-
-def record_embedding(seq: Sequence, head: torch.nn.Module) -> None:
-    """Set the embedding of a sequence whose tokens are computed; of a classifier, the probabilities by its output layer."""
-    assert seq.pooling is not None
-    vector_H = seq.pooled / (len(seq) if seq.pooling.mode == "mean" else 1)
-    if seq.pooling.normalize:
-        vector_H = torch.nn.functional.normalize(vector_H, dim=0)
-    if seq.pooling.num_classes:
-        weight = next(head.parameters())
-        logits_C = head(vector_H[None].to(weight.device, weight.dtype))[0].float().cpu()
-        vector_H = logits_C.softmax(dim=0) if len(logits_C) > 1 else logits_C.sigmoid()
-    seq.record_embedding(vector_H.numpy().astype("<f4").tobytes())
-
-
-def score(logits_SV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
-    """Record the log probability of each token of a prompt, of its sequence and position, under the logits before it."""
-    for start in range(0, len(tokens), SCORED_ROWS):
-        part = tokens[start : start + SCORED_ROWS]
-        _score(logits_SV[start : start + len(part)], part)
-
-
-def _score(logits_AV: torch.Tensor, tokens: list[tuple[Sequence, int]]) -> None:
-    num_top = [seq.sampling.prompt_logprobs or 0 for seq, _ in tokens]
-    logprobs_AV = logits_AV.float().log_softmax(dim=-1)
-    ids_A1 = torch.tensor([[seq.tokens[position]] for seq, position in tokens], device=logits_AV.device)
-    chosen_A1 = logprobs_AV.gather(1, ids_A1)
-    ranks_A = (logprobs_AV > chosen_A1).sum(dim=-1) + 1
-    values_AK, ids_AK = largest(logprobs_AV, max(num_top))
-    rows = zip(chosen_A1[:, 0].tolist(), ranks_A.tolist(), ids_AK.tolist(), values_AK.tolist(), strict=True)
-    for (seq, position), count, (logprob, rank, ids, values) in zip(tokens, num_top, rows, strict=True):
-        top = tuple(zip(ids[:count], values[:count], strict=True))
-        seq.record_prompt_score(position, TokenLogprobs(logprob, top, rank))
 
 
 def _sample_gumbel(logits_SV: torch.Tensor, params: list[SamplingParams], counters: list[int]) -> torch.Tensor:

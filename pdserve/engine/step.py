@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Feature, Sequence
 from pdserve.request import TokenLogprobs
 
 
@@ -34,7 +34,7 @@ class Accepted(msgspec.Struct, gc=False):
     def cut_at_end(self, seq: Sequence) -> None:
         """Drop the tokens behind one that ends the sequence, which has none of them yet."""
         for count, token in enumerate(self.tokens[:-1], 1):
-            if seq.ends_with(token, seq.num_output + count):
+            if seq.output.ends_with(token, seq.output.num_generated + count):
                 self.computed -= len(self.tokens) - count
                 del self.tokens[count:], self.logprobs[count:]
 
@@ -81,7 +81,7 @@ class StepPlan:
             sampled: sequence and token of each row that was sampled, in the order of `StepRows.sampled`, with its log
                 probabilities if they are asked for.
         """
-        outcome = {seq: Accepted(count) for seq, count in self.counts.items()}
+        outcome = dict(zip(self.counts, map(Accepted, self.counts.values()), strict=True))
         for seq, token, of_token in sampled:
             accepted = outcome.get(seq)
             if accepted is None:
@@ -105,45 +105,33 @@ class StepRows:
         sampled: the sequence of each of these rows, and those that share its prompt.
         sampled_from: index in `last` for each of `sampled`.
         ahead: number of drafts before each of `sampled`.
-        scored: (sequence, position) of tokens of prompts whose log probabilities are due.
-        before_scored: rows of the tokens before these, whose logits tell them.
-        pooled: (sequence, row) of hidden states that count for embeddings.
-        embedded: sequences whose embedding is complete after the step.
+        read: rows whose logits features read, of some sequences.
+        hidden: rows whose hidden states they read.
+        completed: those that have all they need after the step, in place of an output.
     """
 
     last: list[int] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
     sampled_from: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
-    scored: list[tuple[Sequence, int]] = field(default_factory=list)
-    before_scored: list[int] = field(default_factory=list)
-    pooled: list[tuple[Sequence, int]] = field(default_factory=list)
-    embedded: list[Sequence] = field(default_factory=list)
+    read: list[tuple[Feature, Sequence, range]] = field(default_factory=list)
+    hidden: list[tuple[Feature, Sequence, range]] = field(default_factory=list)
+    completed: list[tuple[Feature, Sequence]] = field(default_factory=list)
 
     def add(self, seq: Sequence, rows: range, num_drafts: int) -> None:
         """Add what is needed of a sequence's next tokens, in `rows`, and of the drafts behind them."""
-        is_complete = len(rows) == seq.num_uncomputed
-        if seq.scores_prompt:
-            due = range(seq.num_computed + 1, min(seq.num_computed + len(rows) + 1, seq.num_prompt))
-            self.scored += [(seq, position) for position in due]
-            self.before_scored += rows[: len(due)]
-        if seq.pooling is not None:
-            self.pooled += [(seq, row) for row in _pooled_part(seq, rows)]
-            self.embedded += [seq] if is_complete else []
-        elif is_complete:
+        is_complete, has_output = len(rows) == seq.kv.num_uncomputed, True
+        for feature in seq.features:
+            if part := feature.logits_rows(seq, len(rows)):
+                self.read.append((feature, seq, rows[part.start : part.stop]))
+            if part := feature.hidden_rows(seq, len(rows)):
+                self.hidden.append((feature, seq, rows[part.start : part.stop]))
+            if not feature.has_output:
+                has_output = False
+                self.completed += [(feature, seq)] if is_complete else []
+        if is_complete and has_output:
             for ahead in range(num_drafts + 1):
                 self.sampled_from += [len(self.last)] * (1 + len(seq.siblings))
                 self.sampled += [seq, *seq.siblings]
                 self.ahead += [ahead] * (1 + len(seq.siblings))
                 self.last.append(rows[-1] + ahead)
-
-
-def _pooled_part(seq: Sequence, rows: range) -> range:
-    """Return those rows of a sequence's next tokens whose hidden states count for its embedding."""
-    assert seq.pooling is not None
-    match seq.pooling.mode:
-        case "last":
-            return rows[-1:] if len(rows) == seq.num_uncomputed else rows[:0]
-        case "cls":
-            return rows[:1] if seq.num_computed == 0 else rows[:0]
-    return rows

@@ -63,8 +63,8 @@ class _LaunchedStep:
 
     def _holds(self, row: int) -> bool:
         seq, position = self.seqs[row], self.positions[row]
-        is_next = seq.num_computed == position == len(seq) - 1 and seq.tokens[position] == self.fed[row]
-        return is_next and seq.block_ids[position // seq.block_size] == self.blocks[row]
+        is_next = seq.kv.num_computed == position == len(seq) - 1 and seq.output.tokens[position] == self.fed[row]
+        return is_next and seq.kv.block_ids[position // seq.kv.block_size] == self.blocks[row]
 
 
 class StepPipeline:
@@ -102,7 +102,7 @@ class StepPipeline:
         tokens = current.sampled.read()
         if self._launched is not None:
             known = [-1 if row in current.sampled.undecided else token for row, token in enumerate(tokens)]
-            fed = [known[rows[seq]] if seq in rows else seq.tokens[-1] for seq in self._launched.seqs]
+            fed = [known[rows[seq]] if seq in rows else seq.output.tokens[-1] for seq in self._launched.seqs]
             self._launched.fed = fed
         return {seq: Accepted(1, [tokens[row]]) for seq, row in rows.items()}
 
@@ -117,18 +117,18 @@ class StepPipeline:
         self, current: _LaunchedStep, rows: dict[Sequence, int], joining: list[Sequence]
     ) -> _LaunchedStep | None:
         """Launch the step after the current one, unless none will follow, or some sequence has no block for its token yet."""
-        ahead = [seq for seq in rows if not seq.awaits_last_token]
-        if not (ahead or joining) or any(len(seq) // seq.block_size >= len(seq.block_ids) for seq in ahead):
+        ahead = [seq for seq in rows if not seq.output.awaits_last_token]
+        if not (ahead or joining) or any(len(seq) // seq.kv.block_size >= len(seq.kv.block_ids) for seq in ahead):
             return None
         self.num_launched += 1
         return self._launch([*ahead, *joining], current.sampled, [rows[seq] for seq in ahead])
 
     def _launch(self, seqs: list[Sequence], last: Sampled | None = None, rows: SequenceABC[int] = ()) -> _LaunchedStep:
-        positions = [seq.num_computed + (i < len(rows)) for i, seq in enumerate(seqs)]
-        blocks = [seq.block_ids[at // seq.block_size] for seq, at in zip(seqs, positions, strict=True)]
+        positions = [seq.kv.num_computed + (i < len(rows)) for i, seq in enumerate(seqs)]
+        blocks = [seq.kv.block_ids[at // seq.kv.block_size] for seq, at in zip(seqs, positions, strict=True)]
         return _LaunchedStep(seqs, positions, blocks, self._runner.launch(seqs, last, rows))
 
 
 def _decodes(seq: Sequence, count: int) -> bool:
     """Return whether a step only appends a token to this sequence, and needs nothing but logits for that."""
-    return count == seq.num_uncomputed == 1 and seq.needs_only_logits and not seq.siblings
+    return count == seq.kv.num_uncomputed == 1 and not (seq.features or seq.siblings)

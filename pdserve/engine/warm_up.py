@@ -4,7 +4,8 @@ import logging
 from collections.abc import Iterator
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.sequence import Sequence, block_table
+from pdserve.engine.memory.sequence_kv import block_table
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
@@ -110,7 +111,7 @@ def dummy_sequence(engine: Engine, count: int, before: int, first_block: int = 0
     """
     length = before + count
     blocks = [(first_block + i) % engine.pool.num_blocks for i in range(engine.pool.blocks_for(length))]
-    return Sequence(
+    return Sequence.new(
         "warm-up",
         token_array([0] * length),
         length,

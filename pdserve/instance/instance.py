@@ -251,7 +251,7 @@ class Instance:
             self._roles[job.phase].on_resumed(job)
         for seq in result.advanced:
             job = self._by_sequence[seq]
-            failure = seq.plugin_failure or (seq.constraint and seq.constraint.failure)
+            failure = seq.output.failure or (seq.output.constraint and seq.output.constraint.failure)
             if failure:
                 self._reject(job.link, seq.request_id, failure)
                 self._cancel(job)

@@ -182,8 +182,8 @@ class Reporter:
             metrics["rows_launched_in_vain"] = pipeline.num_dropped_rows
         scheme = self._connector.scheme
         parts = {scheme: stats, **stats.parts}
-        if (converted := self._layout_converter.stats()) is not None:
-            parts[f"{scheme}/converted"] = converted
+        if self._layout_converter.loaders:
+            parts[f"{scheme}/converted"] = self._layout_converter.stats()
         for name, part in parts.items():
             metrics[series("kv_store_out", connector=name)] = float(part.is_out)
             for direction in ("store", "load"):

@@ -108,12 +108,12 @@ class ZmqPublisher:
 
     def on_stored(self, seq: EngineSequence, first: int, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         """Record which blocks of a sequence the KV store has, besides those already published and partial ones."""
-        full, size = seq.full_keys(), seq.block_size
+        full, size = seq.kv.full_keys(), seq.kv.block_size
         for i, (key, outcome) in enumerate(zip(keys, outcomes, strict=True), first):
             is_full = i < len(full) and key == full[i]
             if outcome is Outcome.OK and is_full and key not in self._stored:
                 self._stored[key] = None
-                self.store(key, full[i - 1] if i else None, seq.tokens[i * size : (i + 1) * size], MEDIUM_STORE)
+                self.store(key, full[i - 1] if i else None, seq.output.tokens[i * size : (i + 1) * size], MEDIUM_STORE)
         while len(self._stored) > MAX_STORED_KEYS:
             self.on_missing([next(iter(self._stored))])
 

@@ -10,8 +10,8 @@ from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.memory.block_pool import BlockPairs
 from pdserve.engine.memory.kv_memory import KVMemory
+from pdserve.engine.memory.sequence_kv import BlockTable
 from pdserve.engine.model_runner import ModelRunner, StepInputs, TokenIds
-from pdserve.engine.sequence import BlockTable
 from pdserve.kernels.batch import Kernel
 from pdserve.ranks.messages import ClearTail, CopyBlocks, Step, Swap
 from pdserve.ranks.table_changes import ReceivedTables, SentTables, pack_ids, unpack_ids

@@ -43,7 +43,7 @@ class Fetcher:
             on_cancelled: called instead of queueing if the job has ended in the meantime.
         """
         seq = job.seq
-        fetch = _Fetch(job, seq.full_keys()[: seq.num_usable_hits], on_cancelled)
+        fetch = _Fetch(job, seq.kv.full_keys()[: seq.num_usable_hits], on_cancelled)
         keys = fetch.keys
         if self._connector.in_place or self._num_local(fetch) >= len(keys):
             self._engine.add(seq)
@@ -54,7 +54,7 @@ class Fetcher:
     def _num_local(self, fetch: _Fetch) -> int:
         """Return the number of leading blocks that the pool has."""
         seq = fetch.job.seq
-        return seq.num_registered if seq.block_ids else len(self._engine.pool.match(fetch.keys))
+        return seq.kv.num_registered if seq.kv.block_ids else len(self._engine.pool.match(fetch.keys))
 
     def _on_match(self, fetch: _Fetch, stored: int) -> None:
         """Load blocks if the store has more than the pool and loading pays, else queue the sequence.
@@ -76,17 +76,19 @@ class Fetcher:
     def _should_load(self, fetch: _Fetch, local: int, stored: int) -> bool:
         """Decide whether to load blocks [local, stored). If so, the sequence has blocks reserved in the pool."""
         seq, scheduler = fetch.job.seq, self._engine.scheduler
-        has_blocks = bool(seq.block_ids)
+        has_blocks = bool(seq.kv.block_ids)
         blocks, costs = stored - local, scheduler.costs
         # The constant term is left out: a step is made in both cases.
-        compute_s = costs.prefill_seconds(blocks * seq.block_size, local * seq.block_size) - costs.prefill_seconds(0)
+        compute_s = costs.prefill_seconds(
+            blocks * seq.kv.block_size, local * seq.kv.block_size
+        ) - costs.prefill_seconds(0)
         reason = self._break_even.decide(blocks, compute_s, self._context.now())
         loads = reason is not Reason.DEARER
         # Respect the queue, or new requests with prefix hits would take every block that a long prompt waits for.
         if (
             loads
             and not has_blocks
-            and not scheduler.reserve(seq, len(fetch.keys), seq.num_initial, respect_queue=True)
+            and not scheduler.reserve(seq, len(fetch.keys), seq.kv.num_initial, respect_queue=True)
         ):
             self._context.count("store_hits", 1, decision="no_room")
             return False
@@ -95,7 +97,7 @@ class Fetcher:
 
     def _load(self, fetch: _Fetch, first: int, stop: int) -> None:
         end = min(stop, first + self._transfers.max_transfer_blocks)
-        keys, blocks = fetch.keys[first:end], fetch.job.seq.blocks(first, end)
+        keys, blocks = fetch.keys[first:end], fetch.job.seq.kv.blocks(first, end)
         self._transfers.load(fetch.job, keys, blocks, lambda result: self._on_loaded(fetch, first, stop, result))
 
     def _on_loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:
@@ -109,6 +111,6 @@ class Fetcher:
         if end < stop and result.leading == len(result.outcomes):
             self._load(fetch, end, stop)
             return
-        seq.mark_loaded(end * seq.block_size)
-        seq.register_full_blocks(self._engine.pool)
+        seq.kv.mark_loaded(end * seq.kv.block_size)
+        seq.kv.register_full_blocks(self._engine.pool)
         self._engine.add(seq)

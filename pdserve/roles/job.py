@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
+from pdserve.engine.features import Embedding, PromptScores, find
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
@@ -135,8 +136,8 @@ class Job:
 
     def prompt_sources(self) -> dict[str, int]:
         """Return the number of prompt tokens by the source of their KV."""
-        hit, loaded, unneeded = self.seq.num_local_hit, self.seq.num_loaded, self.seq.num_unneeded
-        computed = self.seq.num_initial - hit - loaded - unneeded
+        hit, loaded, unneeded = self.seq.kv.num_local_hit, self.seq.kv.num_loaded, self.seq.kv.num_unneeded
+        computed = self.seq.kv.num_initial - hit - loaded - unneeded
         return {"computed": computed, "local_hit": hit, "loaded": loaded, "unneeded": unneeded}
 
     def report_prompt_sources(self) -> None:
@@ -148,15 +149,15 @@ class Job:
     def remaining_load(self) -> pb.Load:
         """Return the work that the request still needs on this instance."""
         seq, load = self.seq, pb.Load(requests=1)
-        has_sampled = len(seq) > seq.num_initial or seq.leader is not None  # whose load has the prompt
+        has_sampled = len(seq) > seq.kv.num_initial or seq.leader is not None  # whose load has the prompt
         has_sampled |= seq.group is not None and seq.group.search.num_steps > 0
-        awaits_kv = self.phase == pb.DECODE and not seq.admitted  # another instance computes the prompt
+        awaits_kv = self.phase == pb.DECODE and not seq.kv.admitted  # another instance computes the prompt
         if not has_sampled and not awaits_kv:
             load.prefills = 1
-            load.prefill_tokens = seq.num_uncomputed
-            load.attended_tokens = int(attention_pairs(seq.num_uncomputed, seq.num_computed))
+            load.prefill_tokens = seq.kv.num_uncomputed
+            load.attended_tokens = int(attention_pairs(seq.kv.num_uncomputed, seq.kv.num_computed))
         if self.phase != pb.PREFILL:
-            load.output_tokens = seq.sampling.max_tokens - seq.num_output
+            load.output_tokens = seq.sampling.max_tokens - seq.output.num_generated
             load.context_tokens = len(seq)
         return load
 
@@ -164,12 +165,12 @@ class Job:
         """Report the tokens that a step has appended, with their log probabilities if requested."""
         output = self.pending_output(urgent=not self.whole)
         output.token_ids.extend(accepted.tokens)
-        is_first = len(self.seq) == self.seq.num_initial + len(accepted.tokens)
+        is_first = len(self.seq) == self.seq.kv.num_initial + len(accepted.tokens)
         if is_first or len(output.token_ids) >= BATCHED_TOKENS:
             self.urgent = True
         output.logprobs.extend(accepted.logprobs)
-        if is_first and self.leader is None:
-            self.scores = [of_prompt for _, of_prompt in sorted(self.seq.prompt_scores.items())]
+        if is_first and self.seq.features and self.leader is None and (found := find(PromptScores, self.seq)):
+            self.scores = [of_prompt for _, of_prompt in sorted(found.scores.items())]
 
     def report_answers(self, answers: SequenceABC[Hypothesis]) -> None:
         """Report the answers of a beam search that is over."""
@@ -180,11 +181,15 @@ class Job:
         self.pending_output().error = failure(error)
         self.ended = True
 
-    def report_embedding(self, now: float) -> None:
-        """Report the embedding of the prompt, which ends the request."""
+    def report_embedding(self, now: float) -> bool:
+        """Report the embedding of the prompt, which ends the request, if that is what it asks for and there is one."""
+        found = find(Embedding, self.seq)
+        if found is None or not found.vector:
+            return False
         self.report_prompt_sources()
-        self.pending_output().embedding = self.seq.embedded
+        self.pending_output().embedding = found.vector
         self.finish("stop", now)
+        return True
 
     def finish(self, reason: str, now: float) -> None:
         """Report the end of the request, with its OpenAI finish reason."""

@@ -174,4 +174,4 @@ def test_connectors_are_found_without_an_installation(session: ModuleType) -> No
 @pytest.mark.parametrize("part", ["all", "8b,x"])
 def test_unknown_parts_are_refused(part: str) -> None:
     done = run(part)
-    assert done.returncode == 2 and f"there is no part {part}; there are: rates, identity" in done.stderr
+    assert done.returncode == 2 and f"there is no part {part}; there are: smoke, rates, identity" in done.stderr

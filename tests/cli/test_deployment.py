@@ -123,6 +123,10 @@ def test_instances_divide_gpus_and_their_memory(
     configs = instances_on(gpus, monkeypatch, **settings)
     found = [(config.served_model_name, config.device, config.gpu_memory_utilization) for config in configs]
     assert found == expected
+    # KV of GPUs fills the default size at once: a prompt of 3,000 tokens of a model with 0.6B parameters takes 344 MB.
+    assert [("?size=" in config.connector) for config in configs] == [
+        expected[0][0] != "any" or "cuda" in expected[0][1]
+    ] * 2
 
 
 def test_a_gpu_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

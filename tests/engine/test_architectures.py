@@ -30,9 +30,9 @@ def run(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
         engine.add(seq)
     while engine.has_work:
         for seq in engine.step().sampled:
-            if seq.finish_reason():
+            if seq.output.finish_reason():
                 engine.remove(seq)
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "mixtral", "glm4", "llama4"])

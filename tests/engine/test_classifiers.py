@@ -12,6 +12,7 @@ import transformers
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.features import Embedding, find
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.request import SamplingParams
@@ -37,6 +38,12 @@ def classifier(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[...,
     return make
 
 
+def vector(seq: Sequence) -> bytes:
+    found = find(Embedding, seq)
+    assert found is not None
+    return found.vector
+
+
 def probabilities(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
     seqs = [engine.new_sequence(str(i), one, SamplingParams(max_tokens=1, embed=True)) for i, one in enumerate(prompts)]
     for seq in seqs:
@@ -44,11 +51,11 @@ def probabilities(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor
     waiting: list[Sequence] = [*seqs]
     while waiting:
         engine.step()
-        for seq in [seq for seq in waiting if seq.embedded]:
+        for seq in [seq for seq in waiting if vector(seq)]:
             waiting.remove(seq)
             engine.remove(seq)
     assert engine.pool.num_held == 0
-    return [torch.frombuffer(bytearray(seq.embedded), dtype=torch.float32) for seq in seqs]
+    return [torch.frombuffer(bytearray(vector(seq)), dtype=torch.float32) for seq in seqs]
 
 
 @pytest.mark.parametrize(("architecture", "num_labels"), [("llama", 1), ("qwen3", 1), ("qwen3", 3), ("gemma2", 1)])

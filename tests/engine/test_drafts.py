@@ -25,11 +25,11 @@ def run(engine: Engine, prompts: Answers, sampling: SamplingParams) -> tuple[Ans
         assert result.advanced, "a step did nothing while there was work"
         accepted += [len(one.tokens) for one in result.outcome.values() if one.tokens]
         for seq in result.sampled:
-            if seq.finish_reason():
+            if seq.output.finish_reason():
                 engine.remove(seq)
         engine.pool.check_integrity()
     assert engine.pool.num_held == 0
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs], accepted
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs], accepted
 
 
 def make_engine(path: Path, **settings: Any) -> Engine:
@@ -117,8 +117,8 @@ def test_drafts_take_no_room_of_others(checkpoint: Callable[..., Path], prompts:
     def watch(plan: Any) -> Any:
         planned.append((sum(map(plan.num_tokens, plan.counts)), sum(map(len, plan.drafts.values()))))
         for seq, drafts in plan.drafts.items():
-            assert 0 < len(drafts) < seq.sampling.max_tokens - seq.num_output
-            assert engine.pool.blocks_for(len(seq) + len(drafts)) <= len(seq.block_ids)
+            assert 0 < len(drafts) < seq.sampling.max_tokens - seq.output.num_generated
+            assert engine.pool.blocks_for(len(seq) + len(drafts)) <= len(seq.kv.block_ids)
         return step(plan)
 
     engine.runner.step = watch  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import pytest
 from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
+from pdserve.engine.features import PromptScores, find
 from pdserve.engine.sequence import Sequence
 from pdserve.request import SamplingParams
 
@@ -22,7 +23,7 @@ def run(
     for seq in seqs:
         engine.add(seq)
     finish(engine, expected_held)
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
 def finish(engine: Engine, expected_held: int = 0) -> None:
@@ -30,7 +31,7 @@ def finish(engine: Engine, expected_held: int = 0) -> None:
     while engine.has_work:
         result = engine.step()
         assert result.advanced, "a step did nothing while there was work"
-        done: list[Sequence] = [seq for seq in result.sampled if seq.finish_reason()]
+        done: list[Sequence] = [seq for seq in result.sampled if seq.output.finish_reason()]
         for seq in done:
             engine.remove(seq)
         engine.pool.check_integrity()
@@ -84,6 +85,12 @@ def test_equals_generate_with_blocks_of_one_token(
         assert run(engine, some, [greedy(32)] * len(some)) == generate(path, some, 32)
 
 
+def scores(seq: Sequence) -> PromptScores:
+    found = find(PromptScores, seq)
+    assert found is not None
+    return found
+
+
 def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored_prompt(
     checkpoint: Callable[..., Path],
 ) -> None:
@@ -99,16 +106,18 @@ def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored
     for seq in (decoding, scored):
         engine.add(seq)
         engine.step()
-    while scored.num_uncomputed > 2:
+    while scored.kv.num_uncomputed > 2:
         fork = engine.fork(decoding, "f", greedy(40))
         result = engine.step()
-        assert result.work == [(1, len(decoding) - 2), (1, scored.num_computed - 1), (1, len(decoding) - 2)]
+        assert result.work == [(1, len(decoding) - 2), (1, scored.kv.num_computed - 1), (1, len(decoding) - 2)]
         assert result.outcome[fork] == result.outcome[decoding]
         engine.remove(fork)
     engine.remove(decoding)
     finish(engine)
-    expected = [alone.prompt_scores[position].logprob for position in range(1, len(prompt))]
-    assert [scored.prompt_scores[at].logprob for at in range(1, len(prompt))] == pytest.approx(expected, abs=1e-4)
+    expected, found = (
+        [of.scores[at].logprob for at in range(1, len(prompt))] for of in (scores(alone), scores(scored))
+    )
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.01])
@@ -163,16 +172,16 @@ def test_blocks_outside_of_every_window_are_released(
         engine.step()
     fork = engine.fork(seq, "fork", greedy(80))
     engine.pool.allocate(24 - engine.pool.num_held)  # overwrite whatever was released
-    engine.runner.kv.pool_NL2GBD[[b for b in range(24) if b not in seq.held_blocks]] = float("nan")
-    engine.pool.release([b for b in range(24) if b not in seq.held_blocks])
+    engine.runner.kv.pool_NL2GBD[[b for b in range(24) if b not in seq.kv.held_blocks]] = float("nan")
+    engine.pool.release([b for b in range(24) if b not in seq.kv.held_blocks])
     held = set()
     while engine.has_work:
-        done = [one for one in engine.step().sampled if one.finish_reason()]
+        done = [one for one in engine.step().sampled if one.output.finish_reason()]
         held.add(engine.pool.num_held)
         for one in done:
             engine.remove(one)
         engine.pool.check_integrity()
-    assert seq.tokens.tolist() == fork.tokens.tolist() == prompt + expected
+    assert seq.output.tokens.tolist() == fork.output.tokens.tolist() == prompt + expected
     assert max(held) == blocks + 2, "the fork has its own last two"
     assert engine.pool.num_held == 0
 
@@ -198,7 +207,7 @@ def test_continuation_counts_as_output(checkpoint: Callable[..., Path], generate
     seq = engine.new_sequence("r", prompt, greedy(20), output=expected[:12])
     engine.add(seq)
     finish(engine)
-    assert seq.tokens.tolist() == prompt + expected
+    assert seq.output.tokens.tolist() == prompt + expected
 
 
 def test_step_without_progress_is_idle(checkpoint: Callable[..., Path]) -> None:
@@ -232,8 +241,10 @@ def test_forks_continue_like_their_parent_and_independently(
     sampled = [engine.fork(parent, f"sampled {i}", sampling) for i in range(2)]
     finish(engine)
     for seq in (parent, *greedy_forks):
-        assert seq.tokens[len(prompt) :].tolist() == expected
-    assert sampled[0].tokens == sampled[1].tokens != parent.tokens
-    (alone,) = run(engine, [parent.tokens[: len(prompt) + 9].tolist()], [SamplingParams(max_tokens=23, temperature=0)])
+        assert seq.output.tokens[len(prompt) :].tolist() == expected
+    assert sampled[0].output.tokens == sampled[1].output.tokens != parent.output.tokens
+    (alone,) = run(
+        engine, [parent.output.tokens[: len(prompt) + 9].tolist()], [SamplingParams(max_tokens=23, temperature=0)]
+    )
     assert alone == expected[9:]
     assert (engine.scheduler.num_preemptions > 0) == (num_blocks < 100)

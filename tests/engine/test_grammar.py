@@ -62,7 +62,9 @@ def run(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
     while unfinished:
         result = engine.step()
         for seq in [
-            seq for seq in result.sampled if seq.finish_reason() or (seq.constraint and seq.constraint.failure)
+            seq
+            for seq in result.sampled
+            if seq.output.finish_reason() or (seq.output.constraint and seq.output.constraint.failure)
         ]:
             engine.remove(seq)
             unfinished.remove(seq)
@@ -70,7 +72,7 @@ def run(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
             assert grammar_ready.wait(600)
             grammar_ready.clear()
     assert engine.pool.num_held == 0
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +118,13 @@ def test_outputs_follow_their_grammars_before_and_after_migration(
 def test_invalid_grammar_is_reported(engine: Engine, spec: dict[str, Any], message: str) -> None:
     seq = engine.new_sequence("r", [7], sampling(0, spec))
     run(engine, [seq])
-    assert seq.constraint is not None and str(seq.constraint.failure).startswith(message)
+    assert seq.output.constraint is not None and str(seq.output.constraint.failure).startswith(message)
 
 
 def test_output_that_breaks_the_grammar_fails(engine: Engine) -> None:
     seq = engine.new_sequence("r", [7], sampling(0, SPECS[1]), output=[200, 200])
     run(engine, [seq])
-    assert seq.constraint is not None and "does not follow the grammar" in str(seq.constraint.failure)
+    assert seq.output.constraint is not None and "does not follow the grammar" in str(seq.output.constraint.failure)
 
 
 def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +144,7 @@ def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pyt
         assert compiling.wait(600)
         engine.add(late)
         run(engine, [cached, plain])
-        assert cached.num_output > 0 and plain.num_output > 0 and late.num_output == 0
+        assert cached.output.num_generated > 0 and plain.output.num_generated > 0 and late.output.num_generated == 0
     finally:
         proceed.set()
         engine.remove(late)
@@ -154,8 +156,8 @@ def test_a_grammar_whose_masks_are_too_expensive_fails_its_sequence(
     monkeypatch.setattr(mask_client, "mask_budget_s", lambda num_tokens: -1.0 if num_tokens > 2 else 1e9)
     seq = engine.new_sequence("r", [7], sampling(0, SPECS[1]))
     run(engine, [seq])
-    assert seq.constraint is not None and isinstance(seq.constraint.failure, GrammarTooComplex)
-    assert "of CPU time for 3 tokens" in str(seq.constraint.failure)
+    assert seq.output.constraint is not None and isinstance(seq.output.constraint.failure, GrammarTooComplex)
+    assert "of CPU time for 3 tokens" in str(seq.output.constraint.failure)
 
 
 def test_a_grammar_is_compiled_once_while_it_is_cached(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,18 +54,18 @@ def test_they_change_their_own_requests_only(checkpoint: Callable[..., Path]) ->
             engine.add(seq)
         while engine.has_work:
             for seq in engine.step().sampled:
-                if seq.finish_reason() or seq.plugin_failure:
+                if seq.output.finish_reason() or seq.output.failure:
                     engine.remove(seq)
         return seqs
 
     (plain,) = run(sampling())
-    expected = plain.tokens[20:].tolist()
+    expected = plain.output.tokens[20:].tolist()
     banned, other, broken = run(sampling(ids=expected[:1]), sampling(), sampling(ids=[1], fails_after=3))
-    assert expected[0] not in banned.tokens[20:] and other.tokens[20:].tolist() == expected
+    assert expected[0] not in banned.output.tokens[20:] and other.output.tokens[20:].tolist() == expected
     assert (
-        isinstance(broken.plugin_failure, BadRequest)
-        and "broken" in str(broken.plugin_failure)
-        and broken.num_output == 4
+        isinstance(broken.output.failure, BadRequest)
+        and "broken" in str(broken.output.failure)
+        and broken.output.num_generated == 4
     )
 
 
@@ -80,11 +80,11 @@ def test_a_request_for_which_no_token_is_left_fails(
     params = structs.replace(sampling(ids=banned), temperature=temperature, grammar=grammar, ignore_eos=not grammar)
     seq = engine.new_sequence("0", [*range(20)], params)
     engine.add(seq)
-    while seq.plugin_failure is None and not seq.finish_reason():
+    while seq.output.failure is None and not seq.output.finish_reason():
         if engine.step().idle:
             assert ready.wait(600)
     expected = "the logits processors leave no token" + (" that the grammar allows" if grammar else "")
-    assert isinstance(seq.plugin_failure, BadRequest) and str(seq.plugin_failure) == expected
+    assert isinstance(seq.output.failure, BadRequest) and str(seq.output.failure) == expected
 
 
 def test_wrong_names_and_arguments_are_refused() -> None:

@@ -66,11 +66,11 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
     assert isinstance(runner, ModelRunner)
     runner.kv.pool_NL2GBD.zero_()
     seqs = [
-        Sequence(str(i), token_array(prompt), TOKENS, TOKENS, GREEDY, b"", runner.block_size)
+        Sequence.new(str(i), token_array(prompt), TOKENS, TOKENS, GREEDY, b"", runner.block_size)
         for i, prompt in enumerate(prompts())
     ]
     for i, seq in enumerate(seqs):
-        seq.take_blocks(0, [], list(range(i * blocks, (i + 1) * blocks)))
+        seq.kv.take_blocks(0, [], list(range(i * blocks, (i + 1) * blocks)))
     logits: list[list[torch.Tensor]] = [[] for _ in seqs]
     for step in steps:
         total = sum(count for _, count in step)
@@ -78,7 +78,7 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
         rows_TV = runner.forward(inputs).clone()  # of decode steps recorded or replayed
         for (i, count), part_TV in zip(step, rows_TV.split([count for _, count in step]), strict=True):
             logits[i].append(part_TV)
-            seqs[i].mark_computed(count)
+            seqs[i].kv.mark_computed(count)
     return torch.stack([torch.cat(parts) for parts in logits]), runner.kv.pool_NL2GBD[: ROWS * blocks].clone()
 
 

@@ -8,15 +8,8 @@ import torch
 from transformers import NoBadWordsLogitsProcessor
 
 from pdserve.beam_search import BeamSearch
-from pdserve.engine.sampler import (
-    gumbel_noise,
-    model_logprobs,
-    record_candidates,
-    rng_counter,
-    sample,
-    score,
-    token_logprobs,
-)
+from pdserve.engine.features import PromptScores, features_of, find, model_logprobs, record_candidates, token_logprobs
+from pdserve.engine.sampler import gumbel_noise, rng_counter, sample
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
@@ -26,7 +19,8 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 3.0, -50.0, 1.5])
 
 def seq(seed: int = 0, outputs: int = 0, stops: frozenset[int] = frozenset(), **kwargs: Any) -> Sequence:
     sampling = SamplingParams(**{"temperature": 1.0, "max_tokens": 99, "seed": seed, **kwargs})
-    return Sequence("r", token_array([0] * (1 + outputs)), 1, 1, sampling, b"", 16, stop_token_ids=stops)
+    tokens, features = token_array([0] * (1 + outputs)), features_of(sampling, 1)
+    return Sequence.new("r", tokens, 1, 1, sampling, b"", 16, stop_token_ids=stops, features=features)
 
 
 def draw(count: int, **kwargs: Any) -> torch.Tensor:
@@ -137,9 +131,11 @@ def test_reported_tokens_do_not_depend_on_other_rows(vocab: int) -> None:
                 each.search(BeamSearch(each.sampling.beam_width, frozenset(), 9, 1.0, True))
             of_rows = model_logprobs(rows_SV, [*range(len(rows_SV))])
             logprobs, *_ = token_logprobs(of_rows, [one, *others], [3] * len(rows_SV))
-            score(rows_SV, [(each, 1) for each in (one, *others)])
+            scores = find(PromptScores, one)
+            assert scores is not None and one.group is not None
+            scores.take_logits(one, rows_SV[:1])
             record_candidates(rows_SV, [one, *others])
-            reported.append((logprobs, one.prompt_scores, one.candidates))
+            reported.append((logprobs, scores.scores, one.group.candidates[one]))
         assert reported[0] == reported[1]
 
 
@@ -157,7 +153,7 @@ def test_bias_shifts_the_distribution() -> None:
 def test_penalties_count_existing_tokens() -> None:
     """Against the formulas of OpenAI (output only) and of transformers (prompt and output)."""
     one = seq(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0)
-    one.tokens, one.num_prompt = token_array([3, 0, 6, 5, 5, 1, 5]), 3
+    one.output.tokens, one.output.num_prompt = token_array([3, 0, 6, 5, 5, 1, 5]), 3
     expected = LOGITS.clone()
     seen = torch.tensor([0, 1, 3, 5, 6])
     expected[seen] = torch.where(expected[seen] > 0, expected[seen] / 2, expected[seen] * 2)
@@ -183,7 +179,8 @@ WORDS = ((5,), (0, 7), (7, 7, 7), (3, 0, 1))
 @pytest.mark.parametrize("output", [[], [0], [1, 0], [7], [7, 7], [3, 0], [5, 7, 7], [0, 3]])
 def test_bad_words_are_masked_as_in_transformers(output: list[int]) -> None:
     sampling = SamplingParams(temperature=0.0, bad_words=WORDS)
-    ours = Sequence("r", token_array([0, 7, 3, *output]), 3, 3, sampling, b"", 16)
+    tokens = token_array([0, 7, 3, *output])
+    ours = Sequence.new("r", tokens, 3, 3, sampling, b"", 16, features=features_of(sampling, 3))
     theirs = NoBadWordsLogitsProcessor([list(word) for word in WORDS], eos_token_id=[99])
     scores = LOGITS[None].clone()
     if output:  # transformers looks at the prompt, too

@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
 from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.features import features_of
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.sequence import Sequence, block_table
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted, StepPlan
 from pdserve.keys import Layout, token_array
 from pdserve.request import SamplingParams
@@ -123,9 +125,19 @@ def make_runner(architecture: str, layers: int) -> ModelRunner:
 
 def new_sequences(count: int, **sampling: Any) -> list[Sequence]:
     params = SamplingParams(**sampling)
+    blocks, features = block_table([3, 4, 5]), features_of(params, 30)
     return [
-        Sequence(
-            str(i), token_array([5] * 40), 30, 30, params, b"", 16, block_ids=block_table([3, 4, 5]), num_computed=39
+        Sequence.new(
+            str(i),
+            token_array([5] * 40),
+            30,
+            30,
+            params,
+            b"",
+            16,
+            block_ids=blocks,
+            num_computed=39,
+            features=features,
         )
         for i in range(count)
     ]

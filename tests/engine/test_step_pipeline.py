@@ -10,8 +10,10 @@ import pytest
 from pdserve.config import EngineConfig
 from pdserve.engine import sampler
 from pdserve.engine.engine import Engine
+from pdserve.engine.features import features_of
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.sequence import Sequence, block_table
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
@@ -58,17 +60,16 @@ class RecordingRunner:
 def decoding(name: str, max_tokens: int = 9, **settings: Any) -> Sequence:
     """Return a sequence that is about to compute its third token, and has blocks for six more."""
     sampling = SamplingParams(max_tokens=max_tokens, **settings)
-    return Sequence(
-        name, token_array([7, 7, 0]), 2, 2, sampling, b"", BLOCK, block_ids=block_table([5, 6]), num_computed=2
-    )
+    tokens, blocks, features = token_array([7, 7, 0]), block_table([5, 6]), features_of(sampling, 2)
+    return Sequence.new(name, tokens, 2, 2, sampling, b"", BLOCK, block_ids=blocks, num_computed=2, features=features)
 
 
 def run_step(pipeline: StepPipeline, *seqs: Sequence) -> dict[str, int]:
     """Run a step as the engine does, and return the new tokens."""
-    outcome = pipeline.step(StepPlan({seq: seq.num_uncomputed for seq in seqs}))
+    outcome = pipeline.step(StepPlan({seq: seq.kv.num_uncomputed for seq in seqs}))
     for seq, accepted in outcome.items():
-        seq.mark_computed(accepted.computed)
-        seq.extend(accepted.tokens)
+        seq.kv.mark_computed(accepted.computed)
+        seq.output.extend(accepted.tokens)
     return {seq.request_id: token for seq, accepted in outcome.items() for token in accepted.tokens}
 
 
@@ -106,7 +107,9 @@ def test_beside_prompts_and_other_sampling_nothing_is_launched(other: dict[str, 
     pipeline, a, b = StepPipeline(runner), decoding("a"), decoding("b", **other)
     run_step(pipeline, a)
     assert run_step(pipeline, a, b) == {"a": 2, "b": 99}
-    prompt = Sequence("prompt", token_array([1] * 5), 5, 5, SamplingParams(), b"", BLOCK, block_ids=block_table([1, 2]))
+    prompt = Sequence.new(
+        "prompt", token_array([1] * 5), 5, 5, SamplingParams(), b"", BLOCK, block_ids=block_table([1, 2])
+    )
     assert run_step(pipeline, a, prompt) == {"a": 99, "prompt": 99}
     assert runner.log[2:] == ["read 1", "read 2", "step: b 1", "step: a 1, prompt 5"]
     assert (pipeline.num_launched, pipeline.num_dropped_rows) == (1, 0)
@@ -115,10 +118,10 @@ def test_beside_prompts_and_other_sampling_nothing_is_launched(other: dict[str, 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda seq: seq.block_ids.__setitem__(0, 9),
-        lambda seq: seq.tokens.__setitem__(3, 3),
-        lambda seq: (seq.tokens.append(1), seq.mark_computed(1)),
-        lambda seq: seq.tokens.append(1),
+        lambda seq: seq.kv.block_ids.__setitem__(0, 9),
+        lambda seq: seq.output.tokens.__setitem__(3, 3),
+        lambda seq: (seq.output.tokens.append(1), seq.kv.mark_computed(1)),
+        lambda seq: seq.output.tokens.append(1),
     ],
     ids=["its KV was moved", "another token", "computed meanwhile", "more to compute"],
 )
@@ -148,7 +151,7 @@ def test_a_step_that_was_launched_without_a_token_is_dropped() -> None:
 def test_nothing_is_launched_without_a_block_for_it() -> None:
     runner = RecordingRunner()
     pipeline, a = StepPipeline(runner), decoding("a")
-    a.block_ids.pop()
+    a.kv.block_ids.pop()
     assert [run_step(pipeline, a), run_step(pipeline, a)] == [{"a": 1}, {"a": 2}]
     assert runner.log == ["launch 1: a", "launch 2: a after 1", "read 1", "read 2"]
 
@@ -164,13 +167,13 @@ def run(
             engine.add(arriving.pop(0))
         result = engine.step()
         for seq in result.sampled:
-            if seq.finish_reason():
+            if seq.output.finish_reason():
                 engine.remove(seq)
         engine.pool.check_integrity()
         if not arriving and not engine.has_work:
             break
     assert engine.pool.num_held == 0
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
 def pipelined_engine(path: Path, **settings: Any) -> tuple[Engine, StepPipeline]:

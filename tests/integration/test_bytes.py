@@ -34,15 +34,15 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
     decode.instance.submit("r", pb.Submit(request_id="x", phase=pb.DECODE, request=request))
     decode.run_until(lambda outputs: any("reserved" in o.stamps for o in outputs))
     (decode_job,) = decode.instance._jobs.values()
-    reserved = list(decode_job.seq.block_ids)
+    reserved = list(decode_job.seq.kv.block_ids)
 
     prefill.instance.submit("r", pb.Submit(request_id="x", phase=pb.PREFILL, request=request))
     # P frees the blocks after the last store, so record their ids after each step.
     tables: list[list[int]] = [[]]
     while not any(is_stored(o) for o in prefill.outputs):
         jobs = list(prefill.instance._jobs.values())
-        if jobs and jobs[0].seq.block_ids:
-            tables.append(list(jobs[0].seq.block_ids))
+        if jobs and jobs[0].seq.kv.block_ids:
+            tables.append(list(jobs[0].seq.kv.block_ids))
         prefill.instance.run_once(wait=not prefill.instance.engine.has_work)
     sent = prefill.instance.engine.runner.kv.pool_NL2GBD[tables[-1]].clone()
     assert len(tables[-1]) == 44

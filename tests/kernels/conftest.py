@@ -138,9 +138,9 @@ def continue_greedily(engine: Engine, prompts: list[list[int]], new_tokens: int)
         engine.add(seq)
     while engine.has_work:
         for seq in engine.step().sampled:
-            if seq.finish_reason():
+            if seq.output.finish_reason():
                 engine.remove(seq)
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
 @pytest.fixture

@@ -40,7 +40,9 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def seqs(params: list[dict[str, Any]], first_seed: int = 0) -> list[Sequence]:
     """Return one sequence per set of sampling parameters, with consecutive seeds."""
     samplings = [SamplingParams(**{"seed": first_seed + i, **kwargs}) for i, kwargs in enumerate(params)]
-    return [Sequence("r", token_array([0] * (1 + i)), 1, 1, sampling, b"", 16) for i, sampling in enumerate(samplings)]
+    return [
+        Sequence.new("r", token_array([0] * (1 + i)), 1, 1, sampling, b"", 16) for i, sampling in enumerate(samplings)
+    ]
 
 
 def sample_by_reference(logits_SV: torch.Tensor, rows: list[Sequence]) -> list[int]:

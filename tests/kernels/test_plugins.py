@@ -48,10 +48,10 @@ def test_it_serves_a_model(
     for seq in seqs:
         engine.add(seq)
     before = loud["attend"]
-    while any(seq.finish_reason() is None for seq in seqs):
+    while any(seq.output.finish_reason() is None for seq in seqs):
         engine.step()
     assert loud["attend"] > before
-    assert [seq.tokens[seq.num_prompt :].tolist() for seq in seqs] == generate(path, prompts[:6], 8)
+    assert [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs] == generate(path, prompts[:6], 8)
     assert engine.runner.kernel.NAME == "loud" and engine.runner.graphs is None
 
 

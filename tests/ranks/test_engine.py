@@ -30,10 +30,10 @@ def run(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[list[
         engine.add(seq)
     while engine.has_work:
         for seq in engine.step().sampled:
-            if seq.finish_reason():
+            if seq.output.finish_reason():
                 engine.remove(seq)
     assert engine.pool.num_held == 0
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
 @pytest.mark.parametrize(

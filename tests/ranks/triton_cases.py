@@ -26,7 +26,7 @@ def test_two_ranks_say_what_one_says(
         sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
         seq = engine.new_sequence("r", list(range(3, 40)), sampling)
         engine.add(seq)
-        while seq.finish_reason() is None:
+        while seq.output.finish_reason() is None:
             engine.step()
-        tokens.append(seq.tokens.tolist())
+        tokens.append(seq.output.tokens.tolist())
     assert tokens[0] == tokens[1]

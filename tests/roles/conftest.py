@@ -235,6 +235,6 @@ def expected(checkpoint: Callable[..., Path], architecture: str) -> Callable[[li
         alone = RoleInstance(checkpoint(architecture), {})
         job = alone.submit(pb.BOTH, prompt, max_tokens)
         alone.run()
-        return job.seq.tokens[len(prompt) :].tolist()
+        return job.seq.output.tokens[len(prompt) :].tolist()
 
     return run

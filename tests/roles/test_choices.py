@@ -35,7 +35,7 @@ def alone(instance: Instance) -> Callable[[list[int]], list[list[int]]]:
 
 
 def output(seq: Any) -> list[int]:
-    tokens: list[int] = seq.tokens[seq.num_prompt :].tolist()
+    tokens: list[int] = seq.output.tokens[seq.output.num_prompt :].tolist()
     return tokens
 
 

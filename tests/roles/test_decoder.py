@@ -49,7 +49,7 @@ def test_loads_what_prefill_reports_and_continues_after_its_first_token(
     report(decode, job, len(keys), final=True)
     assert decode.store.released == keys
     decode.run()
-    assert job.seq.tokens[len(prompt) :].tolist() == tokens and job.output.finish_reason == "length"
+    assert job.seq.output.tokens[len(prompt) :].tolist() == tokens and job.output.finish_reason == "length"
     assert job.prompt_sources() == {"computed": 0, "local_hit": 0, "loaded": len(prompt), "unneeded": 0}
     decode.check_nothing_is_held()
 
@@ -68,7 +68,7 @@ def test_computes_what_a_lost_prefill_did_not_store(
     assert not decode.step(), "prefill may still report"
     report(decode, job, final=True)
     decode.run()
-    assert job.seq.tokens[len(prompt) :].tolist() == expected(prompt, TOKENS)
+    assert job.seq.output.tokens[len(prompt) :].tolist() == expected(prompt, TOKENS)
     assert job.prompt_sources()["computed"] >= 1, "the last token, for its logits"
     decode.check_nothing_is_held()
 
@@ -81,7 +81,7 @@ def test_computes_what_could_not_be_loaded(instance: Instance, expected: Expecte
     report(decode, job, len(keys), first_token=tokens[0], final=True)
     decode.end(good=good, then=Outcome.CORRUPT)
     decode.run()
-    assert job.seq.tokens[len(PROMPT) :].tolist() == tokens and job.prompt_sources()["loaded"] == 16 * good
+    assert job.seq.output.tokens[len(PROMPT) :].tolist() == tokens and job.prompt_sources()["loaded"] == 16 * good
     decode.check_nothing_is_held()
 
 
@@ -100,7 +100,7 @@ def test_blocks_that_were_not_stored_in_time_are_loaded_later(
     assert [operation.kind for operation in decode.store.active] == ["load"]
     assert decode.end().keys == keys[1:]
     decode.run()
-    assert job.seq.tokens[len(PROMPT) :].tolist() == tokens and job.prompt_sources()["loaded"] == len(PROMPT)
+    assert job.seq.output.tokens[len(PROMPT) :].tolist() == tokens and job.prompt_sources()["loaded"] == len(PROMPT)
     decode.check_nothing_is_held()
 
 
@@ -114,7 +114,7 @@ def test_local_blocks_are_not_loaded(instance: Instance, expected: Expected) -> 
     report(decode, job, len(keys), first_token=tokens[0], final=True)
     assert decode.end().keys == keys[2:]
     decode.run()
-    assert job.seq.tokens[len(PROMPT) :].tolist() == tokens
+    assert job.seq.output.tokens[len(PROMPT) :].tolist() == tokens
     assert job.prompt_sources() == {"computed": 0, "local_hit": 32, "loaded": 38, "unneeded": 0}
     decode.check_nothing_is_held()
 
@@ -126,10 +126,10 @@ def test_requests_wait_for_blocks_in_order(instance: Instance) -> None:
     assert decode.decoder.num_waiting == 2
     decode.engine.pool.release(taken[:1])
     decode.step()
-    assert decode.decoder.num_waiting == 1 and first.seq.block_ids and not second.seq.block_ids
+    assert decode.decoder.num_waiting == 1 and first.seq.kv.block_ids and not second.seq.kv.block_ids
     decode.decoder.cancel(first)
     decode.step()
-    assert decode.decoder.num_waiting == 0 and second.seq.block_ids
+    assert decode.decoder.num_waiting == 0 and second.seq.kv.block_ids
     decode.decoder.cancel(second)
     decode.engine.pool.release(taken[1:])
     decode.check_nothing_is_held()
@@ -159,7 +159,7 @@ def test_stores_back_what_later_requests_may_load(
     both.run()
     assert job.ended and len(both.context.closed) == (0 if both.store.active else 1)
     both.end_all()
-    assert list(rows) == job.seq.full_keys()[:stored]
+    assert list(rows) == job.seq.kv.full_keys()[:stored]
     both.check_nothing_is_held()
 
 
@@ -170,7 +170,7 @@ def test_nothing_is_stored_back_after_a_gap(instance: Instance, rows: dict[bytes
         both.step()
     both.end(good=2, then=Outcome.FULL)
     both.run()
-    assert not both.store.active and list(rows) == job.seq.full_keys()[:2]
+    assert not both.store.active and list(rows) == job.seq.kv.full_keys()[:2]
     both.check_nothing_is_held()
 
 
@@ -189,13 +189,13 @@ def test_only_the_blocks_of_the_window_are_taken_and_loaded(
     keys, tokens = prefill(instance, prompt), expected(prompt, TOKENS)
     decode = instance()
     job = decode.submit(pb.DECODE, prompt, TOKENS)
-    assert decode.engine.pool.num_held == len(job.seq.held_blocks) == 4
+    assert decode.engine.pool.num_held == len(job.seq.kv.held_blocks) == 4
     report(decode, job, first)
     assert not decode.store.active
     report(decode, job, len(keys), first_token=tokens[0], final=True)
     assert decode.end().keys == keys[first:]
     decode.run()
-    assert job.seq.tokens[len(prompt) :].tolist() == tokens and decode.store.released == keys
+    assert job.seq.output.tokens[len(prompt) :].tolist() == tokens and decode.store.released == keys
     assert job.prompt_sources() == {
         "computed": 0,
         "local_hit": 0,
@@ -221,7 +221,7 @@ def test_a_missing_block_of_the_window_means_computing_the_prompt(
     assert decode.context.counts["sources", "computed"] == computed
     rows.clear()
     decode.run()
-    assert job.seq.tokens[len(LONG) :].tolist() == tokens
+    assert job.seq.output.tokens[len(LONG) :].tolist() == tokens
     decode.end_all()
     assert list(rows) == [keys[i] for i in stored], "what was computed here is stored back, and nothing else"
     decode.check_nothing_is_held()
@@ -229,7 +229,7 @@ def test_a_missing_block_of_the_window_means_computing_the_prompt(
     again = both.submit(pb.BOTH, LONG, TOKENS)
     both.end_all()
     both.run()
-    assert again.seq.num_loaded == 16 * len(stored) and again.seq.tokens[len(LONG) :].tolist() == tokens
+    assert again.seq.kv.num_loaded == 16 * len(stored) and again.seq.output.tokens[len(LONG) :].tolist() == tokens
 
 
 @windowed
@@ -242,18 +242,18 @@ def test_blocks_of_the_window_that_the_pool_has_are_not_loaded(
     tokens = expected(prompt, TOKENS)
     decode = instance()
     other = decode.submit(pb.BOTH, [*prompt, 7, 8, 9], 2 * TOKENS)
-    while not other.seq.num_output:
+    while not other.seq.output.num_generated:
         decode.step()
     job = decode.submit(pb.DECODE, prompt, TOKENS)
-    hits = len(prompt) // 16 - job.seq.num_dropped
-    assert job.seq.num_local_hit == 16 * hits > 0 and job.seq.num_unneeded == 16 * job.seq.num_dropped > 0
+    hits = len(prompt) // 16 - job.seq.kv.num_dropped
+    assert job.seq.kv.num_local_hit == 16 * hits > 0 and job.seq.kv.num_unneeded == 16 * job.seq.kv.num_dropped > 0
     if has_first_token:
         report(decode, job, first_token=tokens[0])
     report(decode, job, 0 if prompt is LONG_FULL else 10, final=True)
     decode.end_all()
     decode.run()
-    assert job.seq.tokens[len(prompt) :].tolist() == tokens
-    assert other.seq.tokens[len(prompt) + 3 :].tolist() == expected([*prompt, 7, 8, 9], 2 * TOKENS)
+    assert job.seq.output.tokens[len(prompt) :].tolist() == tokens
+    assert other.seq.output.tokens[len(prompt) + 3 :].tolist() == expected([*prompt, 7, 8, 9], 2 * TOKENS)
     decode.check_nothing_is_held()
 
 
@@ -269,7 +269,7 @@ def test_output_behind_blocks_that_were_not_needed_is_stored_back(
     rows.clear()
     decode.run()
     decode.end_all()
-    assert job.seq.tokens[len(LONG) :].tolist() == tokens and list(rows) == job.seq.full_keys()[9:11]
+    assert job.seq.output.tokens[len(LONG) :].tolist() == tokens and list(rows) == job.seq.kv.full_keys()[9:11]
     assert not decode.context.counts.get(("store_back_skipped_blocks", ""))
     decode.check_nothing_is_held()
 
@@ -290,6 +290,6 @@ def test_a_pool_that_holds_one_prompt_holds_the_windows_of_three(
     while decode.store.active:
         decode.end(good=1 if is_lost else None, then=Outcome.MISSING)
     decode.run()
-    assert [job.seq.tokens[150:].tolist() for job in jobs] == tokens
+    assert [job.seq.output.tokens[150:].tolist() for job in jobs] == tokens
     assert decode.engine.scheduler.num_preemptions == 0
     decode.check_nothing_is_held()

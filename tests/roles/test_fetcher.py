@@ -34,9 +34,9 @@ def test_stored_blocks_are_loaded_and_the_rest_is_computed(instance: Instance, e
     fill(instance, 3)
     both, job = load(instance)
     assert not both.step(), "the prompt waits for its load"
-    assert both.end().keys == job.seq.full_keys()[:3]
+    assert both.end().keys == job.seq.kv.full_keys()[:3]
     both.run()
-    assert job.seq.tokens[70:].tolist() == expected(PROMPT, 3)
+    assert job.seq.output.tokens[70:].tolist() == expected(PROMPT, 3)
     assert job.prompt_sources() == {"computed": 22, "local_hit": 0, "loaded": 48, "unneeded": 0}
     both.check_nothing_is_held()
 
@@ -46,7 +46,7 @@ def test_blocks_that_cannot_be_loaded_are_computed(instance: Instance, expected:
     both, job = load(instance)
     both.end(good=1, then=Outcome.CORRUPT)
     both.run()
-    assert job.seq.tokens[70:].tolist() == expected(PROMPT, 3) and job.prompt_sources()["loaded"] == 16
+    assert job.seq.output.tokens[70:].tolist() == expected(PROMPT, 3) and job.prompt_sources()["loaded"] == 16
     both.check_nothing_is_held()
 
 
@@ -73,7 +73,7 @@ def test_nothing_is_loaded_that_is_computed_sooner(instance: Instance, expected:
     job = both.submit(pb.BOTH, PROMPT, 3)
     assert not both.store.active and both.context.counts["store_hits", "dearer"] == 1
     both.run()
-    assert job.seq.tokens[70:].tolist() == expected(PROMPT, 3) and job.prompt_sources()["computed"] == 70
+    assert job.seq.output.tokens[70:].tolist() == expected(PROMPT, 3) and job.prompt_sources()["computed"] == 70
     both.check_nothing_is_held()
 
 
@@ -86,7 +86,7 @@ def test_without_room_the_prompt_waits_in_the_engine_instead(instance: Instance,
     assert not both.store.active and both.context.counts["store_hits", "no_room"] == 1
     both.engine.pool.release(taken)
     both.run()
-    assert job.seq.tokens[70:].tolist() == expected(PROMPT, 3)
+    assert job.seq.output.tokens[70:].tolist() == expected(PROMPT, 3)
     both.check_nothing_is_held()
 
 

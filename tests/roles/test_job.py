@@ -15,7 +15,7 @@ PROMPT = [1, 2, 3]
 
 
 def new_job(phase: "pb.Phase" = pb.BOTH, *, whole: bool = False) -> Job:
-    seq = Sequence("r", token_array(PROMPT), len(PROMPT), len(PROMPT), SamplingParams(max_tokens=100), b"", 16)
+    seq = Sequence.new("r", token_array(PROMPT), len(PROMPT), len(PROMPT), SamplingParams(max_tokens=100), b"", 16)
     return Job("router", seq, phase, whole=whole)
 
 
@@ -44,7 +44,7 @@ def test_transfers_that_take_no_time_are_reported_as_routers_accept_them() -> No
 def test_tokens_of_a_whole_answer_are_sent_in_batches() -> None:
     job, urgent_after = new_job(whole=True), []
     for number in range(1, BATCHED_TOKENS + 2):
-        job.seq.tokens.append(7)
+        job.seq.output.tokens.append(7)
         job.report_tokens(Accepted(1, [7]))
         if job.urgent:
             urgent_after.append(number)

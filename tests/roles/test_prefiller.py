@@ -127,7 +127,7 @@ def test_blocks_that_leave_the_window_before_they_are_stored_are_a_gap(instance:
     job = prefill.submit(pb.PREFILL, prompt, 4)
     for _ in range(5):
         prefill.engine.step()  # of which the role hears nothing
-    assert job.seq.num_dropped > 0
+    assert job.seq.kv.num_dropped > 0
     prefill.run()
     assert list(job.output.token_ids) == expected(prompt, 4)[:1] and not prefill.store.active
     assert is_stored(job.output) and num_stored(job.output) == 0

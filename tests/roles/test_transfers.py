@@ -83,7 +83,7 @@ class FakeContext:
 
 
 def new_job() -> Job:
-    return Job("router", EngineSequence("r", token_array([1]), 1, 1, SamplingParams(), b"", 16), pb.PREFILL)
+    return Job("router", EngineSequence.new("r", token_array([1]), 1, 1, SamplingParams(), b"", 16), pb.PREFILL)
 
 
 class Harness:

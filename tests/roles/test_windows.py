@@ -25,11 +25,11 @@ def test_two_prompts_that_do_not_fit_together_do_not_block_each_other(
     waited = False
     both.run()
     while both.store.active:
-        waited |= any(not job.seq.block_ids for job in jobs if job not in both.context.closed)
+        waited |= any(not job.seq.kv.block_ids for job in jobs if job not in both.context.closed)
         both.end(ended)
         both.run()
     count = 1 if phase == pb.PREFILL else TOKENS
-    assert waited and [job.seq.tokens[330:].tolist() for job in jobs] == [
+    assert waited and [job.seq.output.tokens[330:].tolist() for job in jobs] == [
         expected(prompt, TOKENS)[:count] for prompt in PROMPTS
     ]
     both.check_nothing_is_held()

@@ -34,7 +34,7 @@ Without a shared store, `match` always returns 0, and a block lives as long as i
 the leases of the given tickets, read or not.
 
 A pool in a GPU's memory is registered as such, and its checksums are computed on the GPU. Peers with memory of the other
-kind are not read. Nothing of this has run on a GPU.
+kind are not read.
 
 Peers are read, and never write. Of a read, this side has a handle that says when the last byte has come; of a write by a peer
 that stops half-way, nothing does, so that its memory could never be used again. UCX is told to read over cuda_ipc without
@@ -53,15 +53,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Operation, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome, Result
 from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError, ReadTimeout
 from pdserve.kv_transfer.connectors.nixl.leases import Leases
-from pdserve.kv_transfer.connectors.nixl.memory import HostMemory, Memory
-from pdserve.kv_transfer.connectors.nixl.reader import PeerBlock, Reader
+from pdserve.kv_transfer.connectors.nixl.memory import HostMemory, Memory, groups
+from pdserve.kv_transfer.connectors.nixl.reader import PeerBlock, Reader, accept_copies
 from pdserve.kv_transfer.connectors.nixl.tickets import (
     ENTRY,
     PeerPool,
@@ -164,9 +164,8 @@ class NixlConnector(BatchedConnector):
         return self._submit(operation, wait_and_work)
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
-        for block in blocks:
-            assert isinstance(block, _LeasedBlock)
-            block.make_header()
+        for group in groups(blocks, self._pool):
+            make_headers([block for block in group if isinstance(block, _LeasedBlock)])
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         """Read the blocks that were located in tickets, peer by peer."""
@@ -238,8 +237,8 @@ class NixlConnector(BatchedConnector):
 
     def _get_from(self, owner: PeerPool, blocks: Sequence[PeerBlock], unresponsive: Container[bytes]) -> None:
         if owner.name == self._own_pool.name:
-            for block in blocks:
-                block.accept_copy(self._pool, block.remote_row)
+            for group in groups(blocks, self._pool):
+                accept_copies(group, self._pool, [block.remote_row for block in group])
             return
         try:
             if owner.name in unresponsive:
@@ -271,8 +270,18 @@ class _LeasedBlock(Outgoing):
     memory: Memory
     local_row: int
 
-    def make_header(self) -> None:
-        with self._fence:
-            digest = self.memory.digest(self.local_row)
-            self.header = self._header_format.pack_checksum(self.key, self._header_format.block_bytes, digest)
+    @property
+    def operation(self) -> Operation[Any]:
+        return self._operation
+
+    def take_digest(self, digest: bytes) -> None:
+        self.header = self._header_format.pack_checksum(self.key, self._header_format.block_bytes, digest)
         self.present()  # no bytes were moved
+
+
+def make_headers(blocks: Sequence[_LeasedBlock]) -> None:
+    """Make the headers of blocks of one operation."""
+    with blocks[0].operation.fence:
+        digests = blocks[0].memory.digests([block.local_row for block in blocks])
+    for block, digest in zip(blocks, digests, strict=True):
+        block.take_digest(digest)

@@ -1,12 +1,15 @@
 """Memory that `nixl://` reads and writes: a pool's rows or a bounce buffer, on the host or on a GPU."""
 
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import xxhash
 
 from pdserve.kv_transfer.blocks import copy_and_hash
-from pdserve.kv_transfer.header import Row, checksum
+from pdserve.kv_transfer.header import checksum
+
+GROUP_BYTES = 16 << 20  # of rows that are copied or checked at once
 
 
 class Memory(Protocol):
@@ -34,11 +37,11 @@ class Memory(Protocol):
     def wait(self, mark: Any) -> None:
         """Wait for the steps before a mark."""
 
-    def digest(self, row: int) -> bytes:
-        """Return the 8 bytes of checksum of a row. The same bytes in memory of another kind may have another one."""
+    def digests(self, rows: Sequence[int]) -> list[bytes]:
+        """Return the 8 bytes of checksum of each row. The same bytes in memory of another kind may have others."""
 
-    def copy(self, row: int, source: Any, source_row: int) -> bytes:
-        """Copy a row of memory of the same kind, and return the digest of the copy."""
+    def copy(self, rows: Sequence[int], source: Any, source_rows: Sequence[int]) -> list[bytes]:
+        """Copy rows of memory of the same kind into distinct rows, and return the digests of the copies."""
 
 
 class HostMemory:
@@ -64,11 +67,20 @@ class HostMemory:
     def wait(self, mark: None) -> None:
         return None
 
-    def digest(self, row: int) -> bytes:
-        one: Row = self.rows[row]
-        return checksum(one)
+    def digests(self, rows: Sequence[int]) -> list[bytes]:
+        return [checksum(self.rows[row]) for row in rows]
 
-    def copy(self, row: int, source: Any, source_row: int) -> bytes:
-        hasher = xxhash.xxh3_64()
-        copy_and_hash(self.rows[row], source.rows[source_row], hasher)
-        return hasher.digest()
+    def copy(self, rows: Sequence[int], source: Any, source_rows: Sequence[int]) -> list[bytes]:
+        hashers = [xxhash.xxh3_64() for _ in rows]
+        for row, source_row, hasher in zip(rows, source_rows, hashers, strict=True):
+            copy_and_hash(self.rows[row], source.rows[source_row], hasher)
+        return [hasher.digest() for hasher in hashers]
+
+
+Block = TypeVar("Block")
+
+
+def groups(blocks: Sequence[Block], memory: Memory) -> Iterator[Sequence[Block]]:
+    """Yield blocks in groups whose rows are copied or checked at once: on a GPU each time costs launches and a wait."""
+    size = max(1, GROUP_BYTES * len(memory) // memory.nbytes)
+    return (blocks[start : start + size] for start in range(0, len(blocks), size))

@@ -56,16 +56,18 @@ class PeerBlock(Incoming):
     def operation(self) -> Operation[Any]:
         return self._operation
 
-    def accept_copy(self, memory: Memory, row: int) -> None:
-        """Copy a row outside of the pool, or another one in it, into the block's row, and verify it there."""
+    def take_digest(self, digest: bytes) -> None:
+        """Mark the block by the checksum of its row, with the fence held since before that was written."""
         assert self.source is not None
-        with self._fence:
-            self.accept_digest(self.source.header, self.memory.copy(self.local_row, memory, row))
+        self.accept_digest(self.source.header, digest)
 
-    def verify(self) -> None:
-        """Verify the payload in the row, with the fence held since before it was written."""
-        assert self.source is not None
-        self.accept_digest(self.source.header, self.memory.digest(self.local_row))
+
+def accept_copies(blocks: Sequence[PeerBlock], memory: Memory, rows: Sequence[int]) -> None:
+    """Copy rows outside of the pool, or others in it, into the rows of blocks of one operation, and verify them there."""
+    with blocks[0].operation.fence:
+        digests = blocks[0].memory.copy([block.local_row for block in blocks], memory, rows)
+        for block, digest in zip(blocks, digests, strict=True):
+            block.take_digest(digest)
 
 
 class _BounceBuffer:
@@ -247,8 +249,9 @@ class Reader:
             local_rows = np.array([block.local_row for block in group], dtype=np.int32)
             with group[0].operation.fence:
                 peer.is_synchronous = self._agent.read(self._local, local_rows, peer.descriptors, _remote_rows(group))
-                for block in group:
-                    block.verify()
+                digests = self._pool.digests(local_rows.tolist())
+                for block, digest in zip(group, digests, strict=True):
+                    block.take_digest(digest)
 
     def _read_via_bounce(self, name: bytes, peer: _Peer, blocks: Sequence[PeerBlock]) -> None:
         bounce, failed = self._take_buffer(), True
@@ -311,8 +314,8 @@ class Reader:
 
     def _accept_copies(self, bounce: _BounceBuffer, read: _BounceRead) -> None:
         """Verify the blocks of a finished read and copy them into the pool."""
-        for i, block in enumerate(read.blocks):
-            block.accept_copy(bounce.memory, read.first_row + i)
+        rows = range(read.first_row, read.first_row + len(read.blocks))
+        accept_copies(read.blocks, bounce.memory, rows)
 
     def _take_buffer(self) -> _BounceBuffer:
         with self._lock:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.paged_model import UnsupportedAttention
-from pdserve.engine.sequence import Sequence, block_table
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.errors import SetupError
 from pdserve.kernels.batch import Kernel
@@ -30,7 +31,7 @@ def attention_window(runner: "ModelRunner") -> int | None:
     """
     size = runner.block_size
     blocks = block_table(range(-(-2 // size)))
-    probe = Sequence("probe", token_array([0, 0]), 2, 2, SamplingParams(temperature=0), b"", size, block_ids=blocks)
+    probe = Sequence.new("probe", token_array([0, 0]), 2, 2, SamplingParams(temperature=0), b"", size, block_ids=blocks)
     unsupported = f"architecture {type(runner.checkpoint.model).__name__} is not supported"
     windows: list[int | None] = []  # of each layer
 

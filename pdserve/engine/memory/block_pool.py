@@ -8,6 +8,7 @@ A block is in exactly one of three states:
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Protocol
 
 BlockPairs = list[tuple[int, int]]  # (block, block of the same pool or of another)
@@ -86,9 +87,11 @@ class BlockPool:
         """
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks requested, {self.num_free} of {self.num_blocks} free")
-        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
-        for block in blocks:
+        blocks: list[int] = []
+        for _ in range(count):
+            block = self._free.popleft() if self._free else self._evict()
             self._refs[block] = 1
+            blocks.append(block)
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -121,12 +124,12 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and that keys and blocks agree."""
         free, cached = set(self._free), set(self._cached)
-        held = {block for block, refs in enumerate(self._refs) if refs > 0}
+        held = set(compress(range(self.num_blocks), self._refs))
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached and not held & (free | cached), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert all(refs >= 0 for refs in self._refs)
-        assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks disagree"
+        assert min(self._refs) >= 0
+        assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
         assert cached <= self._key_of.keys() and not free & self._key_of.keys()
 
     def _evict(self) -> int:

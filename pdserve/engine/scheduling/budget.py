@@ -1,7 +1,7 @@
 """Compute budget of one engine step: a token limit, and the time that prompts may add beside decoding sequences."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pdserve.costs import Costs, attention_pairs
@@ -33,14 +33,14 @@ class StepBudget:
 
     @classmethod
     def for_step(
-        cls, costs: Costs, tokens: int, decoding: Iterable[Sequence], itl: float | None, min_chunk: int
+        cls, costs: Costs, tokens: int, decoding: Collection[Sequence], itl: float | None, min_chunk: int
     ) -> "StepBudget":
         """Return the budget of a step in which `decoding` decode, forecast to take at most `itl` seconds (None: no limit)."""
-        contexts = [len(seq) for seq in decoding]
-        base = costs.decode[0] if contexts else costs.prefill[0]
-        if itl is None or not contexts:
+        base = costs.decode[0] if decoding else costs.prefill[0]
+        if itl is None or not decoding:
             return cls(costs, tokens, base=base)
-        return cls(costs, tokens, itl - costs.step_seconds(len(contexts), sum(contexts)), min_chunk, base=base)
+        seconds = costs.step_seconds(len(decoding), sum(map(len, decoding)))
+        return cls(costs, tokens, itl - seconds, min_chunk, base=base)
 
     def share(self, demands: Collection[Sequence], creditors: Collection[Tenant]) -> None:
         """Limit the time of each tenant to its share of the step, see `step_shares`. `demands` are all that could run."""
@@ -48,7 +48,7 @@ class StepBudget:
         tokens = {seq.tenant: max(1, int(self.tokens * seq.tenant.weight / weights)) for seq in demands}
         seconds = dict.fromkeys(tokens, 0.0)
         for seq in demands:
-            if chunk := min(seq.num_uncomputed, tokens[seq.tenant]):
+            if chunk := min(seq.kv.num_uncomputed, tokens[seq.tenant]):
                 tokens[seq.tenant] -= chunk
                 seconds[seq.tenant] += self.seconds(seq, chunk)
         self.shares = step_shares(self.base, seconds, creditors)
@@ -70,16 +70,16 @@ class StepBudget:
         share = self.shares.get(seq.tenant, math.inf)
         if share <= 0:
             return 0
-        count = min(seq.num_uncomputed, self.tokens)
-        if seq.scores_prompt:
+        count = min(seq.kv.num_uncomputed, self.tokens)
+        if seq.reads_logits:
             count = min(count, self.scored_tokens)
             self.scored_tokens -= count
-        if not seq.is_decoding:
-            affordable = _tokens_within(self.costs, self.prompt_seconds, seq.num_computed)
+        if not seq.kv.is_decoding:
+            affordable = _tokens_within(self.costs, self.prompt_seconds, seq.kv.num_computed)
             count = min(
-                count, max(self.min_chunk, affordable), max(1, _tokens_within(self.costs, share, seq.num_computed))
+                count, max(self.min_chunk, affordable), max(1, _tokens_within(self.costs, share, seq.kv.num_computed))
             )
-            self.prompt_seconds -= _added_seconds(self.costs, count, seq.num_computed)
+            self.prompt_seconds -= _added_seconds(self.costs, count, seq.kv.num_computed)
             self.min_chunk = 0
         self.tokens -= count
         if share < math.inf:
@@ -88,8 +88,8 @@ class StepBudget:
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""
-        if not seq.is_decoding:
-            return _added_seconds(self.costs, count, seq.num_computed)
+        if not seq.kv.is_decoding:
+            return _added_seconds(self.costs, count, seq.kv.num_computed)
         _, per_sequence, per_token = self.costs.decode
         return per_sequence + per_token * len(seq)
 

@@ -29,21 +29,24 @@ requests can overtake one of a lower priority: no sequence starves.
 import math
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.scheduling.shares import Credit
-from pdserve.engine.sequence import TURN, Sequence
+from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.request import SamplingParams, Tenant
 
 Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
+Order = Callable[[Sequence], Place]
+_RANK = attrgetter("rank")
 
 
 @dataclass
@@ -132,11 +135,13 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
         self._by_tenant.setdefault(seq.tenant, set()).add(seq)
-        _enqueue(self.loaded if seq.block_ids else self.waiting, seq)
+        _enqueue(self.loaded if seq.kv.block_ids else self.waiting, seq)
 
-    def fork(self, seq: Sequence, request_id: str, sampling: SamplingParams) -> Sequence:
+    def fork(
+        self, seq: Sequence, request_id: str, sampling: SamplingParams, features: tuple[Feature, ...] = ()
+    ) -> Sequence:
         """Queue and return a copy of a sequence that shares all KV computed so far. Later writes are copy-on-write."""
-        fork = seq.fork(self.pool, request_id, sampling)
+        fork = seq.fork(self.pool, request_id, sampling, features)
         self.add(fork)
         return fork
 
@@ -145,22 +150,31 @@ class Scheduler:
         for queue in (self.running, self.loaded, self.waiting):
             if seq in queue:
                 queue.remove(seq)
-        seq.release_blocks(self.pool)
-        self.swap_space.discard(seq)
+        seq.kv.release_blocks(self.pool)
+        if seq.kv.swapped is not None:
+            self.swap_space.discard(seq)
         if seq in (of_tenant := self._by_tenant.get(seq.tenant, set())):
             of_tenant.remove(seq)
             if not of_tenant:
                 del self._by_tenant[seq.tenant]
 
-    def order(self) -> "Callable[[Sequence], Place]":
+    def order(self) -> Order:
         """Return the present order of sequences in all queues, as a key: the level of the tenant, then the rank."""
+        if not self._has_rivals:
+            return _place_alone
         levels = self._levels()
         return lambda seq: (levels.get(seq.tenant, 0.0), seq.rank)
 
+    @property
+    def _has_rivals(self) -> bool:
+        """True if several tenants have sequences here. Alone, a tenant has the order of rank, and no limits."""
+        if self.unreserved is None or self.unreserved.tenant in self._by_tenant:
+            return len(self._by_tenant) > 1
+        return len(self._by_tenant) > 0
+
     def _levels(self) -> dict[Tenant, float]:
         """Return the number of running sequences of each tenant that has some, divided by its weight; none if it is alone."""
-        tenants = self._by_tenant.keys() | ({self.unreserved.tenant} if self.unreserved is not None else set())
-        if len(tenants) < 2:
+        if not self._has_rivals:
             return {}
         counts = Counter(seq.tenant for seq in self.running)
         return {tenant: count / tenant.weight for tenant, count in counts.items()}
@@ -176,7 +190,7 @@ class Scheduler:
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
-            if not output.swap_in:
+            if self._has_rivals and not output.swap_in:
                 self._make_room(output)
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
@@ -200,20 +214,22 @@ class Scheduler:
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
         for seq in output.plan.counts:
-            if seq.is_decoding and not seq.awaits_last_token and self.pool.num_free > len(self.running):
-                seq.grow(self.pool, 1)
+            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_free > len(self.running):
+                seq.kv.grow(self.pool, 1)
 
     def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
         """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
         room = self.max_num_batched_tokens - sum(plan.counts.values())
         for seq, drafts in proposed.items():
             spare = max(0, self.pool.num_free - len(self.running)) + len(
-                seq.block_ids
+                seq.kv.block_ids
             )  # one stays for each running one
-            most = min(room, seq.sampling.max_tokens - seq.num_output - 1, spare * seq.block_size - len(seq))
+            most = min(
+                room, seq.sampling.max_tokens - seq.output.num_generated - 1, spare * seq.kv.block_size - len(seq)
+            )
             if most > 0 and drafts:
                 plan.drafts[seq] = list(drafts[:most])
-                seq.grow(self.pool, len(plan.drafts[seq]))
+                seq.kv.grow(self.pool, len(plan.drafts[seq]))
                 room -= len(plan.drafts[seq])
 
     def _make_room_for_beams(self, output: SchedulerOutput) -> None:
@@ -251,21 +267,25 @@ class Scheduler:
         Returns:
             False if the pool has too few blocks; nothing was taken.
         """
-        assert not seq.block_ids
-        order = self.order()
-        ahead = [other for other in self.waiting if order(other) <= order(seq)] if respect_queue else []
-        claimed = sum(self.pool.blocks_for(len(other)) for other in ahead)
-        claimed += max((self._watermark(other) for other in ahead), default=0)
-        hits = self.pool.match(seq.full_keys()[first_block:max_hit_blocks])
+        assert not seq.kv.block_ids
+        claimed = self._claimed_before(seq) if respect_queue and self.waiting else 0
+        hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks])
         self.pool.hold(hits)
         needed = self.pool.blocks_for(num_tokens) - first_block - len(hits)
         if needed > self.pool.num_free - claimed - watermark:
             self.pool.release(hits)
             return False
-        seq.take_blocks(first_block, hits, self.pool.allocate(needed))
+        seq.kv.take_blocks(first_block, hits, self.pool.allocate(needed))
         self.prefix_queries += len(seq) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
+
+    def _claimed_before(self, seq: Sequence) -> int:
+        """Return how many blocks the waiting sequences need that are before one in the order, or of its rank."""
+        order = self.order()
+        ahead = [other for other in self.waiting if order(other) <= order(seq)]
+        blocks = sum(self.pool.blocks_for(len(other)) for other in ahead)
+        return blocks + max((self._watermark(other) for other in ahead), default=0)
 
     def num_out_of_window(self, num_computed: int) -> int:
         """Return how many leading blocks lie outside the windows of all tokens behind the first `num_computed`.
@@ -276,23 +296,26 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
         for seq in self.running:
-            seq.drop_blocks(self.pool, self.num_out_of_window(seq.num_computed))
+            seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
         for seq in list(self.running):
             if seq not in output.preempted:
                 self._ensure_blocks(seq, output)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
-        candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
-        decoding = [seq for seq in candidates if seq.is_decoding]
+        decoding, prompts = list[Sequence](), list[Sequence]()
+        for seq in self.running:
+            if not (output.storing_paused and seq.stores_kv):
+                (decoding if seq.kv.is_decoding else prompts).append(seq)
         budget = StepBudget.for_step(
             self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
         )
         if len(self._by_tenant) < 2:
-            for seq in sorted(candidates, key=lambda seq: not seq.is_decoding):
+            for seq in (*decoding, *prompts):
                 self._schedule(seq, output, budget)
             return budget
+        candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
         budget.share([*candidates, *self._queued()], self._credit.creditors(self._by_tenant.keys()))
         order = self.order()
-        prompts = sorted((seq for seq in candidates if not seq.is_decoding), key=order)
+        prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
         for seq in [*overdue, *sorted(decoding, key=lambda seq: seq.turn)] if budget.shares else decoding:
@@ -318,7 +341,7 @@ class Scheduler:
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
-        if not seq.blocks_needed(self.pool):
+        if not seq.kv.blocks_needed(self.pool):
             return
         while not self._has_room(seq):
             if paused := [one for one in self.loaded if one.gave_way_at is not None]:
@@ -353,21 +376,21 @@ class Scheduler:
         return max(reversed(candidates), key=lambda one: (levels[one.tenant], one.rank), default=None)
 
     def _has_room(self, seq: Sequence) -> bool:
-        return seq.blocks_needed(self.pool) <= self.pool.num_free
+        return seq.kv.blocks_needed(self.pool) <= self.pool.num_free
 
     def _append_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
-        if (copy := seq.copy_on_write(self.pool)) is not None:
+        if (copy := seq.kv.copy_on_write(self.pool)) is not None:
             output.block_copies.append(copy)
-        seq.grow(self.pool)
+        seq.kv.grow(self.pool)
 
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
-        held = set(seq.held_blocks)
+        held = set(seq.kv.held_blocks)
         copies = [copy for copy in output.block_copies if copy[1] not in held]
         is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
         output.block_copies = copies
         output.preempted.append(seq)
-        num_blocks, swapped = self.pool.blocks_for(seq.num_computed) - seq.num_dropped, None
+        num_blocks, swapped = self.pool.blocks_for(seq.kv.num_computed) - seq.kv.num_dropped, None
         if is_whole and self.swap_space.pays(seq, num_blocks, self.costs):
             swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
@@ -382,18 +405,19 @@ class Scheduler:
             seq = self._pop_next(output.storing_paused, budget, below)
             if seq is None:
                 return
-            if seq.take_refetch():
+            if seq.kv.needs_refetch:
+                seq.kv.end_refetch()
                 output.resumed.append(seq)
                 continue
             if len(self.running) >= self.max_num_seqs and (victim := self._giving_way(seq.tenant)) is not None:
                 self._pause(victim, output, budget)
-            if seq.swapped is not None:
+            if seq.kv.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
-                seq.register_full_blocks(self.pool)  # others of its request find them at once
+                seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
             self._append_blocks(seq, output)
-            seq.admit()
+            seq.kv.admit()
             _enqueue(self.running, seq)
-            if seq.num_uncomputed:  # else a beam that has waited for others, and was swapped
+            if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
                 self._schedule(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
 
@@ -423,36 +447,59 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.full_keys()[: seq.num_usable_hits]))
+        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits]))
         return needed + self._watermark(seq) <= self.pool.num_free
 
     def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
+
+        No prompt overtakes one for which there is no time.
 
         Args:
             pause_storing: leave out sequences whose KV is stored as it is computed.
             budget: leave out sequences of which it has no room for a token.
             below: leave out tenants of this level or a higher one.
         """
-        order, tenants = self.order(), self._eligible_tenants(budget, below)
-        loaded = [seq for seq in self.loaded if seq.tenant in tenants]
-        # Scored prompts share a small budget, and must not hold up the others.
-        may_wait = (seq for seq in self.waiting if budget.scored_tokens or not seq.scores_prompt)
-        first = min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None)
-        queue = sorted(loaded, key=order) + ([first] if first is not None else [])
-        loaded = [*self._computable(queue, pause_storing, budget)]
-        waiting = loaded.pop() if loaded and loaded[-1] is first else None
-        first_loaded = next((seq for seq in loaded if self._has_room(seq)), None)
-        if (
-            waiting is not None
-            and _waiting_is_next(waiting, loaded, first_loaded, order)
-            and self._reserve_all(waiting)
-        ):
-            self.waiting.remove(waiting)
-            return waiting
+        if not self._has_rivals and len(self.running) >= self.max_num_seqs:
+            return None
+        loaded, waiting, order = self._queues(budget, below)
+        computable, has_time = list[Sequence](), True
+        for seq in loaded if waiting is None else [*loaded, waiting]:
+            if (pause_storing and seq.stores_kv) or (seq.reads_logits and not budget.scored_tokens):
+                continue
+            computed = self._num_computed_if_admitted(seq)
+            is_prompt = len(seq) - computed > 1
+            has_time = has_time and (not is_prompt or budget.has_prompt_time(computed))
+            if has_time or not is_prompt:
+                computable.append(seq)
+        waiting = computable.pop() if computable and computable[-1] is waiting else None
+        first_loaded = None
+        for seq in computable:
+            if self._has_room(seq):
+                first_loaded = seq
+                break
+        if waiting is not None and (not computable or _overtakes(waiting, computable, first_loaded, order)):
+            first = waiting.kv.swapped.first_block if waiting.kv.swapped is not None else 0
+            hits, watermark = waiting.num_usable_hits, self._watermark(waiting)
+            if self.reserve(waiting, hits, len(waiting), first_block=first, watermark=watermark):
+                self.waiting.remove(waiting)
+                return waiting
         if first_loaded is not None:
             self.loaded.remove(first_loaded)
         return first_loaded
+
+    def _queues(self, budget: StepBudget, below: float) -> tuple[list[Sequence], Sequence | None, Order]:
+        """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""
+        # Scored prompts share a small budget, and must not hold up the others.
+        if self._has_rivals:
+            tenants, order = self._eligible_tenants(budget, below), self.order()
+            loaded = sorted((seq for seq in self.loaded if seq.tenant in tenants), key=order)
+            may_wait = (seq for seq in self.waiting if budget.scored_tokens or not seq.reads_logits)
+            return loaded, min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None), order
+        for seq in self.waiting:
+            if budget.scored_tokens or not seq.reads_logits:
+                return self.loaded, seq, _place_alone
+        return self.loaded, None, _place_alone
 
     def _eligible_tenants(self, budget: StepBudget, below: float) -> set[Tenant]:
         """Return the tenants of which a sequence may be admitted: there is a slot, or another gives way, and time is left."""
@@ -465,48 +512,35 @@ class Scheduler:
             and not (is_full and self._giving_way(tenant) is None)
         }
 
-    def _computable(self, queue: Iterable[Sequence], pause_storing: bool, budget: StepBudget) -> Iterator[Sequence]:
-        """Yield the sequences of which a step can compute tokens. No prompt overtakes one for which it has no time."""
-        has_time = True
-        for seq in queue:
-            if (pause_storing and seq.stores_kv) or (seq.scores_prompt and not budget.scored_tokens):
-                continue
-            computed = self._num_computed_if_admitted(seq)
-            is_prompt = len(seq) - computed > 1
-            has_time = has_time and not (is_prompt and not budget.has_prompt_time(computed))
-            if has_time or not is_prompt:
-                yield seq
-
     def _num_computed_if_admitted(self, seq: Sequence) -> int:
-        if seq.swapped is not None:
-            return seq.swapped.num_tokens
-        hits = [] if seq.block_ids else self.pool.match(seq.full_keys()[: seq.num_usable_hits])
-        return seq.num_computed + len(hits) * self.pool.block_size
-
-    def _reserve_all(self, seq: Sequence) -> bool:
-        first = seq.swapped.first_block if seq.swapped is not None else 0
-        return self.reserve(seq, seq.num_usable_hits, len(seq), first_block=first, watermark=self._watermark(seq))
+        if seq.kv.swapped is not None:
+            return seq.kv.swapped.num_tokens
+        hits = [] if seq.kv.block_ids else self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
+        return seq.kv.num_computed + len(hits) * self.pool.block_size
 
     def _watermark(self, seq: Sequence) -> int:
         """Return how many blocks must stay free when a sequence gets its own.
 
         A preempted sequence is readmitted only if each running one keeps a spare block; otherwise it thrashes.
         """
-        return len(self.running) if seq.num_preemptions else 0
+        return len(self.running) if seq.kv.num_preemptions else 0
 
 
 def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
-    insort(queue, seq, key=lambda queued: queued.rank)
+    insort(queue, seq, key=_RANK)
 
 
-def _waiting_is_next(
-    waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None, order: "Callable[[Sequence], Place]"
-) -> bool:
-    """Return whether a waiting sequence goes before `first_loaded`, the first of the loaded ones that has room.
+def _place_alone(seq: Sequence) -> Place:
+    """Return the place of a sequence in the order while its tenant is alone."""
+    return 0.0, seq.rank
+
+
+def _overtakes(waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None, order: Order) -> bool:
+    """Return whether a waiting sequence goes before `first_loaded`, the first of some loaded ones that has room.
 
     It overtakes none that is before it in the order, even if that lacks room, nor one of its level that only decodes.
     """
-    if loaded and order(waiting) >= min(map(order, loaded)):
+    if order(waiting) >= min(map(order, loaded)):
         return False
     has_rivals = any(order(seq)[0] <= order(waiting)[0] for seq in loaded)
-    return not has_rivals or (first_loaded is not None and not first_loaded.is_decoding)
+    return not has_rivals or (first_loaded is not None and not first_loaded.kv.is_decoding)

@@ -77,7 +77,9 @@ class Credit:
         """
         total = base + sum(seconds.values())
         tenants = self._used.keys() | seconds.keys()
-        weights = sum(tenant.weight for tenant in tenants)
+        weights = 0.0
+        for tenant in tenants:
+            weights += tenant.weight
         for tenant in tenants:
             used = self._used.pop(tenant, 0.0) - total * min(tenant.weight / weights, 0.5)
             if tenant in seconds:

@@ -127,6 +127,6 @@ def _dummies(engine: Engine, work: Work) -> StepPlan:
     plan, block = StepPlan(), 0
     for count, before in work:
         sequence = dummy_sequence(engine, count, before, block)
-        block += len(sequence.block_ids)
+        block += len(sequence.kv.block_ids)
         plan.counts[sequence] = count
     return plan

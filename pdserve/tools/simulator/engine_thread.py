@@ -22,11 +22,13 @@ class EngineThread(Instance):
         count: float = most
         for seq in scheduler.running:
             job = self._by_sequence[seq]
-            if not seq.is_decoding or job.phase == pb.PREFILL or Stage.DECODE_STARTED not in job.stamped:
+            if not seq.kv.is_decoding or job.phase == pb.PREFILL or Stage.DECODE_STARTED not in job.stamped:
                 return 0
-            if seq.blocks_needed(pool) and pool.blocks_for(len(seq)) == len(seq.block_ids):
+            if seq.kv.blocks_needed(pool) and pool.blocks_for(len(seq)) == len(seq.kv.block_ids):
                 return 0  # a shared block is about to be copied
-            count = min(count, seq.sampling.max_tokens - seq.num_output - 1, self.decoder.steps_until_store(job) - 1)
+            count = min(
+                count, seq.sampling.max_tokens - seq.output.num_generated - 1, self.decoder.steps_until_store(job) - 1
+            )
         while count > 0 and self._blocks_for(int(count)) > pool.num_free:
             count = math.floor(count / 2)
         return max(0, int(count))
@@ -34,7 +36,7 @@ class EngineThread(Instance):
     def steps_until_keys_change(self) -> int:
         """Return how many plain steps it takes to fill a block; 0 if the next step takes one, which may evict another."""
         size = self.engine.pool.block_size
-        return min(-seq.num_computed % size for seq in self.engine.scheduler.running)
+        return min(-seq.kv.num_computed % size for seq in self.engine.scheduler.running)
 
     def skip(self, began_at: float, ends: Sequence[float]) -> None:
         """Take plain steps at once, of which the first began at `began_at`, and each ends when the next one begins."""
@@ -70,11 +72,11 @@ class EngineThread(Instance):
             context += batch
         for seq in running:
             tokens = [next_token(count) for count in range(len(seq), len(seq) + steps)]
-            seq.extend(tokens[:-1])
-            seq.grow(pool)
-            seq.append(tokens[-1])
-            seq.mark_computed(steps)
-            seq.register_full_blocks(pool)
+            seq.output.extend(tokens[:-1])
+            seq.kv.grow(pool)
+            seq.output.append(tokens[-1])
+            seq.kv.mark_computed(steps)
+            seq.kv.register_full_blocks(pool)
             self._by_sequence[seq].pending_output().token_ids.extend(tokens)
         self.count("generation_tokens", steps * batch)
         self.count("engine_steps", steps)
@@ -83,7 +85,7 @@ class EngineThread(Instance):
         """Return how many new blocks these plain steps take."""
         size = self.engine.pool.block_size
         running = self.engine.scheduler.running
-        return sum(max(0, -(-(len(seq) + steps - 1) // size) - len(seq.block_ids)) for seq in running)
+        return sum(max(0, -(-(len(seq) + steps - 1) // size) - len(seq.kv.block_ids)) for seq in running)
 
     def _check_idle(self, now: float) -> None:
         """Assert that nothing is held. The whole pool is not checked, which takes too long for every simulated second."""

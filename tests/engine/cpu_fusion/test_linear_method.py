@@ -47,9 +47,9 @@ def run(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
         engine.add(seq)
     while engine.has_work:
         for seq in engine.step().sampled:
-            if seq.finish_reason():
+            if seq.output.finish_reason():
                 engine.remove(seq)
-    return [seq.tokens[seq.num_prompt :].tolist() for seq in seqs]
+    return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
 def engine_with_deltas(path: Path, dtype: str) -> Engine:

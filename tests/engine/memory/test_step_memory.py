@@ -4,20 +4,26 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
+from pdserve.engine.features import features_of
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.memory.step_memory import run_largest_steps
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.sequence import Sequence, block_table
+from pdserve.engine.scheduling.budget import StepBudget
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 
-def test_the_largest_steps_take_at_least_the_memory_of_any_other(tmp_path: Path) -> None:
+def test_the_largest_steps_take_at_least_the_memory_of_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The steps by which a GPU's memory is measured, with the peaks of torch's allocations on the CPU."""
     shape = transformers.LlamaConfig(
         vocab_size=20_000, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -41,16 +47,27 @@ def test_the_largest_steps_take_at_least_the_memory_of_any_other(tmp_path: Path)
     for num_seqs, sampling in ((1, everything), (8, everything), (3, everything), (8, SamplingParams(temperature=0))):
         length = 48 // num_seqs
         seqs = [
-            Sequence(
-                str(i), token_array([1] * length), length, length, sampling, b"", 16, block_ids=block_table([0, 1, 2])
+            Sequence.new(
+                str(i),
+                token_array([1] * length),
+                length,
+                length,
+                sampling,
+                b"",
+                16,
+                block_ids=block_table([0, 1, 2]),
+                features=features_of(sampling, length),
             )
             for i in range(num_seqs)
         ]
         assert peak_bytes(partial(runner.step, StepPlan(dict.fromkeys(seqs, length)))) <= largest * 1.01
-    greedy = Sequence(
+    greedy = Sequence.new(
         "0", token_array([1] * 48), 48, 48, SamplingParams(temperature=0), b"", 16, block_ids=block_table([0, 1, 2])
     )
     assert peak_bytes(lambda: runner.step(StepPlan({greedy: 48}))) < largest / 3, "what sampling takes is most of it"
+    monkeypatch.setattr(StepBudget, "scored_tokens", 8)
+    fewer = peak_bytes(lambda: run_largest_steps(runner, config))
+    assert fewer < largest * 0.7, "a step scores no more tokens than its budget"
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

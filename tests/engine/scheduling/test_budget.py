@@ -15,7 +15,9 @@ COSTS = Costs(prefill=(0.5, 1e-4, 1e-6), decode=(0.01, 0.001, 0.0))
 
 
 def sequence(tokens: int, computed: int) -> Sequence:
-    return Sequence("r", token_array([0] * tokens), tokens, tokens, SamplingParams(), b"", 16, num_computed=computed)
+    return Sequence.new(
+        "r", token_array([0] * tokens), tokens, tokens, SamplingParams(), b"", 16, num_computed=computed
+    )
 
 
 def budget(itl: float | None, decoding: int, tokens: int = 2048, costs: Costs = COSTS) -> StepBudget:

@@ -23,7 +23,9 @@ BLOCK = 4
 def sequence(name: str, prompt: list[int], max_tokens: int = 4, family: int = 0) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, frequency_penalty=1.0 if family == 2 else 0.0)
     stops = frozenset(range(0, 1000, 5)) if family == 1 else frozenset()
-    return Sequence(name, token_array(prompt), len(prompt), len(prompt), sampling, b"root", BLOCK, stop_token_ids=stops)
+    return Sequence.new(
+        name, token_array(prompt), len(prompt), len(prompt), sampling, b"root", BLOCK, stop_token_ids=stops
+    )
 
 
 def scheduler(num_blocks: int, max_num_seqs: int = 8, budget: int = 16, **settings: Any) -> Scheduler:
@@ -36,11 +38,11 @@ def run_step(sched: Scheduler) -> tuple[SchedulerOutput, list[Sequence]]:
     output = sched.schedule()
     finished = []
     for seq, count in output.plan.counts.items():
-        seq.mark_computed(count)
-        seq.register_full_blocks(sched.pool)
-        if seq.num_uncomputed == 0:
-            seq.tokens.append(7)
-            if seq.finish_reason():
+        seq.kv.mark_computed(count)
+        seq.kv.register_full_blocks(sched.pool)
+        if seq.kv.num_uncomputed == 0:
+            seq.output.tokens.append(7)
+            if seq.output.finish_reason():
                 finished.append(seq)
     for seq in finished:
         sched.remove(seq)
@@ -85,7 +87,7 @@ def test_prompt_without_time_for_a_token_is_not_admitted() -> None:
     short = sequence("short", [1, 2, 3], 30)
     for seq in (short, sequence("fills the cache", [*range(32), 5], 1)):
         sched.add(seq)
-    while len(sched.running) != 1 or short.num_uncomputed != 1:
+    while len(sched.running) != 1 or short.kv.num_uncomputed != 1:
         run_step(sched)
     sched.costs = Costs(prefill=(0.0, 0.001, 0.0001), decode=(0.01, 0.0, 0.0))
     sched.itl_target = 0.0195  # 9.5 ms for prompts, of which the first takes 6.25; a token behind 32 takes 4.2
@@ -95,7 +97,7 @@ def test_prompt_without_time_for_a_token_is_not_admitted() -> None:
         sched.add(seq)
     first, cached, new = queued
     assert run_step(sched)[0].plan.counts == {short: 1, first: 5}
-    assert sched.waiting == [cached, new] and not cached.block_ids
+    assert sched.waiting == [cached, new] and not cached.kv.block_ids
     assert run_step(sched)[0].plan.counts == {short: 1, first: 1, cached: 2}
 
 
@@ -106,7 +108,7 @@ def test_running_prefill_does_not_delay_decoding() -> None:
     run_step(sched)
     sched.running.append(short)  # as if its KV had been loaded
     assert sched.reserve(short, 0, 4)
-    short.mark_loaded(2)
+    short.kv.mark_loaded(2)
     output, _ = run_step(sched)
     assert output.plan.counts == {short: 1, long: 7}
 
@@ -165,7 +167,7 @@ def test_waiting_sequence_of_lower_rank_precedes_a_loaded_one() -> None:
 def test_decoding_sequence_precedes_prompts_of_lower_rank() -> None:
     sched = scheduler(16, max_num_seqs=1)
     loaded, _ = loaded_and_waiting(sched, 8, 8)
-    loaded.mark_loaded(7)
+    loaded.kv.mark_loaded(7)
     assert sched.schedule().plan.counts == {loaded: 1}
 
 
@@ -198,12 +200,12 @@ def test_reserve_leaves_blocks_and_watermark_of_a_preempted_sequence() -> None:
     newcomer.rank = 1
     for seq in (first, second):
         sched.add(seq)
-    while first.num_uncomputed > 1 or second.num_uncomputed > 1:
+    while first.kv.num_uncomputed > 1 or second.kv.num_uncomputed > 1:
         run_step(sched)
     sched.remove(second)
     sched.pool.release(sched.pool.allocate(sched.pool.num_free))  # evicts all
     taken = sched.pool.allocate(16 - sched.pool.num_held - 8)
-    second.num_preemptions = 1
+    second.kv.num_preemptions = 1
     sched.add(second)
     need = sched.pool.blocks_for(len(second))
     assert sched.pool.num_free == need + 2 == 8
@@ -222,7 +224,7 @@ def test_sequences_that_are_stored_can_be_left_out_and_nothing_else() -> None:
     sched.add(waiting)
     for seq in (running, loaded, waiting):
         seq.mark_for_storing()
-    decoding.mark_loaded(19)  # its KV was loaded; it ranks behind a paused one
+    decoding.kv.mark_loaded(19)  # its KV was loaded; it ranks behind a paused one
     output = sched.schedule(pause_storing=True)
     assert output.plan.counts == {decoding: 1} and output.storing_paused
     output = sched.schedule()
@@ -246,23 +248,25 @@ def test_warm_prefix_is_reused_except_for_the_last_token() -> None:
 
 def load(sched: Scheduler, seq: Sequence, memory: dict[int, list[int | None]], kv: str) -> None:
     """Load the prompt of a sequence, as the decode role does: only the blocks that the window of its last token reaches."""
-    first = sched.num_out_of_window(seq.num_initial - 1)
-    if not sched.reserve(seq, seq.num_initial // BLOCK, seq.num_initial + 1, first_block=first, respect_queue=True):
+    first = sched.num_out_of_window(seq.kv.num_initial - 1)
+    if not sched.reserve(
+        seq, seq.kv.num_initial // BLOCK, seq.kv.num_initial + 1, first_block=first, respect_queue=True
+    ):
         return
-    assert len(seq.held_blocks) == sched.pool.blocks_for(seq.num_initial + 1) - first
-    for i in range(seq.num_registered, sched.pool.blocks_for(seq.num_initial)):
-        block = seq.tokens[i * BLOCK : (i + 1) * BLOCK]
-        memory[seq.block_ids[i]][: len(block)] = block
+    assert len(seq.kv.held_blocks) == sched.pool.blocks_for(seq.kv.num_initial + 1) - first
+    for i in range(seq.kv.num_registered, sched.pool.blocks_for(seq.kv.num_initial)):
+        block = seq.output.tokens[i * BLOCK : (i + 1) * BLOCK]
+        memory[seq.kv.block_ids[i]][: len(block)] = block
     if kv == "lost":
-        seq.give_up_blocks(sched.pool)
-        seq.mark_loaded(0)
+        seq.kv.give_up_blocks(sched.pool)
+        seq.kv.mark_loaded(0)
         return
-    seq.mark_loaded(seq.num_initial)
+    seq.kv.mark_loaded(seq.kv.num_initial)
     if kv == "loaded" and seq.sampling.max_tokens > 1:
-        seq.append(7)
+        seq.output.append(7)
     else:
-        seq.reopen_prompt()
-    seq.register_full_blocks(sched.pool)
+        seq.kv.reopen_prompt()
+    seq.kv.register_full_blocks(sched.pool)
 
 
 class MemoryRunner:
@@ -272,26 +276,26 @@ class MemoryRunner:
         self._pool, self._memory, self._window = pool, memory, window
 
     def step(self, plan: StepPlan) -> StepOutcome:
-        work = {seq: seq.tokens[: seq.num_computed + count].tolist() for seq, count in plan.counts.items()}
+        work = {seq: seq.output.tokens[: seq.kv.num_computed + count].tolist() for seq, count in plan.counts.items()}
         self._compute(work)
         return plan.outcome([(seq, next_token(seq, work[seq]), None) for seq in plan.rows().sampled])
 
     def launch(self, seqs: list[Sequence], last: Any, rows: SequenceABC[int]) -> "LaunchedTokens":
-        work = {seq: seq.tokens.tolist() for seq in seqs}
+        work = {seq: seq.output.tokens.tolist() for seq in seqs}
         for seq, row in zip(seqs, rows, strict=False):
             work[seq].append(last.tokens[row])
         self._compute(work)
         return LaunchedTokens([next_token(seq, tokens) for seq, tokens in work.items()])
 
     def _compute(self, work: dict[Sequence, list[int]]) -> None:
-        first = {seq: seq.num_computed + (len(tokens) > len(seq)) for seq, tokens in work.items()}
+        first = {seq: seq.kv.num_computed + (len(tokens) > len(seq)) for seq, tokens in work.items()}
         for seq, tokens in work.items():
             for at in range(first[seq], len(tokens)):
-                assert not self._pool.is_shared(seq.block_ids[at // BLOCK]), "a write to a shared block"
-                self._memory[seq.block_ids[at // BLOCK]][at % BLOCK] = tokens[at]
+                assert not self._pool.is_shared(seq.kv.block_ids[at // BLOCK]), "a write to a shared block"
+                self._memory[seq.kv.block_ids[at // BLOCK]][at % BLOCK] = tokens[at]
         for seq, tokens in work.items():
             seen = range(0 if self._window is None else max(0, len(tokens) - self._window), len(tokens))
-            read = [self._memory[seq.blocks(at // BLOCK, at // BLOCK + 1)[0]][at % BLOCK] for at in seen]
+            read = [self._memory[seq.kv.blocks(at // BLOCK, at // BLOCK + 1)[0]][at % BLOCK] for at in seen]
             assert read == [tokens[at] for at in seen]
 
 
@@ -406,21 +410,21 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
         outcome = (pipeline if pipelined else runner).step(output.plan)
         assert bool(outcome) == bool(output.plan.counts)
         for seq, accepted in outcome.items():
-            seq.mark_computed(accepted.computed)
-            seq.register_full_blocks(sched.pool)
-            assert len(accepted.tokens) == (seq.num_uncomputed == 0)
+            seq.kv.mark_computed(accepted.computed)
+            seq.kv.register_full_blocks(sched.pool)
+            assert len(accepted.tokens) == (seq.kv.num_uncomputed == 0)
         for seq, token in [(seq, token) for seq, accepted in outcome.items() for token in accepted.tokens]:
-            assert token == next_token(seq, seq.tokens.tolist())
-            seq.tokens.append(token)
-            if seq.finish_reason():
+            assert token == next_token(seq, seq.output.tokens.tolist())
+            seq.output.tokens.append(token)
+            if seq.output.finish_reason():
                 sched.remove(seq)
                 live.remove(seq)
         sched.pool.check_integrity()
         assert {seq.request_id for seq in sched.sequences()} == {seq.request_id for seq in live}
-        assert sched.pool.num_held == len({block for seq in live for block in seq.held_blocks})
+        assert sched.pool.num_held == len({block for seq in live for block in seq.kv.held_blocks})
         if host is not None:
             host.check_integrity()
-            assert host.num_held == sum(len(seq.swapped.host_blocks) for seq in live if seq.swapped)
+            assert host.num_held == sum(len(seq.kv.swapped.host_blocks) for seq in live if seq.kv.swapped)
         if not live and step > 10:
             break
     assert not live, "a sequence starved"
@@ -434,10 +438,10 @@ def test_fork_copies_only_the_block_that_it_writes_to() -> None:
     run_step(sched)
     run_step(sched)
     fork = sched.fork(seq, "fork", seq.sampling)
-    assert fork.block_ids == seq.block_ids and sched.pool.num_held == 3
+    assert fork.kv.block_ids == seq.kv.block_ids and sched.pool.num_held == 3
     output, _ = run_step(sched)
     assert len(output.block_copies) == 1 and output.plan.counts == {seq: 1, fork: 1}
-    assert fork.block_ids[:2] == seq.block_ids[:2] and fork.block_ids[2] != seq.block_ids[2]
+    assert fork.kv.block_ids[:2] == seq.kv.block_ids[:2] and fork.kv.block_ids[2] != seq.kv.block_ids[2]
     assert sched.pool.num_held == 4
     assert not run_step(sched)[0].block_copies
     sched.remove(seq)
@@ -475,7 +479,7 @@ def test_resumed_sequence_is_returned_to_its_owner_and_continues_once_added() ->
         output, _ = run_step(sched)
         assert output.plan.counts or output.resumed, "a step did nothing"
         resumed += output.resumed
-    assert resumed == [second] and len(second.held_blocks) == 3 and not list(sched.sequences())
+    assert resumed == [second] and len(second.kv.held_blocks) == 3 and not list(sched.sequences())
     sched.add(second)
     output, _ = run_step(sched)
     assert output.plan.counts == {second: 5} and not output.resumed, "its first block is in the prefix cache"

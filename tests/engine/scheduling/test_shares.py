@@ -70,14 +70,16 @@ class Instance:
         self._arrivals += 1
         ids = token_array([self._arrivals, *[7] * (prompt - 1)])
         sampling = SamplingParams(max_tokens=tokens)
-        seq = Sequence(str(self._arrivals), ids, prompt, prompt, sampling, b"", 16, rank=self._arrivals, tenant=tenant)
+        seq = Sequence.new(
+            str(self._arrivals), ids, prompt, prompt, sampling, b"", 16, rank=self._arrivals, tenant=tenant
+        )
         self.sched.add(seq)
         return seq
 
     def step(self) -> None:
         output = self.sched.schedule()
         self.paused += output.paused
-        decoding = [seq for seq in output.plan.counts if seq.is_decoding]
+        decoding = [seq for seq in output.plan.counts if seq.kv.is_decoding]
         seconds = self.sched.costs.step_seconds(len(decoding), sum(map(len, decoding)))
         for seq, count in output.plan.counts.items():
             seconds += (seq not in decoding) * (
@@ -87,12 +89,12 @@ class Instance:
         self.longest_step = max(self.longest_step, seconds)
         for seq, count in output.plan.counts.items():
             self.computed[seq.tenant] += count
-            seq.mark_computed(count)
-            seq.register_full_blocks(self.sched.pool)
-            if not seq.num_uncomputed:
-                seq.append(8)
+            seq.kv.mark_computed(count)
+            seq.kv.register_full_blocks(self.sched.pool)
+            if not seq.kv.num_uncomputed:
+                seq.output.append(8)
                 self.tokens[seq.tenant] += 1
-                if seq.finish_reason():
+                if seq.output.finish_reason():
                     self.sched.remove(seq)
                     self.ends[seq] = self.time
 
@@ -182,10 +184,10 @@ def test_every_running_sequence_advances_within_a_turn_of_each_other(
             if step == arrivals[i]:
                 for _ in range(count):
                     advanced[instance.add(Tenant(i, weight), prompt, 10_000)] = step
-        before = {seq: len(seq) + seq.num_computed for seq in advanced}
+        before = {seq: len(seq) + seq.kv.num_computed for seq in advanced}
         instance.step()
         for seq in advanced:
-            if len(seq) + seq.num_computed > before[seq] or seq not in instance.sched.running:
+            if len(seq) + seq.kv.num_computed > before[seq] or seq not in instance.sched.running:
                 advanced[seq] = step
             assert step - advanced[seq] <= TURN * sum(count for _, count, _ in tenants), "it starves"
 
@@ -247,7 +249,7 @@ def test_a_full_pool_makes_room_for_a_tenant_with_less() -> None:
         while seq not in instance.ends:
             instance.step()
             steps += 1
-        assert steps <= 60 and not seq.num_preemptions
+        assert steps <= 60 and not seq.kv.num_preemptions
     instance.sched.pool.check_integrity()
 
 
@@ -256,7 +258,7 @@ def test_a_sequence_preempted_for_another_tenant_rests() -> None:
     instance.add(LIGHT, 20, 40)
     instance.add(HEAVY, 20, 40)
     newest = instance.add(HEAVY, 20, 40)
-    while not newest.num_preemptions:
+    while not newest.kv.num_preemptions:
         assert newest.may_give_way
         instance.step()
     assert newest.tenant == HEAVY and not newest.may_give_way, "it gets 32 tokens before it makes room again"

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.nn import functional as F
 
 from pdserve.config import EngineConfig
@@ -16,7 +18,8 @@ from pdserve.engine.cpu_fusion.fused_mlp import FusedMLP
 from pdserve.engine.cpu_fusion.tolerance import nearly_equal
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
-from pdserve.kernels.gpu import elementwise
+from pdserve.kernels import noise
+from pdserve.kernels.gpu import elementwise, gumbel
 from pdserve.request import SamplingParams
 
 CUDA = torch.cuda.is_available()
@@ -114,6 +117,36 @@ def test_fused_models_say_what_plain_ones_say(architecture: str, checkpoint: Cal
 def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
     seq = engine.new_sequence("r", prompt, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
     engine.add(seq)
-    while seq.finish_reason() is None:
+    while seq.output.finish_reason() is None:
         engine.step()
-    return seq.tokens[seq.num_prompt :].tolist()
+    return seq.output.tokens[seq.output.num_prompt :].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_largest_sums_of_logits_and_noise(dtype: torch.dtype) -> None:
+    """Over several parts of the vocabulary, the last of them short, and with temperatures that make sums large."""
+    vocab, rows = 2 * gumbel.PART + 700, torch.tensor([2, 0, 3], device=DEVICE)
+    logits = (3 * torch.randn(4, vocab, device=DEVICE)).to(dtype)
+    counters = torch.tensor([-(5**27), 7**22, 0], device=DEVICE)
+    temperatures = torch.tensor([1.0, 0.01, 50.0], device=DEVICE)
+    sums, margins, tokens = gumbel.largest_sums(logits, logits.argmax(-1), rows, counters, temperatures)
+    chosen = logits[rows].float()
+    scaled = (chosen - chosen.amax(-1, keepdim=True)) / temperatures[:, None]
+    expected = (scaled + noise.fast_gumbel(noise.random_bits(counters, torch.arange(vocab, device=DEVICE)))).topk(2)
+    assert torch.equal(tokens, expected.indices[:, 0])
+    torch.testing.assert_close(sums, expected.values[:, 0], atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(margins, expected.values[:, 0] - expected.values[:, 1], atol=1e-5, rtol=1e-6)
+
+
+def test_noise_in_its_tails() -> None:
+    """The float64 noise of the smallest and the largest numbers, to 1e-5."""
+    bits = torch.tensor([0, 1, 1 << 20, 1 << 51, (1 << 52) - 1, 1 << 52, (1 << 53) - (1 << 20), (1 << 53) - 1])
+    out = torch.empty(len(bits), device=DEVICE)
+    _noise_of[(1,)](out, bits.to(DEVICE), SIZE=len(bits))
+    torch.testing.assert_close(out.cpu().double(), noise.gumbel(bits), atol=1e-5, rtol=1e-6)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _noise_of(out, bits, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, gumbel._gumbel(tl.load(bits + i)))

@@ -1,4 +1,4 @@
-"""Cases of test_flash.py, run in a new process: flash-attn and FlashInfer as doubles in torch that check how they are called.
+"""Cases of test_flash.py, run in a new process: flash-attn as doubles in torch that check how it is called.
 
 The doubles compute attention in float32, and assert the dtypes, strides and page sizes that the real functions require.
 """
@@ -97,51 +97,6 @@ def with_kvcache(page_multiple: int, table_name: str, returns: Callable[[torch.T
     return flash_attn_with_kvcache
 
 
-class Wrapper:
-    """Double of FlashInfer's BatchDecodeWithPagedKVCacheWrapper. `plans` counts the plans of all of them."""
-
-    plans = 0
-
-    def __init__(self, workspace: torch.Tensor, kv_layout: str, use_tensor_cores: bool) -> None:
-        assert workspace.dtype == torch.uint8 and kv_layout == "HND"
-
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        window_left: int,
-        logits_soft_cap: float | None,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-        sm_scale: float,
-    ) -> None:
-        Wrapper.plans += 1
-        assert {x.dtype for x in (indptr, indices, last_page_len)} == {torch.int32}
-        assert (last_page_len >= 1).all() and (last_page_len <= page_size).all() and len(indices) == indptr[-1]
-        self.indptr, self.indices, self.last = indptr.tolist(), indices.long(), last_page_len.tolist()
-        self.heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self.options = (sm_scale, (-1, -1) if window_left < 0 else (window_left, 0), logits_soft_cap or 0.0)
-        self.dtypes = (q_data_type, kv_data_type)
-
-    def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        k, v = paged_kv_cache
-        assert q.is_contiguous() and k.stride() == v.stride() and k.stride(-1) == 1
-        assert (q.dtype, k.dtype) == self.dtypes and (q.shape[1], k.shape[1], k.shape[3], k.shape[2]) == self.heads
-        out = []
-        for s, last in enumerate(self.last):
-            pages = self.indices[self.indptr[s] : self.indptr[s + 1]]
-            length = (len(pages) - 1) * k.shape[2] + last
-            k_rows, v_rows = (x[pages].transpose(1, 2).flatten(0, 1)[:length] for x in (k, v))
-            out.append(attention(q[s : s + 1], k_rows, v_rows, *self.options)[0])
-        return torch.stack(out)
-
-
 DOUBLES = {
     "flash_attn": SimpleNamespace(
         flash_attn_varlen_func=flash_attn_varlen_func,
@@ -159,14 +114,12 @@ DOUBLES = {
             None,
         )
     ),
-    "flashinfer": SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper),
 }
 
 
 @pytest.fixture(autouse=True)
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kernels.gpu.flash.importlib.import_module", DOUBLES.__getitem__)
-    monkeypatch.setattr(flash, "WORKSPACE_BYTES", 1)
 
 
 @pytest.mark.parametrize("int32", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -176,8 +129,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
         ("flash-attn-2", "triton", 16),
         ("flash-attn-2", "flash-attn-2", 256),
         ("flash-attn-3", "flash-attn-3", 16),
-        ("flash-attn-4", "flashinfer", 16),
-        ("triton", "flashinfer", 8),
+        ("flash-attn-4", "triton", 8),
     ],
 )
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (12, 20.0)])
@@ -199,7 +151,7 @@ def test_equals_the_reference(
     int32: bool,
     make_case: Callable[..., Any],
 ) -> None:
-    kernel = FlashKernel(Choice(prefill, decode), CPU)
+    kernel = FlashKernel(Choice(prefill, decode))
     case = make_case(torch.float16, 4, 2, 32, block_size, lengths, kernel)
     scale = 32**-0.5
     expected = case.expected(scale, window, softcap)
@@ -208,11 +160,9 @@ def test_equals_the_reference(
     if int32:
         for name in ("slots_T", "tables_SM", "kv_lens_S"):
             object.__setattr__(batch, name, getattr(batch, name).int())
-    before = Wrapper.plans
     for _ in range(2):  # two layers
         got = kernel.attend(case.q_THD, case.cache_N2GBD, batch, scale, window, softcap)
         torch.testing.assert_close(got.float(), expected, rtol=3e-3, atol=3e-3)
-    assert Wrapper.plans - before == (decode == "flashinfer" and lengths[0][0] == 1), "a step is planned once"
 
 
 BF16 = KVFormat(torch.bfloat16, 128, 16)
@@ -223,11 +173,11 @@ ALL = frozenset(flash.MODULES)
     ("installed", "capability", "kv", "prefill", "decode"),
     [
         (ALL, (9, 0), BF16, "flash-attn-3", "flash-attn-3"),
-        (ALL - {"flash-attn-3"}, (9, 0), BF16, "flash-attn-4", "flashinfer"),
+        (ALL - {"flash-attn-3"}, (9, 0), BF16, "flash-attn-4", "triton"),
         ({"flash-attn-2"}, (9, 0), BF16, "flash-attn-2", "triton"),
         ({"flash-attn-2"}, (8, 0), KVFormat(torch.float16, 256, 256), "flash-attn-2", "flash-attn-2"),
         ({"flash-attn-4", "flash-attn-2"}, (8, 6), BF16, "flash-attn-2", "triton"),
-        (ALL, (10, 0), BF16, "flash-attn-4", "flashinfer"),
+        (ALL, (10, 0), BF16, "flash-attn-4", "triton"),
         (ALL, (7, 5), BF16, "triton", "triton"),
         (ALL, (9, 0), KVFormat(torch.float32, 128, 16), "triton", "triton"),
         (ALL, (9, 0), KVFormat(torch.bfloat16, 512, 16), "triton", "triton"),

@@ -76,9 +76,16 @@ def test_pinning_registers_memory_in_place(monkeypatch: pytest.MonkeyPatch) -> N
         registered.append(arguments)
         return status
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    released = list[int]()
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=released.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     x = torch.zeros(3, 5)
-    assert memory.pin(x) is x and registered == [(x.data_ptr(), 60, 0)]
+    address = x.data_ptr()
+    assert memory.pin(x) is x and registered == [(address, 60, 0)]
+    view, x = x[1:], torch.zeros(1)
+    assert not released, "a view still uses the memory"
+    del view
+    assert released == [address]
     assert len(memory.pin(x[:0])) == 0 and len(registered) == 1, "there is nothing to register"
     status = 2
     with pytest.raises(MemoryError, match="cannot be pinned"):

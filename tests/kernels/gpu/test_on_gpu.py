@@ -1,7 +1,4 @@
-"""What only a GPU can show: order of streams, pinned memory, shares of memory, nothing compiled after the warm-up.
-
-No GPU has run these tests yet.
-"""
+"""What only a GPU can show: order of streams, pinned memory, shares of memory, nothing compiled after the warm-up."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +77,7 @@ def test_nothing_is_compiled_after_the_warm_up(checkpoint: Callable[..., Path]) 
             engine.add(engine.new_sequence(str(number), [7] * length, greedy))
         while engine.has_work:
             for seq in engine.step().sampled:
-                if seq.finish_reason():
+                if seq.output.finish_reason():
                     engine.remove(seq)
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None

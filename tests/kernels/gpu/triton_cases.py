@@ -196,6 +196,7 @@ def test_kv_depends_on_its_own_history_only(architecture: str, checkpoint: Calla
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="looks into the interpreter; test_on_gpu.py has the same for GPUs")
 @pytest.mark.parametrize("batch_invariant", ["off", "on"])
 @pytest.mark.parametrize("architecture", ["gemma2"])  # layers with and without a window, and soft caps
 def test_nothing_is_compiled_after_the_warm_up(
@@ -218,7 +219,7 @@ def test_nothing_is_compiled_after_the_warm_up(
             engine.add(seq)
             for _ in range(number % 3):
                 step(engine)
-            if seq.num_computed and number % 2:
+            if seq.kv.num_computed and number % 2:
                 engine.fork(seq, f"{number}, again", sampling)
         while engine.has_work:
             step(engine)
@@ -227,7 +228,7 @@ def test_nothing_is_compiled_after_the_warm_up(
 
 def step(engine: Engine) -> None:
     for seq in engine.step().sampled:
-        if seq.finish_reason():
+        if seq.output.finish_reason():
             engine.remove(seq)
 
 
@@ -270,11 +271,11 @@ def generate(
     kv: dict[str, torch.Tensor] = {}
     while engine.has_work:
         for seq in engine.step().sampled:
-            if seq.finish_reason():
-                blocks = engine.runner.kv.pool_NL2GBD[seq.block_ids].movedim(4, 1).flatten(0, 1)
-                kv[seq.request_id] = blocks[: seq.num_computed].clone()
+            if seq.output.finish_reason():
+                blocks = engine.runner.kv.pool_NL2GBD[seq.kv.block_ids].movedim(4, 1).flatten(0, 1)
+                kv[seq.request_id] = blocks[: seq.kv.num_computed].clone()
                 engine.remove(seq)
-    return [(seq.tokens.tolist(), kv[seq.request_id]) for seq in seqs]
+    return [(seq.output.tokens.tolist(), kv[seq.request_id]) for seq in seqs]
 
 
 def test_write_kv(make_case: Callable[..., Any], kernel: Kernel) -> None:
@@ -325,3 +326,10 @@ def test_equals_generate_while_preempting(
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4]]
     settings = {"kernel": "triton", "num_blocks": 6, "block_size": 4, "max_num_batched_tokens": 8}
     equals_generate_while_preempting(prompts, 6, swap_space, **settings)
+
+
+def test_programs_start_for_the_sequences_of_their_phase(make_case: Callable[..., Any]) -> None:
+    """As many as the longest prompt has tiles would start for each decoding sequence at the front, and end at once."""
+    batch = make_case(torch.float32, 4, 2, 32, 16, [*[(1, 20)] * 6, (9, 30), (1, 8), (5, 5)], INVARIANT, DEVICE).batch
+    plan = triton_kernels._plan(batch, None, 2, False, DEVICE)
+    assert {launch.decode: launch.seqs for launch in plan} == {False: range(6, 9), True: range(8)}

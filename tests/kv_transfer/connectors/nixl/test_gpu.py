@@ -196,20 +196,20 @@ def test_without_nvlink_memory_of_gpus_is_not_read_over_tcp(
 def test_checksums_tell_any_change_of_a_row() -> None:
     rows = torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)
     memory, seen = GPURows(rows), set[bytes]()
-    seen.add(memory.digest(0))
+    seen.add(memory.digests([0])[0])
     random = np.random.default_rng(2)
     for _ in range(300):
         place, bit = int(random.integers(BLOCK_BYTES)), 1 << int(random.integers(8))
         rows[0, place] ^= bit
-        seen.add(memory.digest(0))
+        seen.add(memory.digests([0])[0])
     assert len(seen) == 301
     rows[0] = torch.arange(BLOCK_BYTES) % 251
-    before = memory.digest(0)
+    before = memory.digests([0])[0]
     words = rows.view(torch.int64)
     words[0, [3, 9]] = words[0, [9, 3]]
-    assert memory.digest(0) != before, "also of the order of words"
+    assert memory.digests([0])[0] != before, "also of the order of words"
     words[0, [3, 9]] = words[0, [9, 3]]
-    assert memory.digest(0) == before and len(before) == 8
+    assert memory.digests([0])[0] == before and len(before) == 8
 
 
 @pytest.mark.usefixtures("agents")
@@ -217,15 +217,15 @@ def test_stores_and_loads_wait_for_the_steps_before_them(
     attach: Callable[..., tuple[NixlConnector, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = list[str]()
-    digest = GPURows.digest
+    digests = GPURows.digests
 
-    def log_and_digest(self: GPURows, row: int) -> bytes:
+    def log_and_digest(self: GPURows, rows: list[int]) -> list[bytes]:
         log.append("checksum")
-        return digest(self, row)
+        return digests(self, rows)
 
     monkeypatch.setattr(GPURows, "mark", lambda self: log.append("mark"))
     monkeypatch.setattr(GPURows, "wait", lambda self, mark: log.append("wait for the mark"))
-    monkeypatch.setattr(GPURows, "digest", log_and_digest)
+    monkeypatch.setattr(GPURows, "digests", log_and_digest)
     monkeypatch.setattr(AgentDouble, "during_read", staticmethod(lambda: log.append("read")))
     (owner, _), (reader, _) = attach(), attach(seed=1)
     stored = owner.store(KEYS[:1], [3], lease_s=60).result(60)
@@ -254,5 +254,5 @@ def test_marks_are_events_of_the_models_stream() -> None:
     memory = GPURows(torch.zeros(2, 64, dtype=torch.uint8), cuda)
     mark = memory.mark()
     memory.wait(mark)
-    memory.digest(1)
+    memory.digests([1])
     assert log == ["mark on model", "wait for the mark", "synchronize"]
