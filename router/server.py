@@ -50,7 +50,7 @@ from pdserve.router.web.listening import listen
 from pdserve.router.web.overview import HISTORY_INTERVAL_S, Overview
 
 if TYPE_CHECKING:
-    from pdserve.control.grpc_server import GrpcServer
+    from pdserve.interop.grpc_server import GrpcServer
     from pdserve.router.kv_events.subscriber import Subscriber
 
 log = logging.getLogger(__name__)

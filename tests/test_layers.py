@@ -35,8 +35,7 @@ EXTENSIONS = names("""
     __main__ cli offline admin_client batch launchers ranks
     tools
     kernels.gpu engine.gpu
-    control.grpc_calls control.grpc_health control.grpc_server control.vllm_kv_events control.vllm_metrics
-    instance.zmq_publisher router.dialects router.rpc router.kv_events
+    interop router.dialects router.rpc router.kv_events
     kv_transfer.connectors.redis kv_transfer.connectors.nixl kv_transfer.connectors.mooncake kv_transfer.connectors.tiered
     kv_transfer.rules kv_transfer.conformance kv_transfer.bench kv_transfer.check_command kv_transfer.pytest_plugin
 """)

@@ -43,7 +43,7 @@ from pdserve.roles.transfers import Transfers
 
 if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
-    from pdserve.instance.zmq_publisher import ZmqPublisher
+    from pdserve.interop.zmq_publisher import ZmqPublisher
     from pdserve.ranks.leader import Ranks
 
 log = logging.getLogger(__name__)

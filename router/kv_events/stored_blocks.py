@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from pdserve.control.vllm_kv_events import MEDIUM_POOL, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
+from pdserve.interop.vllm_kv_events import MEDIUM_POOL, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain
 
 MAX_BLOCKS = 1 << 20  # whose keys are known, and of these in the store; the oldest are forgotten first

@@ -16,8 +16,8 @@ from functools import partial
 import zmq
 import zmq.asyncio
 
-from pdserve.control.vllm_kv_events import END_OF_REPLAY, NUMBER_BYTES, read_batch
 from pdserve.errors import SetupError
+from pdserve.interop.vllm_kv_events import END_OF_REPLAY, NUMBER_BYTES, read_batch
 from pdserve.router.kv_events.sources import KVEventsSource, load_sources
 from pdserve.router.kv_events.stored_blocks import StoredBlocks
 from pdserve.router.scheduling.prefix_index import PrefixIndex

@@ -5,8 +5,8 @@ import logging
 import resource
 
 from pdserve.config import RouterConfig
-from pdserve.control.grpc_server import GrpcServer
 from pdserve.errors import Unavailable
+from pdserve.interop.grpc_server import GrpcServer
 from pdserve.router.backend import Backend
 from pdserve.router.rpc.service import make_handler
 from pdserve.router.text.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from pdserve.control.grpc_calls import Context, Receiver, abort, parse
 from pdserve.errors import RequestError
+from pdserve.interop.grpc_calls import Context, Receiver, abort, parse
 from pdserve.router.api.http_responses import InternalError
 from pdserve.router.limits.key_file import ANONYMOUS
 from pdserve.router.web.application import KeySet, Unauthorized, presented_key

@@ -24,8 +24,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
-from pdserve.control.grpc_calls import parse
 from pdserve.errors import BadRequest, TooLarge, Unavailable
+from pdserve.interop.grpc_calls import parse
 from pdserve.model_path import model_folder
 from pdserve.request import SamplingParams
 from pdserve.router.api.generation import Delta, Generation

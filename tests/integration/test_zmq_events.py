@@ -14,7 +14,7 @@ import zmq
 from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events_config import KVEventsConfig
-from pdserve.instance.zmq_publisher import ZmqPublisher
+from pdserve.interop.zmq_publisher import ZmqPublisher
 from pdserve.keys import block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.kv_events.sources import KVEventsSource

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.control.vllm_kv_events import read_batch
+from pdserve.interop.vllm_kv_events import read_batch
 from pdserve.keys import block_keys
 from pdserve.router.kv_events.stored_blocks import StoredBlocks
 

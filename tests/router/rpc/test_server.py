@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as stubs
 
-from pdserve.control import grpc_calls, grpc_health, grpc_server
+from pdserve.interop import grpc_calls, grpc_health, grpc_server
 
 Serve = Callable[..., AbstractContextManager[int]]
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"

@@ -18,7 +18,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from pdserve.control.vllm_kv_events import (
+from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.errors import SetupError
+from pdserve.instance.kv_events_config import KVEventsConfig
+from pdserve.interop.vllm_kv_events import (
     END_OF_REPLAY,
     MEDIUM_POOL,
     MEDIUM_STORE,
@@ -28,9 +31,6 @@ from pdserve.control.vllm_kv_events import (
     Event,
     KVEventBatch,
 )
-from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.errors import SetupError
-from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.keys import block_keys
 from pdserve.kv_transfer.connector import Outcome
 

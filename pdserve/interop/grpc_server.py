@@ -8,9 +8,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health
 
-from pdserve.control.grpc_calls import WINDOW_BYTES
-from pdserve.control.grpc_health import Check, Health, OpenCalls, reflection_handler
 from pdserve.errors import SetupError
+from pdserve.interop.grpc_calls import WINDOW_BYTES
+from pdserve.interop.grpc_health import Check, Health, OpenCalls, reflection_handler
 
 MAX_CONNECTIONS = 64
 MAX_STREAMS = 100  # calls on one connection

@@ -5,8 +5,8 @@ import time
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.control.vllm_metrics import instance_families
 from pdserve.counters import metric_families, series
+from pdserve.interop.vllm_metrics import instance_families
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import Fleet

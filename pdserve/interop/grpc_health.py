@@ -9,8 +9,8 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio as aio_reflection
 
-from pdserve.control.grpc_calls import CallCounter, Context, abort, parse, receive
 from pdserve.errors import NotFound, RequestError, Unavailable
+from pdserve.interop.grpc_calls import CallCounter, Context, abort, parse, receive
 
 WATCH_S = 1.0  # between two checks for the clients that watch a service
 MAX_OPEN_CALLS = 8  # on one connection
