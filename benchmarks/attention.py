@@ -24,7 +24,7 @@ from pdserve.config import flag
 from pdserve.errors import SetupError
 from pdserve.kernels import memory
 from pdserve.kernels.attention import KernelUnavailable, select_kernel
-from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.batch import Kernel, PagedBatch, layer_caches
 
 SHAPE = checkpoints.QWEN3_0_6B
 POOL_BYTES = 1 << 28  # lower bound, over all layers: more than a second-level cache
@@ -89,7 +89,7 @@ def _measure(
 
     def call(kernel: Kernel) -> Callable[[int], object]:
         batch = PagedBatch(
-            pool_NL2GBD=pool,
+            caches=layer_caches(pool),
             slots_T=tables[:, -1] * BLOCK,
             tables_SM=tables,
             query_lens=[1] * sequences,
@@ -97,7 +97,7 @@ def _measure(
             kv_lens_S=torch.full((sequences,), context, device=device),
             kernel=kernel,
         )
-        return lambda layer: kernel.attend(q_THD, batch.layer(layer), batch, size**-0.5, None, None)
+        return lambda layer: kernel.attend(q_THD, batch.caches[layer], batch, size**-0.5, None, None)
 
     calls = {name: call(kernel) for name, kernel in kernels.items()}
     best = dict.fromkeys(calls, float("inf"))

@@ -19,7 +19,7 @@ from gpu_part import DEVICE, DRY, Result, Skip
 
 from pdserve.kernels import reference
 from pdserve.kernels.attention import KernelUnavailable, select_kernel
-from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
+from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch, layer_caches
 
 ROOT = Path(__file__).parent.parent
 BLOCK, LAYERS, LAYER = 16, 2, 1
@@ -92,15 +92,15 @@ def _check(worker: int, workers: int) -> list[Result]:
         dtype, size, (heads, kv_heads), (window, softcap), (name, lengths) = variant
         scale = size**-0.5
         batch, q, k, v = _case(dtype, heads, kv_heads, size, lengths)
-        cache = batch.layer(LAYER).float()
+        cache = batch.caches[LAYER].float()
         reference.write_kv(cache, k.float(), v.float(), batch.slots_T)
         expected = reference.attend(q.float(), cache, batch, scale, window, softcap)
         for kernel in _kernels(dtype, size)[0]:
             row: Result = {"variant": number, "kernel": kernel.NAME, "dtype": str(dtype), "size": size}
             row |= {"heads": (heads, kv_heads), "window": window, "softcap": softcap, "lengths": name}
             try:
-                kernel.write_kv(batch.layer(LAYER), k, v, batch.slots_T)
-                got = kernel.attend(q, batch.layer(LAYER), batch, scale, window, softcap).float()
+                kernel.write_kv(batch.caches[LAYER], k, v, batch.slots_T)
+                got = kernel.attend(q, batch.caches[LAYER], batch, scale, window, softcap).float()
                 error = float((got - expected).norm() / expected.norm())
                 rows.append(row | {"error": error, "wrong": not error <= TOLERANCE[dtype]})
             except Exception as failure:  # noqa: BLE001 - any failure of a compiler is a result
@@ -121,7 +121,7 @@ def _kernels(dtype: torch.dtype, size: int) -> tuple[list[Kernel], str]:
     """Return the kernels, and why flash is not among them."""
     kernels = [select_kernel("triton", DEVICE, setting) for setting in ("off", "on")]
     try:
-        return [*kernels, select_kernel("flash", DEVICE, "off", KVFormat(dtype, size, BLOCK))], ""
+        return [*kernels, select_kernel("flash", DEVICE, "off", KVFormat(dtype, frozenset({size}), BLOCK))], ""
     except KernelUnavailable as error:
         return kernels, str(error)
 
@@ -153,7 +153,7 @@ def _case(
     total = sum(new for new, _ in lengths)
     q, k, v = (torch.randn(total, n, size, device=DEVICE, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     batch = PagedBatch(
-        pool_NL2GBD=pool,
+        caches=layer_caches(pool),
         slots_T=torch.cat(slots).int(),
         tables_SM=tables,
         query_lens=[new for new, _ in lengths],
@@ -206,7 +206,7 @@ def attention_rates() -> Result:
         outputs = {}
         kernels, without = _kernels(dtype, size)
         for kernel in kernels:
-            attend = partial(kernel.attend, q, batch.layer(LAYER), batch, size**-0.5, None, None)
+            attend = partial(kernel.attend, q, batch.caches[LAYER], batch, size**-0.5, None, None)
             outputs[kernel.NAME] = attend().float()
             took = gpu_part.seconds(attend)
             head: Result = {"phase": phase, "sequences": len(lengths), "new": lengths[0][0], "kv": lengths[0][1]}

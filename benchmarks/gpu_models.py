@@ -21,14 +21,16 @@ from checkpoints import Shape
 from gpu_part import DEVICE, DRY, Result
 
 from pdserve.config import EngineConfig
-from pdserve.engine import checkpoint_loader, paged_model
+from pdserve.engine import paged_model
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.engine import Engine
+from pdserve.engine.gpu import back_end
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sampler import sample
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
-from pdserve.keys import Layout, token_array
+from pdserve.keys import token_array
+from pdserve.kv_spec import KVSpec
 from pdserve.request import SamplingParams
 
 ROOT = Path(__file__).parent.parent
@@ -50,18 +52,12 @@ def make_engine(shape: Shape, num_blocks: int | None, **settings: Any) -> Engine
     dtype = checkpoints.torch_dtype(shape.dtype)
     model = make_model(shape, paged_model.NAME)
     if not DRY:  # Triton's interpreter takes long; the suite runs fused models
-        checkpoint_loader._fuse_for_gpu(model)
-    block_size = EngineConfig.block_size
-    layout = Layout(
-        model_fingerprint="random",
-        num_layers=shape.layers,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        block_size=block_size,
-        dtype=shape.dtype,
-        itemsize=dtype.itemsize,
+        back_end.fuse(model)
+    spec = KVSpec.uniform(shape.layers, shape.kv_heads, shape.head_dim)
+    layout = spec.layout(
+        model_fingerprint="random", block_size=EngineConfig.block_size, dtype=shape.dtype, itemsize=dtype.itemsize
     )
-    checkpoint = Checkpoint(model, layout, shape.context, shape.vocabulary, frozenset(), DEVICE, dtype)
+    checkpoint = Checkpoint(model, layout, spec, shape.context, shape.vocabulary, frozenset(), DEVICE, dtype)
     defaults: dict[str, Any] = {"kernel": "reference" if DRY else "auto", "num_blocks": num_blocks}
     return Engine(EngineConfig(**{**defaults, "max_num_batched_tokens": CHUNK, **settings}), checkpoint)
 

@@ -120,15 +120,15 @@ def swap() -> Result:
     nbytes = make_pool(1)[1].block_bytes * blocks
     engine = gpu_models.make_engine(SHAPE, blocks, swap_space=nbytes * 1.01 / 2**30)
     runner: Any = engine.runner
-    runner.kv.pool_NL2GBD.copy_(torch.randn_like(runner.kv.pool_NL2GBD))
-    before = runner.kv.pool_NL2GBD.clone()
+    runner.kv.pool_NX.copy_(torch.randn_like(runner.kv.pool_NX))
+    before = runner.kv.pool_NX.clone()
     out = [(i, (i * 5 + 1) % blocks) for i in range(blocks)]
     if len({host for _, host in out}) < blocks:
         out = [(i, i) for i in range(blocks)]
     out_s = runner.kv.swap(out, [])
-    runner.kv.pool_NL2GBD.zero_()
+    runner.kv.pool_NX.zero_()
     in_s = runner.kv.swap([], out)
-    wrong = int((runner.kv.pool_NL2GBD != before).flatten(1).any(1).sum())
+    wrong = int((runner.kv.pool_NX != before).flatten(1).any(1).sum())
     row = {"blocks": blocks, "out_gb_per_s": nbytes / out_s / 1e9, "in_gb_per_s": nbytes / in_s / 1e9, "wrong": wrong}
     return {"rows": [row], "failed": wrong}
 

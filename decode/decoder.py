@@ -101,6 +101,9 @@ class Decoder:
     Args:
         store_generated: which blocks to store back: `on` (all), `off` (none), or `auto` (those of the prompt, and of the
             output if another turn may follow).
+
+    Attributes:
+        unreserved: requests that have no blocks yet.
     """
 
     def __init__(
@@ -119,12 +122,7 @@ class Decoder:
         self._context = context
         self._store_generated = store_generated
         self._states: dict[Job, _DecodeState] = {}
-        self._unreserved: list[_DecodeState] = []
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have no blocks yet."""
-        return len(self._unreserved)
+        self.unreserved: list[_DecodeState] = []
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
         """Start a request: reserve its blocks or, in phase BOTH, fetch its prefix and queue it in the engine.
@@ -151,7 +149,7 @@ class Decoder:
         else:
             if followers:
                 state.lead(followers)
-            self._unreserved.append(state)
+            self.unreserved.append(state)
             self.reserve()
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
@@ -178,9 +176,9 @@ class Decoder:
     def reserve(self) -> None:
         """Reserve blocks for waiting requests, in the scheduler's order. To be called whenever blocks were freed."""
         scheduler = self._engine.scheduler
-        while self._unreserved:
+        while self.unreserved:
             order = scheduler.order()
-            state = min(self._unreserved, key=lambda one: order(one.job.seq))
+            state = min(self.unreserved, key=lambda one: order(one.job.seq))
             seq = scheduler.unreserved = state.job.seq
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
             first = scheduler.num_out_of_window(seq.kv.num_initial - 1)
@@ -190,7 +188,7 @@ class Decoder:
                 seq, max_hit_blocks, seq.kv.num_initial + 1, first_block=first, respect_queue=True
             ):
                 return
-            self._unreserved.remove(state)
+            self.unreserved.remove(state)
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.kv.num_registered))
@@ -379,8 +377,10 @@ class Decoder:
         job = state.job
         if job not in self._states:
             return
-        if state in self._unreserved:
-            self._unreserved.remove(state)
+        if state in self.unreserved:
+            self.unreserved.remove(state)
+            if self._engine.scheduler.unreserved is job.seq:
+                self._engine.scheduler.unreserved = None
         loading = state.loading
         loading.end()
         if state.loader is not None and state in state.loader.followers:
@@ -389,7 +389,7 @@ class Decoder:
             heir, *others = state.followers
             state.followers, state.has_heir, heir.loader = [], True, None
             heir.lead(others)
-            self._unreserved.append(heir)
+            self.unreserved.append(heir)
         if job.seq.kv.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:

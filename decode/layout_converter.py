@@ -23,6 +23,7 @@ from typing import Final, Protocol
 import torch
 
 from pdserve.config import DTYPES
+from pdserve.engine.memory.kv_memory import section_views
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
 from pdserve.keys import Layout, block_ends
@@ -54,7 +55,7 @@ class LayoutConverter:
     """Loads KV of all other layouts into one pool. Each source layout gets a loader when a request first needs it.
 
     Args:
-        pool: [num_blocks, num_layers, K and V, heads of the layout, block_size, head_dim].
+        pool: contiguous blocks [num_blocks, …].
         target: layout of the pool's blocks.
         url: URL of the instance's connector; None disables conversion.
         on_all_ranks: makes a loader for the pools of all ranks from that for this pool; None if there is one rank.
@@ -151,29 +152,38 @@ class _Slice:
     """Heads of the pool that one rank of the source has.
 
     Attributes:
-        rows: staging rows, [rows, num_layers, K and V, heads of the layout, block_size, head_dim].
+        rows: staging rows, [rows, numbers of a block].
+        sections: views of the rows, see `section_views`.
         source_heads, target_heads: the same heads, in a staging row and in a block of the pool.
     """
 
     layout: Layout
     rows: torch.Tensor
+    sections: list[torch.Tensor]
     source_heads: slice
     target_heads: slice
+
+    @classmethod
+    def of(cls, layout: Layout, num_slices: int, source_heads: slice, target_heads: slice) -> "_Slice":
+        num_rows = max(1, STAGING_BYTES // num_slices // layout.block_bytes)
+        rows = torch.zeros((num_rows, layout.block_numbers), dtype=getattr(torch, layout.dtype))
+        return cls(layout, rows, section_views(rows, layout), source_heads, target_heads)
 
 
 def _slices(source: Layout, target: Layout) -> Iterator[_Slice]:
     """Yield the slices that together have all heads of the target, each once."""
+    if source.ranks == target.ranks == 1:  # all heads, of which sections may have different numbers
+        yield _Slice.of(source, 1, slice(None), slice(None))
+        return
     heads, num_slices = target.heads, min(source.ranks, len(target.heads))
     start = heads.start
     for layout in (replace(source, rank=rank) for rank in range(source.ranks)):
         stop = min(heads.stop, layout.heads.stop)
         if layout.heads.start <= start < stop:
-            num_rows = max(1, STAGING_BYTES // num_slices // layout.block_bytes)
-            rows = torch.zeros((num_rows, *layout.block_shape), dtype=getattr(torch, source.dtype))
-            first = layout.heads.start
-            yield _Slice(
-                layout, rows, slice(start - first, stop - first), slice(start - heads.start, stop - heads.start)
+            source_heads, target_heads = (
+                slice(start - first, stop - first) for first in (layout.heads.start, heads.start)
             )
+            yield _Slice.of(layout, num_slices, source_heads, target_heads)
             start = stop
 
 
@@ -186,7 +196,7 @@ class SourceLoader:
     """Loads KV of one source layout. A thread of its own executes everything in order, attaching included."""
 
     def __init__(self, pool: torch.Tensor, target: Layout, source: Layout, url: str) -> None:
-        self._pool = pool
+        self._sections = section_views(pool, target)
         self._target = target
         self._source = source
         self._url = url
@@ -277,11 +287,13 @@ class SourceLoader:
         start, stop = max(index * source_size, tokens.start), min((index + 1) * source_size, tokens.stop)
         for target_index in range(start // target_size, -(-stop // target_size)):
             begin, end = max(start, target_index * target_size), min(stop, (target_index + 1) * target_size)
-            block = self._pool[blocks[target_index - tokens.start // target_size]]
+            block = blocks[target_index - tokens.start // target_size]
             source_tokens = slice(begin - index * source_size, end - index * source_size)
             target_tokens = slice(begin - target_index * target_size, end - target_index * target_size)
             for one in self._slices:
-                block[:, :, one.target_heads, target_tokens].copy_(one.rows[row, :, :, one.source_heads, source_tokens])
+                for target, source in zip(self._sections, one.sections, strict=True):
+                    rows = source[row, :, :, one.source_heads, source_tokens]
+                    target[block, :, :, one.target_heads, target_tokens].copy_(rows)
 
     def _target_outcomes(self, source_outcomes: list[Outcome], tokens: range, num_blocks: int) -> list[Outcome]:
         """Return one outcome per target block: the first failure among the source blocks that contain its tokens, or OK."""

@@ -5,6 +5,7 @@ Shape legend: see batch.py.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import cast
@@ -50,13 +51,13 @@ def paged_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Write the new KV and return causal attention of the new tokens over it, [T, H, D] in the dtype of the query."""
-    batch.kernel.write_kv(batch.layer(layer), k_TGD, v_TGD, batch.slots_T)
+    batch.kernel.write_kv(batch.caches[layer], k_TGD, v_TGD, batch.slots_T)
     return attend(q_THD, layer, batch, options)
 
 
 def attend(q_THD: torch.Tensor, layer: int, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
     """Return causal attention of the new tokens, whose KV is written, [T, H, D]."""
-    return batch.kernel.attend(q_THD, batch.layer(layer), batch, options.scale, options.window, options.softcap)
+    return batch.kernel.attend(q_THD, batch.caches[layer], batch, options.scale, options.window, options.softcap)
 
 
 def is_batch_invariant(setting: str, device: torch.device) -> bool:
@@ -85,7 +86,8 @@ def select_kernel(name: str, device: torch.device, batch_invariant: str = "auto"
     invariant = is_batch_invariant(batch_invariant, device)
     try:
         if name == "flash" or (name == "auto" and device.type == "cuda" and kv is not None and not invariant):
-            return _flash_kernel(device, invariant, kv, required=name == "flash")
+            flash = _loader("flash")(device, invariant, kv, required=name == "flash")
+            return cast(Kernel, flash)
         return _load(name if name != "auto" else default_kernel(device), device, invariant)
     except KernelUnavailable as error:
         if name != "auto" or batch_invariant == "on":
@@ -102,14 +104,18 @@ def fused_layers(name: str, device: torch.device) -> str:
 
 
 def _load(name: str, device: torch.device, batch_invariant: bool) -> Kernel:
-    """Return a kernel of ours, or of a package that has added it to the entry-point group `pdserve.kernels`."""
-    load = _LOADERS.get(name)
-    if load is None:
-        try:
-            [load, *_] = [entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP, name=name)]
-        except (ImportError, AttributeError, ValueError) as error:
-            raise KernelUnavailable(f"the kernel {name} of {ENTRY_POINT_GROUP} cannot be imported: {error}") from error
-    return cast(Kernel, load(device, batch_invariant))
+    return cast(Kernel, _loader(name)(device, batch_invariant))
+
+
+def _loader(name: str) -> Callable[..., object]:
+    """Return what loads a kernel: the CPU's, or that of an entry of the group `pdserve.kernels`, as those for GPUs are."""
+    if name in _LOADERS:
+        return _LOADERS[name]
+    try:
+        [load, *_] = [entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP, name=name)]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise KernelUnavailable(f"the kernel {name} of {ENTRY_POINT_GROUP} cannot be imported: {error}") from error
+    return cast("Callable[..., object]", load)
 
 
 def default_kernel(device: torch.device) -> str:
@@ -120,7 +126,7 @@ def default_kernel(device: torch.device) -> str:
 def explain_kernels(device: torch.device) -> dict[str, str]:
     """Return for each kernel why it cannot run on a device; empty for one that can."""
     reasons = {}
-    for name in (*_LOADERS, *sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})):
+    for name in (*_LOADERS, *sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - {"flash"})):
         try:
             _load(name, device, is_batch_invariant("auto", device))
             reasons[name] = ""
@@ -139,34 +145,4 @@ def _cpu_kernel(device: torch.device, batch_invariant: bool) -> Kernel:
     return cpu
 
 
-def _triton_kernel(device: torch.device, batch_invariant: bool) -> Kernel:
-    try:
-        from pdserve.kernels.gpu import launch, triton_kernels
-    except ImportError as error:
-        raise KernelUnavailable(f"the triton kernel needs triton: {error}") from error
-    if device.type == "cpu" and not launch.INTERPRETED:
-        raise KernelUnavailable("on the CPU the triton kernel runs only with TRITON_INTERPRET=1")
-    return triton_kernels.INVARIANT if batch_invariant else triton_kernels
-
-
-def _flash_kernel(device: torch.device, batch_invariant: bool, kv: KVFormat | None, *, required: bool) -> Kernel:
-    """Return flash-attn where it can be used, and the Triton kernel for the rest."""
-    triton = _triton_kernel(device, batch_invariant)
-    if batch_invariant or kv is None:
-        raise KernelUnavailable(
-            "the flash kernel rounds a row otherwise in another batch: not with --batch-invariant on"
-        )
-    from pdserve.kernels.gpu import flash
-
-    chosen = flash.choose(flash.installed(), flash.capability(device), kv)
-    log.info("attention on %s: prefill by %s, decode by %s", device, chosen.prefill, chosen.decode)
-    for reason in chosen.reasons:
-        (log.warning if required else log.debug)("attention: %s", reason)
-    if chosen.prefill == chosen.decode == triton.NAME:
-        if required:
-            raise KernelUnavailable(f"the flash kernel can compute neither phase: {'; '.join(chosen.reasons)}")
-        return triton
-    return flash.FlashKernel(chosen)
-
-
-_LOADERS = {"cpu": _cpu_kernel, "triton": _triton_kernel}
+_LOADERS = {"cpu": _cpu_kernel}

@@ -8,7 +8,7 @@ Shape legend, here and in the kernels:
     D  head size                        C  blocks to copy
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -77,8 +77,16 @@ class KVFormat:
     """The input of attention besides the queries."""
 
     dtype: torch.dtype
-    head_dim: int
+    head_dims: frozenset[int]  # of all layers
     block_size: int  # tokens
+
+
+def layer_caches(pool_NL2GBD: torch.Tensor) -> list[torch.Tensor]:
+    """Return the cache [N, 2, G, B, D] of each layer of a pool whose layers have rows of one shape.
+
+    Of latent rows, of which the pool has 1 instead of 2, K and V are the same memory.
+    """
+    return [cache.expand(-1, 2, -1, -1, -1) for cache in pool_NL2GBD.unbind(1)]
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,8 @@ class PagedBatch:
     """A flattened batch: the new tokens of each sequence, one sequence after the other.
 
     Attributes:
-        pool_NL2GBD: the whole pool, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; 1 instead of 2 where
-            each token has a latent row.
+        caches: of each layer, a strided view of the pool [num_blocks, 2, num_kv_heads, block_size, head_dim], see
+            `layer_caches`. Heads may differ between layers in number and size.
         slots_T: integers, destination of each new token's KV: block id × block size + offset; -1: nowhere (GPUs only).
         tables_SM: integers, block ids of each sequence in order; unused entries are 0, and those outside the attention
             window of every layer are void.
@@ -100,7 +108,7 @@ class PagedBatch:
     The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
 
-    pool_NL2GBD: torch.Tensor
+    caches: Sequence[torch.Tensor]
     slots_T: torch.Tensor
     tables_SM: torch.Tensor
     query_lens: list[int]
@@ -111,14 +119,7 @@ class PagedBatch:
 
     @property
     def block_size(self) -> int:
-        return self.pool_NL2GBD.shape[4]
-
-    def layer(self, index: int) -> torch.Tensor:
-        """Return the cache of one layer, a strided view [num_blocks, 2, num_kv_heads, block_size, head_dim].
-
-        Of latent rows, K and V are the same memory.
-        """
-        return self.pool_NL2GBD[:, index].expand(-1, 2, -1, -1, -1)
+        return self.caches[0].shape[3]
 
     @cached_property
     def starts(self) -> torch.Tensor:

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Tokens: TypeAlias = "array[int]"
 KEY_BYTES = 16
@@ -30,12 +30,27 @@ _UNIT_LENGTH = HASH_TOKENS.to_bytes(4, "little")
 assert array("I").itemsize == TOKEN_BYTES and sys.byteorder == "little", (
     "token ids of this machine differ from the format"
 )
-LAYOUT_VERSION = 1  # of the byte format of a block: [num_layers, K and V or latent, num_kv_heads, block_size, head_dim]
+LAYOUT_VERSION = (
+    1  # of the byte format of a block: sections of [num_layers, K and V or latent, heads, block_size, head_dim]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Part of a block: the rows of layers that have as many heads of one size."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    latent: bool = False  # one row per token, from which all heads' K and V follow, instead of K and V
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Byte format of one block. Two pools exchange KV directly only if their layouts, and so their namespaces, are equal."""
+    """Byte format of one block. Two pools exchange KV directly only if their layouts, and so their namespaces, are equal.
+
+    Most models have one section, which the fields name. `more` has those of layers with other rows, behind it in the block.
+    """
 
     model_fingerprint: str
     num_layers: int
@@ -48,28 +63,49 @@ class Layout:
     version: int = LAYOUT_VERSION
     rank: int = 0  # tensor parallelism: the block has the KV heads of this one of `ranks` devices
     ranks: int = 1
-    latent: bool = False  # one row per token, from which all heads' K and V follow, instead of K and V
+    latent: bool = False
+    more: tuple[Section, ...] = ()
 
     @cached_property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """Layers, 2 for K and V or 1 for latent rows, heads in the block, tokens, numbers of a row."""
-        return self.num_layers, 1 if self.latent else 2, len(self.heads), self.block_size, self.head_dim
+    def sections(self) -> tuple[Section, ...]:
+        """The parts of a block, in order."""
+        first = Section(**{field.name: getattr(self, field.name) for field in fields(Section)})
+        return first, *self.more
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, int, int, int, int]]:
+        """Of each section: layers, 2 for K and V or 1 for latent rows, heads in the block, tokens, numbers of a row."""
+        return [
+            (
+                part.num_layers,
+                1 if part.latent else 2,
+                max(1, part.num_kv_heads // self.ranks),
+                self.block_size,
+                part.head_dim,
+            )
+            for part in self.sections
+        ]
 
     @cached_property
     def heads(self) -> range:
-        """KV heads in the block. Ranks share a head if there are fewer heads than ranks."""
+        """KV heads in the first section. Ranks share a head if there are fewer heads than ranks."""
         first = self.rank * self.num_kv_heads // self.ranks
         return range(first, first + max(1, self.num_kv_heads // self.ranks))
 
     @property
     def is_divisible(self) -> bool:
-        """True if all ranks have as many heads. Otherwise there are no such blocks."""
+        """True if all ranks have as many heads. Otherwise there are no such blocks, nor of several sections on ranks."""
         heads, ranks = self.num_kv_heads, self.ranks
-        return 0 <= self.rank < ranks and not (heads % ranks and ranks % heads)
+        return 0 <= self.rank < ranks and not (heads % ranks and ranks % heads) and not (self.more and ranks > 1)
+
+    @cached_property
+    def block_numbers(self) -> int:
+        """Numbers in a block, of all sections."""
+        return sum(map(math.prod, self.shapes))
 
     @cached_property
     def block_bytes(self) -> int:
-        return math.prod(self.block_shape) * self.itemsize
+        return self.block_numbers * self.itemsize
 
     @cached_property
     def bytes_on_all_ranks(self) -> int:
@@ -83,6 +119,8 @@ class Layout:
             del values["rank"], values["ranks"]
         if not self.latent:  # as before there were latent rows
             del values["latent"]
+        if not self.more:  # as before there were several sections
+            del values["more"]
         return _digest(json.dumps(values, sort_keys=True).encode())
 
     @cached_property
@@ -102,8 +140,13 @@ class Layout:
     @classmethod
     def from_message(cls, message: object) -> "Layout":
         """Build a layout from an object with the same attributes, such as a `pb.Layout`."""
-        layout = cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
-        return layout if layout.ranks else replace(layout, ranks=1)
+        values = _attributes(message, cls)
+        more = tuple(Section(**_attributes(part, Section)) for part in values["more"])
+        return cls(**values | {"ranks": values["ranks"] or 1, "more": more})
+
+
+def _attributes(message: object, of: type[Layout] | type[Section]) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in fields(of)}
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -119,7 +119,7 @@ class Prefiller:
         job.keys = job.seq.kv.initial_keys()
         job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
-        is_last_token = job.seq.sampling.max_tokens - job.seq.output.num_generated == 1 and job.seq.group is None
+        is_last_token = job.seq.output.awaits_last_token and job.seq.group is None
         if others:
             job.seq.lead([other.seq for other in others])
         jobs, lease_s = [job, *others], 0.0 if is_last_token else self._lease_seconds

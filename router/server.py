@@ -5,11 +5,13 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import resource
 import secrets
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -57,7 +59,7 @@ ATTACH_TIMEOUT_S = 5.0  # for which a router that shares its port waits for inst
 
 
 def serve(config: RouterConfig) -> None:
-    """Run a router in this process until SIGTERM or SIGINT.
+    """Run a router in this process until SIGTERM or SIGINT; does not return.
 
     Raises:
         SetupError: a port is taken; the tokenizer, a certificate or the key file cannot be read.
@@ -81,6 +83,10 @@ def serve(config: RouterConfig) -> None:
     dialects = load_dialects()  # before the parse server is forked, which parses their bodies
     with ParseServer(tokenizer, listening) as parse_server:
         uvloop.run(_serve(config, keys, tls, tokenizer, dialects, parse_server, listening))
+    # Everything is closed. Skip the clean-up of imported modules, which takes 0.3 s and releases nothing of pdserve.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 async def _serve(
@@ -142,7 +148,6 @@ async def _serve(
         ]
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
         await stack.enter_async_context(_running(loops, on_end=lambda: server.handle_exit(signal.SIGINT, None)))
-        app.prepare()
         if config.reuse_port:
             await _wait_for_instances(dispatcher, server)
         await server.serve(sockets=listening)

@@ -5,7 +5,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the cores of other tests
 
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import json
@@ -17,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import certifi
@@ -113,6 +111,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layer_interval": 2,
             "attention_chunk_size": 256,
             "floor_scale": 200,
+        },
+    ),
+    # Two shapes of rows, and two layers that read the KV of others.
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 48,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 260,
         },
     ),
     "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
@@ -258,11 +271,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 
 
 @pytest.fixture(scope="session")
-def demo_text() -> ModuleType:
-    """The module scripts/demo_text, which generates the demo model's text (scripts/ is not a package)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
-        return importlib.import_module("demo_text")
+def demo_cases() -> Any:
+    """What the bundled demo model has learned: capitals, questions about facts far back in a text, and skills.
+
+    None of the facts, and of the cases of skills, were in its training text, whose generator drew them
+    (scripts/demo_text at 4d959b4).
+    """
+    return json.loads(Path(__file__).with_name("demo_cases.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -407,9 +422,11 @@ def load_test_module() -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[Any]:
-    """The ForkServer of tests/fork_server.py."""
-    with closing(_load("fork_server").ForkServer.run()) as server:
+def fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The ForkServer of tests/fork_server.py, which all workers of xdist share."""
+    folder = tmp_path_factory.getbasetemp()
+    is_worker = hasattr(request.config, "workerinput")
+    with closing(_load("fork_server").ForkServer.shared(folder.parent if is_worker else folder)) as server:
         yield server
 
 

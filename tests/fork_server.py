@@ -1,16 +1,20 @@
 """Fork server for `pdserve …` commands, which saves each process the seconds of importing torch and other packages.
 
-    python fork_server.py REQUESTS CLIENTS
+    python fork_server.py LISTENER ADDRESS
 
-imports the modules of instances and routers, and then reads requests from the socket with the descriptor REQUESTS. A request
-is a JSON list of arguments and environment, with three descriptors: stdout, stderr, and a status pipe, which receives the
-pid and later the return code, one line each. The command `follower`, of pdserve/ranks/, has a fourth: its connection. For
-each request the server forks a keeper, which forks the command and waits for it. The children and followers that a command
-starts are requested from this server too, through CLIENTS, the other end.
+imports the modules of instances and routers, and then reads requests from those who connect to the abstract Unix socket
+ADDRESS, on which the descriptor LISTENER listens: all the workers of a run, and what they started. A request is a JSON list
+of arguments and environment, with three descriptors: stdout, stderr, and a status pipe, which receives the pid and later the
+return code, one line each. The commands `follower`, of pdserve/ranks/, and `compile`, of pdserve/grammars/, have a fourth:
+their connection. The server forks each command, and tells when it has ended. What a command starts is requested from this
+server too.
 """
 
+import atexit
 import ctypes
+import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -20,18 +24,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, NoReturn, Self
 
 # What routers and instances import, so that each of hundreds of processes need not.
 IMPORTED = [
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
     *("pdserve.cli.commands", "pdserve.cli.supervisor", "pdserve.instance.process", "pdserve.ranks.follower"),
     *("pdserve.kv_transfer.connectors.shm.connector", "pdserve.kv_transfer.connectors.file"),
+    *("pdserve.grammars.compile_server", "pdserve.router.server"),
     *("pdserve.router.dialects.embeddings", "pdserve.router.dialects.messages.endpoints"),
     *("pdserve.router.dialects.responses.endpoints", "pdserve.router.dialects.batches.endpoints"),
-    *("pdserve.router.server", "pydantic.v1"),  # the latter by FastAPI when it makes an application
+    "pydantic.v1",  # by FastAPI when it makes an application
 ]
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -70,18 +77,27 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Client of the fork server."""
+    """Client of the fork server, which runs as long as it has clients."""
 
-    def __init__(self, clients: socket.socket, process: "subprocess.Popen[bytes] | None" = None) -> None:
-        self._clients, self._process = clients, process
+    def __init__(self, address: str) -> None:
+        """`address` is a name of an abstract Unix socket."""
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(f"\0{address}")
 
     @classmethod
-    def run(cls) -> Self:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            ends = theirs.fileno(), ours.fileno()
-            command = [sys.executable, "-P", __file__, *map(str, ends)]
-            return cls(ours, subprocess.Popen(command, pass_fds=ends, start_new_session=True))
+    def shared(cls, folder: Path) -> Self:
+        """Return a client of the one server of all processes that name this folder; the first of them starts it."""
+        address = f"pdserve-{hashlib.sha256(str(folder).encode()).hexdigest()}"
+        with (folder / "fork_server.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(ConnectionRefusedError):
+                return cls(address)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(f"\0{address}")
+                listener.listen(1000)
+                command = [sys.executable, "-P", __file__, str(listener.fileno()), address]
+                subprocess.Popen(command, pass_fds=[listener.fileno()], start_new_session=True)
+                return cls(address)
 
     def start(
         self, arguments: list[str], environment: Mapping[str, str], output: int, errors: int, *inherited: int
@@ -89,7 +105,7 @@ class ForkServer:
         """Start a command; `output` and `errors` are file descriptors for its stdout and stderr."""
         status, written = os.pipe()
         message = json.dumps([arguments, dict(environment)]).encode()
-        socket.send_fds(self._clients, [message], [output, errors, written, *inherited])
+        socket.send_fds(self._connection, [message], [output, errors, written, *inherited])
         os.close(written)
         return ForkedProcess(status)
 
@@ -105,66 +121,116 @@ class ForkServer:
         """Start a follower as `pdserve.ranks.followers.start_process` does."""
         return self.start(["follower", str(rank), str(port)], os.environ, 1, 2, connection)
 
+    def start_compile_server(self, connection: int, arguments: list[str]) -> ForkedProcess:
+        """Start a compile server as `pdserve.grammars.compiler.start_process` does."""
+        return self.start(["compile", *arguments], os.environ, 1, 2, connection)
+
     def close(self) -> None:
-        assert self._process is not None
-        self._process.terminate()
-        assert self._process.wait(600) == -signal.SIGTERM
-        self._clients.close()
+        self._connection.close()
 
 
 def main() -> None:
     gc.freeze()  # otherwise each child spends a second at exit on collecting, and copying, the imported modules
-    requests, clients = (socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:])
-    with requests:
-        arguments = wait_for_command(requests)
-    import pdserve.cli.commands
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        arguments = wait_for_command(listener)
+    import pdserve.grammars.compiler
     import pdserve.ranks.followers
     from pdserve.cli.supervisor import Supervisor
 
     # Patched because the process factories are not parameters of the product.
-    pdserve.ranks.followers.start_process = ForkServer(clients).start_follower  # type: ignore[assignment]
-    Supervisor._spawn = lambda _, *command: ForkServer(clients).spawn(*command)  # type: ignore[assignment,method-assign]
+    server = ForkServer(sys.argv[2])
+    pdserve.ranks.followers.start_process = server.start_follower  # type: ignore[assignment]
+    pdserve.grammars.compiler.start_process = server.start_compile_server  # type: ignore[assignment]
+    # Few tests have grammars: the first one starts the compile server.
+    pdserve.grammars.compiler.GrammarCompiler.start = lambda _: None  # type: ignore[assignment,method-assign]
+    Supervisor._spawn = lambda _, *command: server.spawn(*command)  # type: ignore[assignment,method-assign]
+    try:
+        run(arguments)
+    except SystemExit as ended:
+        end(ended.code)
+    end(None)
+
+
+def run(arguments: list[str]) -> None:
     if arguments[0] == "follower":
         import pdserve.ranks.follower
 
         _, rank, port, connection = arguments
         pdserve.ranks.follower.main(int(connection), int(rank), int(port))
+    elif arguments[0] == "compile":
+        import pdserve.grammars.compile_server
+
+        _, *of_model, connection = arguments
+        pdserve.grammars.compile_server.main([connection, *of_model])
     elif arguments[0].endswith(".py"):
         sys.argv[:] = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
     else:
+        import pdserve.cli.commands
+
         sys.argv[:] = ["pdserve", *arguments]
         pdserve.cli.commands.main()
 
 
-def wait_for_command(requests: socket.socket) -> list[str]:
-    """Serve requests; return the command's arguments in each forked process that is to run one."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the keepers are not waited for
+def end(code: object) -> NoReturn:
+    """Exit as `sys.exit(code)` does, but without the clean-up of all the imported modules, which takes 0.3 s."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def wait_for_command(listener: socket.socket) -> list[str]:
+    """Serve requests until all clients have left. In each forked process, return the command's arguments."""
+    connections: list[socket.socket] = []
+    statuses: dict[int, int] = {}  # status pipes of running commands, by pid
+
+    def reap(*_: object) -> None:
+        while statuses and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, code = ended
+            with suppress(BrokenPipeError), os.fdopen(statuses.pop(pid), "wb", 0) as status:
+                status.write(f"{os.waitstatus_to_exitcode(code)}\n".encode())
+
+    signal.signal(signal.SIGCHLD, reap)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 17, 4)
-        output, errors, status, *inherited = descriptors
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
-            if (child := os.fork()) == 0:
-                os.close(status)
+        for ready in select.select([listener, *connections], [], [])[0]:
+            if ready is listener:
+                connections.append(listener.accept()[0])
+                continue
+            message, descriptors, _, _ = socket.recv_fds(ready, 1 << 17, 4)
+            if not message:
+                ready.close()
+                connections.remove(ready)
+                if not connections:
+                    os._exit(0)
+            elif not fork(descriptors, statuses):
+                for connection in connections:
+                    connection.close()
+                output, errors, _, *inherited = descriptors
                 return [*become(output, errors, *json.loads(message)), *map(str, inherited)]
-            for descriptor in (output, errors, *inherited):
-                os.close(descriptor)
-            keep(child, status)
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
-def keep(child: int, status: int) -> None:
-    """Report the command's pid and return code on the status pipe, then exit."""
-    _die_with_parent(signal.SIGKILL)
-    try:
-        os.write(status, f"{child}\n".encode())
-        os.write(status, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
-    finally:
-        os._exit(0)
+def fork(descriptors: list[int], statuses: dict[int, int]) -> int:
+    """Fork a process for a request, and return its pid; in the process itself 0."""
+    output, errors, status, *inherited = descriptors
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until its status pipe is known
+    pid = os.fork()
+    if pid:
+        statuses[pid] = status
+        with suppress(BrokenPipeError):
+            os.write(status, f"{pid}\n".encode())
+        unused = [output, errors, *inherited]
+    else:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        unused = [status, *statuses.values()]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    for descriptor in unused:
+        os.close(descriptor)
+    return pid
 
 
 def become(output: int, errors: int, arguments: list[str], environment: dict[str, str]) -> list[str]:
@@ -187,7 +253,6 @@ def _die_with_parent(by: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    _die_with_parent(signal.SIGTERM)
     for name in IMPORTED:
         importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,33 +70,28 @@ def test_model_directory_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL.rglob("*") if path.is_file()) <= 12_000_000
 
 
-def test_model_has_learned_the_capitals(model: Any, tokenizer: Any, demo_text: ModuleType) -> None:
-    answers = complete(
-        model, tokenizer, [f"The capital of {country} is" for country in demo_text.CAPITALS], 8, batch=80
+def test_model_has_learned_the_capitals(model: Any, tokenizer: Any, demo_cases: Any) -> None:
+    capitals = demo_cases["capitals"]
+    answers = complete(model, tokenizer, [f"The capital of {country} is" for country in capitals], 8, batch=80)
+    assert sum(capital in answer for capital, answer in zip(capitals.values(), answers, strict=True)) >= 0.95 * len(
+        answers
     )
-    pairs = zip(demo_text.CAPITALS.values(), answers, strict=True)
-    assert sum(capital in answer for capital, answer in pairs) >= 0.95 * len(answers)
 
 
 @pytest.mark.slow
-def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, demo_text: ModuleType) -> None:
-    """Fifty facts absent from training; every second question is asked as a chat."""
-
-    def count_tokens(passage: str) -> int:
-        return len(tokenizer(passage)["input_ids"])
-
-    cases = demo_text.retrieval_cases(7, 50, count_tokens, min_distance=300, max_distance=700)
-    assert min(case.distance for case in cases) >= 300
-    prompts = [chat(tokenizer, c.message()) if i % 2 else c.prompt() for i, c in enumerate(cases)]
+def test_held_out_facts_are_found_in_the_prompt(model: Any, tokenizer: Any, demo_cases: Any) -> None:
+    """Every second question is asked as a chat."""
+    cases = demo_cases["facts"]
+    prompts = [
+        chat(tokenizer, f"{case['text']}\n\n{case['question']}")
+        if i % 2
+        else f"{case['text']}\n\nQuestion: {case['question']}\nAnswer:"
+        for i, case in enumerate(cases)
+    ]
     answers = [answer.split("\n")[0] for answer in complete(model, tokenizer, prompts, 16)]
-    wrong = [(c.question, c.expected, a) for c, a in zip(cases, answers, strict=True) if c.expected not in a]
+    pairs = zip(cases, answers, strict=True)
+    wrong = [(case["question"], case["expected"], answer) for case, answer in pairs if case["expected"] not in answer]
     assert len(wrong) <= 5, wrong
-
-
-def test_training_never_draws_a_held_out_fact(demo_text: ModuleType) -> None:
-    rng = random.Random(3)
-    assert not any(fact.held_out for _ in range(300) for fact in demo_text.draw_facts(rng, 10))
-    assert all(fact.held_out for _ in range(300) for fact in demo_text.draw_facts(rng, 10, held_out=True))
 
 
 def test_stories_end_and_do_not_loop(model: Any, tokenizer: Any) -> None:
@@ -128,16 +121,9 @@ def test_small_talk(model: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("skill", "least"), [("calls", 8), ("JSON", 4), ("thinking", 9), ("edits", 4)])
-def test_skills(model: Any, tokenizer: Any, demo_text: ModuleType, skill: str, least: int) -> None:
-    """Of twelve cases that training has not drawn, each with one right answer of dozens of tokens."""
-    rng = random.Random(23)
-    cases = [demo_text.skill_case(rng, skill, 30) for _ in range(12)]
-    answers = complete(model, tokenizer, [prompt for prompt, _ in cases], 120)
-    right = sum(answer.partition("<|")[0] == expected for answer, (_, expected) in zip(answers, cases, strict=True))
+def test_skills(model: Any, tokenizer: Any, demo_cases: Any, skill: str, least: int) -> None:
+    """Each of twelve cases has one right answer of dozens of tokens."""
+    cases = demo_cases["skills"][skill]
+    answers = complete(model, tokenizer, [case["prompt"] for case in cases], 120)
+    right = sum(answer.partition("<|")[0] == case["expected"] for answer, case in zip(answers, cases, strict=True))
     assert right >= least
-
-
-def test_chat_template_of_training_is_that_of_the_files(tokenizer: Any) -> None:
-    script = (ROOT / "scripts" / "train_demo_model.py").read_text()
-    template = script.partition('CHAT_TEMPLATE = """\\\n')[2].partition('"""')[0].replace("\\\\", "\\")
-    assert tokenizer.chat_template == template

@@ -85,8 +85,9 @@ def _obstacle(
         return "does not support compute capability {}.{}".format(*capability)
     if kv.dtype not in (torch.float16, torch.bfloat16):
         return f"has no {str(kv.dtype).removeprefix('torch.')}"
-    if kv.head_dim > MAX_HEAD_DIM[name] or kv.head_dim % 8:
-        return f"does not support heads of {kv.head_dim} elements"
+    for size in sorted(kv.head_dims):
+        if size > MAX_HEAD_DIM[name] or size % 8:
+            return f"does not support heads of {size} elements"
     if name == "flash-attn-2" and phase == "decode" and kv.block_size % PAGE_MULTIPLE:
         return f"decodes over blocks of multiples of {PAGE_MULTIPLE} tokens only, not of {kv.block_size}"
     return None

@@ -134,7 +134,7 @@ def _flash(device: Any) -> Finding:
     from pdserve.kernels.batch import KVFormat
     from pdserve.kernels.gpu import flash
 
-    chosen = flash.choose(flash.installed(), flash.capability(device), KVFormat(torch.bfloat16, 128, 16))
+    chosen = flash.choose(flash.installed(), flash.capability(device), KVFormat(torch.bfloat16, frozenset({128}), 16))
     default = "" if chosen.prefill == chosen.decode == flash.TRITON else ", the default in 16 bits"
     detail = f"prefill by {chosen.prefill}, decode by {chosen.decode}{default}"
     return Finding("attention: flash", bool(default), "; ".join((detail, *chosen.reasons)), "--kernel flash")

@@ -36,7 +36,7 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
     The command calls `run(config(...), **extra)`, and raises SetupError if the config rejects its values. Its help text is
     the docstring of `run`.
     """
-    hints = get_type_hints(config)
+    hints, headings = get_type_hints(config), _headings(config)
 
     def command(**values: Any) -> None:
         try:
@@ -56,7 +56,7 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
                 typer.Option(
                     help=describe(field),
                     envvar=field.metadata["variable"],
-                    rich_help_panel=_group_of(config, field.name),
+                    rich_help_panel=headings[field.name],
                 ),
             ],
         )
@@ -66,13 +66,13 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
     return command
 
 
-def _group_of(config: type, name: str) -> str | None:
-    """Return the heading of a field: that of the last `group` up to it in its class, else of its class; None if none."""
-    declaring = next(base for base in config.__mro__ if name in inspect.get_annotations(base))
-    group: str | None = declaring.__dict__.get("GROUP")
+def _headings(config: type) -> dict[str, str | None]:
+    """Return the heading of each field: that of the last `group` up to it in its class, else of its class; None if none."""
+    declaring = {name: base for base in reversed(config.__mro__) for name in inspect.get_annotations(base)}
+    headings: dict[str, str | None] = {}
+    latest: dict[type, str | None] = {}
     for field in fields(config):
-        if field.name in inspect.get_annotations(declaring):
-            group = field.metadata["group"] or group
-        if field.name == name:
-            break
-    return group
+        base = declaring[field.name]
+        latest[base] = field.metadata["group"] or latest.get(base, base.__dict__.get("GROUP"))
+        headings[field.name] = latest[base]
+    return headings

@@ -14,13 +14,12 @@ import hmac
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
-
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import SetupError
+
+if TYPE_CHECKING:
+    import redis.asyncio
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +46,10 @@ def redis_client(url: str, timeout_s: float, expected: str, **options: Any) -> "
     Raises:
         SetupError: the URL is invalid.
     """
+    import redis.asyncio  # takes 0.2 s, so it is loaded only if it is used
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
     try:
         client = redis.asyncio.Redis.from_url(
             url,
@@ -160,6 +163,8 @@ class Registry:
 
     async def _result(self, call: Awaitable[Any]) -> Any:
         """Return the result of a Redis call, or None if it failed. Failures and recoveries are logged once."""
+        import redis  # which `redis_client` has loaded
+
         try:
             result = await call
         except (redis.RedisError, OSError) as error:

@@ -6,6 +6,7 @@ import torch
 
 from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.keys import Layout
+from pdserve.kv_spec import KVSpec
 from pdserve.pooling import Pooling
 
 
@@ -16,6 +17,7 @@ class Checkpoint:
     Attributes:
         model: the transformers module, in eval mode, on its device.
         layout: layout of one KV block, which is the namespace of its keys.
+        spec: what the model's KV is.
         context_length: number of positions that the model supports with the same tokens in any batch.
         eos_token_ids: tokens that end generation.
         group: the other ranks of the instance, if there are any; the model is then one rank's slice.
@@ -25,6 +27,7 @@ class Checkpoint:
 
     model: torch.nn.Module
     layout: Layout
+    spec: KVSpec
     context_length: int
     vocab_size: int
     eos_token_ids: frozenset[int]

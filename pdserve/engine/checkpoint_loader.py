@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
-from pdserve.engine.architectures import chunked_attention, latent_attention
-from pdserve.engine.architectures.class_head import class_head, num_labels
+from pdserve.engine.architectures import adapters, chunked_attention
+from pdserve.engine.architectures.class_head import num_labels
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion import experts
 from pdserve.engine.cpu_fusion.fused_mlp import fuse_mlps
@@ -22,13 +22,15 @@ from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
 from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
 from pdserve.engine.cpu_fusion.prepack import prepack
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
+from pdserve.engine.kv_probe import UnsupportedAttention, probe
 from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.engine.parallel.shard import Shard
 from pdserve.errors import SetupError
 from pdserve.kernels import memory, native
 from pdserve.kernels.attention import fused_layers, is_batch_invariant
-from pdserve.keys import Layout
+from pdserve.kv_spec import KVSpec
 from pdserve.model_path import resolve_model
+from pdserve.plugins import extension
 from pdserve.pooling import read_pooling
 
 log = logging.getLogger(__name__)
@@ -51,26 +53,19 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     hf_config = _hf_config(path)
     dtype = _dtype(config.dtype, hf_config)
     text_config = hf_config.get_text_config()
-    model, latent_size = _load_model(path, hf_config, dtype, device, config, group)
-    if not getattr(text_config, "num_attention_heads", None):
-        raise SetupError(f"{_unsupported(hf_config)}: it has no attention heads, hence no KV")
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    layout = Layout(
+    model, spec = _load_model(path, hf_config, dtype, device, config, group)
+    layout = spec.layout(
         model_fingerprint=fingerprint(path),
-        num_layers=text_config.num_hidden_layers,
-        num_kv_heads=1 if latent_size else kv_heads,
-        head_dim=latent_size or head_dim,
         block_size=config.block_size,
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
         rank=group.rank if group else 0,
         ranks=group.ranks if group else 1,
-        latent=latent_size > 0,
     )
     return Checkpoint(
         model=model,
         layout=layout,
+        spec=spec,
         context_length=_context_length(text_config),
         vocab_size=text_config.vocab_size,
         eos_token_ids=_eos_token_ids(path, text_config),
@@ -168,8 +163,8 @@ def _load_model(
     device: torch.device,
     config: EngineConfig,
     group: RankGroup | None,
-) -> tuple[torch.nn.Module, int]:
-    """Return the model, and the numbers of a latent row, 0 if it has none."""
+) -> tuple[torch.nn.Module, KVSpec]:
+    """Return the model, and what its KV is."""
     paged_model.register()
     experts.register()
     transformers.utils.logging.disable_progress_bar()
@@ -190,29 +185,34 @@ def _load_model(
         if group is not None:
             raise SetupError("quantized weights are not divided among ranks: leave out --tensor-parallel-size")
         options["device_map"] = {"": device}  # where its layers pack the weights
+    kv_heads, num_layers = None, hf_config.get_text_config().num_hidden_layers
     try:
         if group is not None:
-            model = Shard(path, hf_config, group).load(**options)
+            shard = Shard(path, hf_config, group)
+            model, kv_heads = shard.load(**options), shard.kv_heads
         else:
             model = AutoModelForCausalLM.from_pretrained(path, **options)
-            if (head := class_head(path, hf_config, model, config.pooling)) is not None:
-                model.set_output_embeddings(head)
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
-    loaded: torch.nn.Module = model.eval().requires_grad_(False)
+    loaded: torch.nn.Module = model.eval()
     if not is_quantized:
         loaded = loaded.to(device)
-    chunked_attention.disable_tuning(loaded)
     try:
-        latent_size = latent_attention.absorb(loaded)
-    except paged_model.UnsupportedAttention as error:
+        spec = adapters.adapt(loaded, adapters.Source(path, hf_config, config.pooling))
+        loaded.requires_grad_(False)
+        spec = spec or probe(loaded, num_layers, kv_heads)
+    except UnsupportedAttention as error:
         raise SetupError(f"{unsupported}: {error}") from error
+    if spec.num_layers != num_layers:
+        raise SetupError(f"{unsupported}: its adapter states the KV of {spec.num_layers} of {num_layers} layers")
+    if group is not None and len(spec.sections) > 1:
+        raise SetupError(f"{unsupported} with --tensor-parallel-size: its layers have KV of different shapes")
     match fused_layers(config.kernel, device):
         case "cpu" | "packed" as kind:
             _fuse_for_cpu(loaded, fuse=kind == "cpu")
         case "gpu":
-            _fuse_for_gpu(loaded)
-    return loaded, latent_size
+            extension("gpu").fuse(loaded)
+    return loaded, spec
 
 
 def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -> bool:
@@ -247,29 +247,15 @@ def _fuse_for_cpu(model: torch.nn.Module, *, fuse: bool) -> None:
     """With `fuse`, replace layers in place by those of the C++ kernels, where these can be built."""
     if fuse and native.is_available():
         prepack(model)
-        latent_attention.pack(model)
+        for module in model.modules():
+            if isinstance(module, adapters.Packs):
+                module.pack()
         experts.pack_experts(model)
         fuse_norms(model)
         fuse_rotary(model)
         fuse_mlps(model)
     for parameter in model.parameters():  # each step reads them all: fewer page walks save a tenth of its time
         memory.huge_pages(parameter.data, written=True)
-
-
-def _fuse_for_gpu(model: torch.nn.Module) -> None:
-    """Replace in place what fewer launches can compute. On the CPU, in Triton's interpreter."""
-    try:
-        from pdserve.engine.gpu_fusion.fused_attention import fuse_attention
-        from pdserve.engine.gpu_fusion.fused_layer import fuse_layers
-        from pdserve.kernels.gpu import elementwise, launch
-    except ImportError as error:
-        log.warning("the model's layers are not fused: %s", error)
-        return
-    if next(model.parameters()).device.type == "cpu" and not launch.INTERPRETED:
-        return  # the kernel is refused later, with its reason
-    norms, mlps = fuse_norms(model, elementwise), fuse_mlps(model, elementwise)
-    attentions, layers = fuse_attention(model), fuse_layers(model)
-    log.info("fused for the GPU: %d norms, %d MLPs, %d attentions, %d layers", norms, mlps, attentions, layers)
 
 
 def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:

@@ -17,27 +17,26 @@ import numpy.typing as npt
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine.architectures.support import attention_window
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion.experts import inexact_products
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
-from pdserve.engine.cuda_graph import PaddedGraphs
-from pdserve.engine.memory import step_memory
+from pdserve.engine.kv_probe import UnsupportedAttention
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
 from pdserve.engine.memory.kv_memory import KVMemory
-from pdserve.engine.memory.sequence_kv import BlockTable
+from pdserve.engine.memory.sequence_kv import BlockTable, block_table
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan, StepRows
-from pdserve.engine.step_graph import StepGraphs
+from pdserve.engine.step_graph import Graphs, StepGraphs
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 from pdserve.kernels.memory import keep_freed_memory
 from pdserve.kernels.packed import packed_copy
+from pdserve.plugins import extension
 
 log = logging.getLogger(__name__)
 
@@ -83,26 +82,37 @@ class ModelRunner:
         self.kernel = _select_kernel(checkpoint, config)
         ranks = checkpoint.layout.ranks
         self.pipeline = StepPipeline(self) if _is_pipelined(config, self.device) else None
-        self.graphs: StepGraphs | PaddedGraphs | None = None
+        self.graphs: Graphs | None = None
         self._row_functions = _row_functions(checkpoint, self.kernel)
         self.kv = self._new_pool(0)
-        self.window = attention_window(self)
+        self.window = checkpoint.spec.window
+        self._try_model()
         is_invariant = is_batch_invariant(config.batch_invariant, self.device) and self._is_exact()
         self.numerics = numerics_class(self.kernel, self.device, checkpoint.dtype, is_invariant, ranks)
-        step_bytes = step_memory.measure(self, config) if self.device.type == "cuda" else 0
+        step_bytes = extension("gpu").step_bytes(self, config) if self.device.type == "cuda" else 0
         self.kv = allocate(checkpoint, config, self.kernel, step_bytes)
         if self.device.type == "cpu":
             keep_freed_memory()
         max_tokens = min(self.kv.num_blocks * self.block_size, checkpoint.context_length)
         if self.kernel.CAPABILITIES.records_steps and ranks == 1:
             self.graphs = StepGraphs(self.compute_logits, -(-max_tokens // self.block_size))
-        elif self.records_cuda_graphs:
-            self.graphs = PaddedGraphs(self.compute_logits, max_tokens)
+        elif self.device.type == "cuda":
+            self.graphs = extension("gpu").graphs(self, max_tokens)
 
-    @property
-    def records_cuda_graphs(self) -> bool:
-        is_capturable = self.device.type == "cuda" and self.kernel.CAPABILITIES.is_capturable
-        return is_capturable and self.checkpoint.layout.ranks == 1
+    def _try_model(self) -> None:
+        """Run two tokens through the model.
+
+        Raises:
+            SetupError: it needs attention that the kernels do not support.
+        """
+        blocks = block_table(range(-(-2 // self.block_size)))
+        with self.scratch_pool(len(blocks)), torch.inference_mode():
+            inputs = self.step_inputs(np.zeros(2, np.uint32), [2], [0], [blocks], [1])
+            try:
+                self.forward(inputs)
+            except UnsupportedAttention as error:
+                name = type(self.checkpoint.model).__name__
+                raise SetupError(f"architecture {name} is not supported: {error}") from error
 
     def _is_exact(self) -> bool:
         """Return whether the model's products, of which a step has run, give a row the same bits in any batch.
@@ -126,13 +136,13 @@ class ModelRunner:
         """Let steps use another pool meanwhile, which is yielded: a small one, before there is another or in its stead."""
         kv, self.kv = self.kv, self._new_pool(num_blocks)
         try:
-            yield self.kv.pool_NL2GBD
+            yield self.kv.pool_NX
         finally:
             self.kv = kv
 
     def _new_pool(self, num_blocks: int) -> KVMemory:
-        blocks_NL2GBD = zeroed_blocks(self.checkpoint, num_blocks, self.device)
-        return KVMemory(blocks_NL2GBD, blocks_NL2GBD[:0], self.kernel)
+        blocks_NX = zeroed_blocks(self.checkpoint, num_blocks, self.device)
+        return KVMemory(blocks_NX, blocks_NX[:0], self.kernel, self.checkpoint.layout, self.checkpoint.spec)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutcome:
@@ -245,10 +255,11 @@ class ModelRunner:
         first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
             new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
+            first.append(seq.kv.num_computed)
             if seq in plan.drafts:
                 new.append(np.array(plan.drafts[seq], np.uint32))
-            first.append(seq.kv.num_computed)
-            counts.append(plan.num_tokens(seq))
+                count += len(plan.drafts[seq])
+            counts.append(count)
             tables.append(seq.kv.block_ids)
         return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
 
@@ -276,7 +287,7 @@ class ModelRunner:
             arrays, self.device
         )
         batch = PagedBatch(
-            pool_NL2GBD=self.kv.pool_NL2GBD,
+            caches=self.kv.caches,
             slots_T=slots,
             tables_SM=tables_on_device,
             query_lens=counts,
@@ -296,13 +307,15 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
     Raises:
         SetupError: it is not available, or does not support the model.
     """
+    sections = checkpoint.layout.sections
     try:
         batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
-        kv = KVFormat(checkpoint.dtype, checkpoint.layout.head_dim, config.block_size)
+        sizes = frozenset(section.head_dim for section in sections)
+        kv = KVFormat(checkpoint.dtype, sizes, config.block_size)
         kernel = select_kernel(config.kernel, checkpoint.device, batch_invariant, kv)
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
-    if checkpoint.layout.latent and not kernel.CAPABILITIES.latent:
+    if any(section.latent for section in sections) and not kernel.CAPABILITIES.latent:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow"
@@ -326,8 +339,7 @@ def _is_pipelined(config: EngineConfig, device: torch.device) -> bool:
 def _row_functions(checkpoint: Checkpoint, kernel: Kernel) -> AbstractContextManager[Any]:
     """Return the context in which the model runs, so that it rounds a row as in any other batch."""
     if kernel.CAPABILITIES.exact_rows == "functions":
-        from pdserve.kernels.gpu.row_functions import RowFunctions
-
-        return RowFunctions()
+        functions: AbstractContextManager[Any] = extension("gpu").row_functions()
+        return functions
     pads = kernel.CAPABILITIES.exact_rows == "products" and checkpoint.dtype in FUSED_DTYPES
     return RowProducts() if pads else nullcontext()

@@ -19,6 +19,7 @@ from pdserve.engine.memory.block_pool import BlockPairs
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
+from pdserve.kv_spec import KVSpec
 from pdserve.profile.profile import Profile
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class PacedMemory:
         take: lets a duration pass.
     """
 
-    pool_NL2GBD: torch.Tensor
+    pool_NX: torch.Tensor
     num_host_blocks: int
     swap_seconds: Callable[[float], float]
     take: Callable[[float], None]
@@ -68,7 +69,7 @@ class PacedMemory:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.pool_NL2GBD)
+        return len(self.pool_NX)
 
     def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
         """Take the time of copying blocks, and return it in seconds."""
@@ -117,6 +118,7 @@ class PacedRunner:
         self.checkpoint = Checkpoint(
             model=torch.nn.Module(),
             layout=layout,
+            spec=KVSpec(()),
             context_length=max_model_len,
             vocab_size=vocab_size,
             eos_token_ids=frozenset(),

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AttentionInterface
 
+from pdserve.engine.kv_probe import KVProbe, UnsupportedAttention
 from pdserve.kernels.attention import AttentionOptions, attend, paged_attention
 from pdserve.kernels.batch import PagedBatch
 
 if TYPE_CHECKING:
-    from pdserve.engine.gpu_fusion.fused_attention import Deferred
+    from pdserve.engine.gpu.fused_attention import Deferred
 
 NAME = "pdserve_paged"
-
-
-class UnsupportedAttention(Exception):
-    """The model needs an attention feature that the paged kernels do not implement."""
 
 
 def register() -> None:
@@ -38,7 +35,7 @@ def attention_forward(
     v_1GTD: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedBatch,
+    paged: "PagedBatch | KVProbe",
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -48,30 +45,34 @@ def attention_forward(
     """Return the attention output [1, T, H, D] and no weights. The signature is the one that transformers calls.
 
     Of latent attention, K and V are both the latent rows (latent_attention.py).
-    With `deferred`, q and k are not yet normalised and rotated (`gpu_fusion/fused_attention.py`). Where the batch has one
+    With `deferred`, q and k are not yet normalised and rotated (`gpu/fused_attention.py`). Where the batch has one
     token and T is larger, the other rows are the same token again (`ModelRunner.compute_logits`).
 
     Raises:
-        UnsupportedAttention: attention sinks, masks of the model's own, or layers whose KV does not fit the pool's shape.
+        UnsupportedAttention: attention sinks, masks of the model's own, or KV that does not fit the pool.
     """
     if kwargs.get("s_aux") is not None:
         raise UnsupportedAttention("attention sinks")
     if attention_mask is not None:
         raise UnsupportedAttention("layers that select the tokens to which they attend")
-    _, _, _, num_kv_heads, _, head_dim = paged.pool_NL2GBD.shape
-    if (k_1GTD.shape[1], k_1GTD.shape[3]) != (num_kv_heads, head_dim) or k_1GTD.shape != v_1GTD.shape:
+    if k_1GTD.shape != v_1GTD.shape:
         raise UnsupportedAttention("layers whose key and value heads differ in number or size")
     layer, absorbed = module.layer_idx, getattr(module, "absorbed", None)
     assert isinstance(layer, int)
     if absorbed is not None:
         q_1HTD = absorbed.queries(q_1HTD)
+    if isinstance(paged, KVProbe):
+        y_1THD = paged.attend(layer, q_1HTD, k_1GTD, v_1GTD, sliding_window)
+        return y_1THD if absorbed is None else absorbed.values(y_1THD), None
+    if (k_1GTD.shape[1], k_1GTD.shape[3]) != paged.caches[layer].shape[2::2]:
+        raise UnsupportedAttention(f"the keys of layer {layer} have another shape than its model's KVSpec says")
     options = AttentionOptions(
         scale=scaling if scaling is not None else q_1HTD.shape[-1] ** -0.5, window=sliding_window, softcap=softcap
     )
     num_tokens = len(paged.slots_T)
     q_THD, k_TGD, v_TGD = (x[0, :, :num_tokens].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
     if deferred is not None:
-        q_THD = deferred.rotate_and_write(q_THD, k_TGD, v_TGD, paged.layer(layer), paged.slots_T)
+        q_THD = deferred.rotate_and_write(q_THD, k_TGD, v_TGD, paged.caches[layer], paged.slots_T)
         y_THD = attend(q_THD, layer, paged, options)
     else:
         y_THD = paged_attention(q_THD, k_TGD, v_TGD, layer, paged, options)

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from itertools import repeat
+from typing import cast
 
 import torch
 
@@ -14,8 +15,8 @@ from pdserve.engine.features import BEAMS, LOGPROBS, change_logits, model_logpro
 from pdserve.engine.sequence import Sequence
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
-from pdserve.kernels.gpu.draw import draw as gpu_draw
 from pdserve.kernels.noise import gumbel, random_bits
+from pdserve.plugins import extension
 from pdserve.request import SamplingParams, TokenLogprobs
 
 GPU_ROWS = 16  # per pass on GPUs: 20 MiB in float64 for a vocabulary of 150,000
@@ -147,7 +148,7 @@ class SampledTokens:
 def _draw_function(logits_SV: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return the sampling kernel for a device, if it has one."""
     if logits_SV.device.type != "cpu":
-        return gpu_draw
+        return cast("Callable[..., torch.Tensor]", extension("gpu").sample)
     return draw if native.is_available() else None
 
 

@@ -4,13 +4,13 @@
 end. Plain data: only methods of these classes change it; other modules call them and read the attributes.
 """
 
-from collections.abc import Iterable
+from array import array
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.memory.sequence_kv import SequenceKV, SwappedKV, block_table
+from pdserve.engine.memory.sequence_kv import BlockTable, SequenceKV, SwappedKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
 from pdserve.logits_processors import LogitsProcessor
@@ -240,7 +240,7 @@ class Sequence:
         stop_token_ids: frozenset[int] = frozenset(),
         constraint: Constraint | None = None,
         chain: KeyChain | None = None,
-        block_ids: Iterable[int] = (),
+        block_ids: "BlockTable | None" = None,
         num_computed: int = 0,
         rank: int = 0,
         tenant: Tenant = NO_TENANT,
@@ -253,7 +253,7 @@ class Sequence:
             num_prompt, num_initial: how many tokens the prompt has, and how many there are.
             root: of the keys, unless a chain is given.
         """
-        table = block_table(block_ids)
+        table = array("q") if block_ids is None else block_ids
         kv = SequenceKV(tokens, block_size, num_initial, chain or KeyChain(root), table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
         return cls(request_id, sampling, kv, output, rank, tenant, features=features)
@@ -289,7 +289,7 @@ class Sequence:
     @property
     def reads_logits(self) -> bool:
         """True if a feature still needs logits of the prompt."""
-        return bool(self.features) and any(feature.reads_logits for feature in self.features)
+        return any(feature.reads_logits for feature in self.features)
 
     # ---- changes of state ---------------------------------------------------------------------------------------
 

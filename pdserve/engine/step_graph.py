@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -34,6 +34,19 @@ RECORD_AT_STEP = 4  # the step of a batch size that is recorded
 _HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)  # read values without an operator
 
 Model = Callable[[torch.Tensor, torch.Tensor, PagedBatch], torch.Tensor]
+
+
+class Graphs(Protocol):
+    """Recorded decode steps of one model.
+
+    Attributes:
+        num_replayed: number of steps whose logits came from a replay.
+    """
+
+    num_replayed: int
+
+    def logits(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Return the logits [S, V] of one decode step. The next call may overwrite them."""
 
 
 class ReplayMismatch(Exception):

@@ -8,6 +8,7 @@ from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
+from pdserve.plugins import extension
 from pdserve.request import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,6 @@ def compile_kernels(engine: Engine) -> None:
     Variants differ by phase, by whether the KV of a sequence is split, and by the layers' windows and soft caps; not by
     lengths or numbers of sequences. Graphs of decode steps differ by both.
     """
-    from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
     from pdserve.engine.model_runner import ModelRunner  # imports transformers, which a paced runner does not need
 
     assert isinstance(engine.runner, ModelRunner)
@@ -59,10 +59,8 @@ def compile_kernels(engine: Engine) -> None:
     works += [[(1, 1 << bits)] for bits in range(4, longest.bit_length()) if 1 << bits < longest]
     if max_seqs > 1 and max_tokens > 1:
         works.append([(1, longest - 1), (min(2, longest, max_tokens - 1), 0)])  # both phases in one step
-    if isinstance(engine.runner.graphs, PaddedGraphs):
-        sizes = padded_sizes(min(max_seqs, max_tokens), engine.runner.graphs.max_tokens)
-        log.info("recording up to %d CUDA graphs of decode steps", len(sizes))
-        works += [[(1, min(limit, longest) - 1)] * min(rows, max_seqs, max_tokens) for rows, limit in sizes]
+    sizes: list[tuple[int, int]] = extension("gpu").sizes_to_record(engine.runner, min(max_seqs, max_tokens))
+    works += [[(1, min(limit, longest) - 1)] * min(rows, max_seqs, max_tokens) for rows, limit in sizes]
     for work in works:
         _run(engine, work)
     engine.runner.kv.compile_copies()

@@ -116,6 +116,12 @@ class GrammarCompiler:
         return server
 
 
+def start_process(descriptor: int, arguments: list[str]) -> "subprocess.Popen[bytes]":
+    """Start a compile server that inherits a socket, in a process group of its own."""
+    command = [sys.executable, "-m", "pdserve.grammars.compile_server", str(descriptor), *arguments]
+    return subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True)
+
+
 class _CompileServer:
     """A compile server, in a process group of its own. It is killed with this object."""
 
@@ -124,9 +130,7 @@ class _CompileServer:
         self._starting = threading.Lock()
         self._control, theirs = socket.socketpair()
         with theirs:
-            descriptor = theirs.fileno()
-            command = [sys.executable, "-m", "pdserve.grammars.compile_server", str(descriptor), *arguments]
-            self._process = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True)
+            self._process = start_process(theirs.fileno(), arguments)
         self.kill = weakref.finalize(self, _kill, self._process, self._control)
         self.pid = self._process.pid
 

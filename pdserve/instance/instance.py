@@ -99,7 +99,7 @@ class Instance:
             on_grammar_ready=lambda: self._inbox.put(lambda: None),
         )
         self.engine.pool.listeners.append(self.kv_events)  # before the warm-up, which changes keys too
-        pool = self.engine.runner.kv.pool_NL2GBD
+        pool = self.engine.runner.kv.pool_NX
         self._ranks = ranks
         self.connector = self._attach(connector)
         self.transfers = Transfers(
@@ -242,7 +242,8 @@ class Instance:
             Whether the engine was idle and all outputs are sent. Then only a new inbox entry can give it work.
         """
         self._run_inbox(wait)
-        self.decoder.reserve()
+        if self.decoder.unreserved:
+            self.decoder.reserve()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped = self.now()
@@ -383,13 +384,13 @@ class Instance:
             self._stores_probed_at = now
             self.transfers.probe()
             self.layout_converter.probe()
-        waiting = len(self.engine.scheduler.waiting) + self.decoder.num_waiting
+        waiting = len(self.engine.scheduler.waiting) + len(self.decoder.unreserved)
         self.reporter.update(self._by_sequence.values(), waiting, now)
 
     def _attach(self, connector: Connector) -> Connector:
         kv = self.engine.runner.kv
         connector.may_start_out = True
-        attached = attach_pool(connector, kv.pool_NL2GBD, self.engine.layout, kv.copies)
+        attached = attach_pool(connector, kv.pool_NX, self.engine.layout, kv.copies)
         if self._ranks is not None:
             attached = self._ranks.connector(attached)
         attached.has_started_out = connector.has_started_out

@@ -111,7 +111,7 @@ class Follower:
             case Attach():
                 kv, connector = self._runner.kv, connect(self._config.connector)
                 connector.may_start_out = True
-                self._connector = attach_pool(connector, kv.pool_NL2GBD, self._layout, kv.copies)
+                self._connector = attach_pool(connector, kv.pool_NX, self._layout, kv.copies)
                 self.reply(Ready())
             case Convert(operation, layout, keys, first, stop, blocks, tickets):
                 loader = self._loader(layout)
@@ -153,10 +153,10 @@ class Follower:
             when_done(held, lambda _: self.reply(Released(operation)))
 
     def _loader(self, fields: dict[str, Any]) -> SourceLoader:
-        source = Layout(**fields)
+        source = Layout(**fields | {"more": ()})  # ranks have one section
         loader = self._loaders.get(source.namespace)
         if loader is None:
-            pool, url = self._runner.kv.pool_NL2GBD, self._config.connector
+            pool, url = self._runner.kv.pool_NX, self._config.connector
             loader = self._loaders[source.namespace] = SourceLoader(pool, self._layout, source, url)
         return loader
 

@@ -33,7 +33,7 @@ class LeadingRunner(ModelRunner):
         super().__init__(checkpoint, config)
         self.clock = time.monotonic  # the CPU time of a step would leave out that other ranks are slower
         self.followers = followers
-        self.kv = _LeadingMemory(self.kv, self.kernel, followers)
+        self.kv = _LeadingMemory(self.kv, self.kernel, checkpoint, followers)
         self._is_leading = True
 
     def step_inputs(
@@ -48,8 +48,8 @@ class LeadingRunner(ModelRunner):
 class _LeadingMemory(KVMemory):
     """The KV memory of rank 0. What happens to its blocks happens to those of all ranks."""
 
-    def __init__(self, own: KVMemory, kernel: Kernel, followers: "Followers") -> None:
-        super().__init__(own.pool_NL2GBD, own.host_NL2GBD, kernel)
+    def __init__(self, own: KVMemory, kernel: Kernel, checkpoint: Checkpoint, followers: "Followers") -> None:
+        super().__init__(own.pool_NX, own.host_NX, kernel, checkpoint.layout, checkpoint.spec)
         self._followers = followers
 
     def copy_blocks(self, pairs: BlockPairs) -> None:

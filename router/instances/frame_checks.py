@@ -78,13 +78,14 @@ def _layout_fault(hello: pb.Hello) -> str:
         return "its layout names no model or dtype of printable characters"
     if layout.numerics and not _is_name(layout.numerics):
         return "its layout's numerics class is no name of printable characters"
-    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.itemsize)
+    sizes = [layout.itemsize]
+    for part in layout.sections:
+        sizes += part.num_layers, part.num_kv_heads, part.head_dim
     if not all(1 <= size <= MAX_DIMENSION for size in sizes):
         return f"a dimension of its KV layout is not from 1 to {MAX_DIMENSION}"
     if not layout.is_divisible or layout.ranks > MAX_DIMENSION:
-        return (
-            f"its KV layout has {layout.num_kv_heads} heads on {layout.ranks} ranks: one number must divide the other"
-        )
+        heads = " and ".join(str(part.num_kv_heads) for part in layout.sections)
+        return f"its KV layout has {heads} heads on {layout.ranks} ranks: one number must divide the other"
     if (layout.block_size, layout.block_bytes) != (hello.block_size, hello.block_bytes):
         return "its block_size and block_bytes are not those of its KV layout"
     return "" if layout.namespace == hello.namespace else "its namespace is not that of its KV layout"

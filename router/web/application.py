@@ -270,7 +270,6 @@ class Application:
         guard: of a router without API keys.
         on_unauthorized: called with `missing` or `wrong` for each request without a valid key.
         cors_origins: of web pages that may read the answers.
-        prepare: builds what the first request to an open path would otherwise wait for on the event loop.
         dialects: those that it serves, to be started and closed.
     """
 
@@ -284,10 +283,8 @@ class Application:
         body_limit: BodyLimit,
         cors_origins: Sequence[str],
         *,
-        prepare: Callable[[], object],
         dialects: Sequence[Dialect] = (),
     ) -> None:
-        self.prepare = prepare
         self._dialects = dialects
         self.routes = Routes(routes)
         self._guard = guard

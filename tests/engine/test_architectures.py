@@ -35,7 +35,7 @@ def run(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
     return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
-@pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "mixtral", "glm4", "llama4"])
+@pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "mixtral", "glm4", "llama4", "gemma4"])
 def test_equals_generate(architecture: str, checkpoint: Callable[..., Path], generate: Generate) -> None:
     path = checkpoint(architecture, dtype="float32")
     expected = generate(path, prompts(), NEW_TOKENS)

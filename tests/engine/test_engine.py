@@ -172,7 +172,7 @@ def test_blocks_outside_of_every_window_are_released(
         engine.step()
     fork = engine.fork(seq, "fork", greedy(80))
     engine.pool.allocate(24 - engine.pool.num_held)  # overwrite whatever was released
-    engine.runner.kv.pool_NL2GBD[[b for b in range(24) if b not in seq.kv.held_blocks]] = float("nan")
+    engine.runner.kv.pool_NX[[b for b in range(24) if b not in seq.kv.held_blocks]] = float("nan")
     engine.pool.release([b for b in range(24) if b not in seq.kv.held_blocks])
     held = set()
     while engine.has_work:
@@ -194,7 +194,7 @@ def test_content_of_unused_blocks_is_irrelevant(
     expected = generate(path, prompts, 32)
     for kernel in ("reference", "auto"):
         engine = Engine(EngineConfig(model=str(path), num_blocks=400, max_num_batched_tokens=256, kernel=kernel))
-        engine.runner.kv.pool_NL2GBD.fill_(float("nan"))
+        engine.runner.kv.pool_NX.fill_(float("nan"))
         engine.pool.allocate(1)
         assert run(engine, prompts, [greedy(32)] * len(prompts), expected_held=1) == expected
 

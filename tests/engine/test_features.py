@@ -15,7 +15,7 @@ from pdserve.engine import features as features_module
 from pdserve.engine.engine import Engine
 from pdserve.engine.features import Embedding, PromptScores, change_logits, features_of
 from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.memory.sequence_kv import SwappedKV
+from pdserve.engine.memory.sequence_kv import SwappedKV, block_table
 from pdserve.engine.sequence import Feature, Sequence
 from pdserve.keys import token_array
 from pdserve.pooling import Pooling
@@ -44,7 +44,7 @@ PROMPT = [5, 9, 200, 17, 33, 4, 80, 150, 7]
 
 
 def sequence(*features: Feature, tokens: int = 6, computed: int = 0) -> Sequence:
-    sampling, blocks = SamplingParams(max_tokens=3), [0] * 4
+    sampling, blocks = SamplingParams(max_tokens=3), block_table([0] * 4)
     ids = token_array(range(tokens))
     return Sequence.new(
         "r", ids, tokens, tokens, sampling, b"", 4, block_ids=blocks, num_computed=computed, features=features
@@ -91,7 +91,7 @@ def test_a_preempted_sequence_pools_again_unless_its_kv_was_kept() -> None:
         embedding = Embedding(Pooling("cls", normalize=False))
         seq = sequence(embedding)
         embedding.take_hidden(seq, torch.tensor([[1.0, 2.0]]))
-        seq.kv.block_ids = type(seq.kv.block_ids)("q")
+        seq.kv.block_ids = block_table()
         seq.preempt(BlockPool(8, 4), swapped, is_stored=False)
         embedding.take_hidden(seq, torch.tensor([[3.0, 3.0]]))
         embedding.complete(seq, torch.nn.Identity())

@@ -23,7 +23,8 @@ from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted, StepPlan
-from pdserve.keys import Layout, token_array
+from pdserve.keys import token_array
+from pdserve.kv_spec import KVSpec
 from pdserve.request import SamplingParams
 
 triton = pytest.importorskip("triton")
@@ -84,7 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCounter]:
     from triton.runtime.jit import JITFunction
 
     from pdserve.engine.cpu_fusion import fused_mlp, fused_norm
-    from pdserve.engine.gpu_fusion import fused_attention, fused_layer
+    from pdserve.engine.gpu import fused_attention, fused_layer
     from pdserve.kernels.gpu import elementwise, triton_kernels
 
     counter = GpuCounter()
@@ -100,7 +101,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCounter]:
 
 
 def make_runner(architecture: str, layers: int) -> ModelRunner:
-    from pdserve.engine import checkpoint_loader
+    from pdserve.engine.gpu import back_end
 
     paged_model.register()
     extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
@@ -109,17 +110,10 @@ def make_runner(architecture: str, layers: int) -> ModelRunner:
     )
     with torch.device(GPU):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16, attn_implementation=paged_model.NAME)
-    checkpoint_loader._fuse_for_gpu(model.eval().requires_grad_(False))
-    layout = Layout(
-        model_fingerprint="",
-        num_layers=layers,
-        num_kv_heads=hf_config.num_key_value_heads,
-        head_dim=hf_config.head_dim,
-        block_size=16,
-        dtype="bfloat16",
-        itemsize=2,
-    )
-    checkpoint = Checkpoint(model, layout, 1024, hf_config.vocab_size, frozenset(), GPU, torch.bfloat16)
+    back_end.fuse(model.eval().requires_grad_(False))
+    spec = KVSpec.uniform(layers, hf_config.num_key_value_heads, hf_config.head_dim)
+    layout = spec.layout(model_fingerprint="", block_size=16, dtype="bfloat16", itemsize=2)
+    checkpoint = Checkpoint(model, layout, spec, 1024, hf_config.vocab_size, frozenset(), GPU, torch.bfloat16)
     return ModelRunner(checkpoint, EngineConfig(kernel="triton", batch_invariant="off", num_blocks=64))
 
 

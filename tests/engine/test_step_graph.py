@@ -11,23 +11,24 @@ import pytest
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine import cuda_graph, step_graph
+from pdserve.engine import step_graph
 from pdserve.engine.checkpoint_loader import load
-from pdserve.engine.cuda_graph import PaddedGraphs, padded_rows, padded_tokens
 from pdserve.engine.engine import Engine
-from pdserve.engine.memory.step_memory import graph_bytes
+from pdserve.engine.gpu import cuda_graph
+from pdserve.engine.gpu.cuda_graph import PaddedGraphs, padded_rows, padded_tokens
+from pdserve.engine.gpu.step_memory import graph_bytes
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
 from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import cpu, native, reference
-from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch
+from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch, layer_caches
 from pdserve.kernels.gpu import memory
 from pdserve.request import SamplingParams
 
 if not native.is_available():
     pytest.skip("no C++ kernels", allow_module_level=True)
 
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "qwen3_moe"]
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "qwen3_moe"]
 
 
 def decode_logits(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
@@ -83,7 +84,7 @@ def test_replayed_steps_have_the_logits_of_eager_ones(
 @pytest.fixture
 def batch() -> PagedBatch:
     zeros = torch.zeros(1, dtype=torch.long)
-    return PagedBatch(torch.zeros(1, 1, 2, 1, 16, 8), zeros, zeros[None], [1], [1], zeros + 1, cpu)
+    return PagedBatch(layer_caches(torch.zeros(1, 1, 2, 1, 16, 8)), zeros, zeros[None], [1], [1], zeros + 1, cpu)
 
 
 class Model:
@@ -170,7 +171,7 @@ def test_graphs_are_evicted_beyond_the_memory_limit(batch: PagedBatch, monkeypat
 
     def step(size: int) -> None:
         zeros = torch.zeros(size, dtype=torch.long)
-        rows = PagedBatch(batch.pool_NL2GBD, zeros, zeros[:, None], [1] * size, [1] * size, zeros + 1, cpu)
+        rows = PagedBatch(batch.caches, zeros, zeros[:, None], [1] * size, [1] * size, zeros + 1, cpu)
         ids, positions = torch.arange(size)[None], torch.full((1, size), 3)
         assert torch.equal(graphs.logits(ids, positions, rows), model.compute(ids, positions))
 
@@ -211,7 +212,7 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     assert {rows for rows, _ in graphs.sizes} == {1, 2, 4, 8} and len({tokens for _, tokens in graphs.sizes}) > 1
     assert graphs.num_replayed > 20
     assert isinstance(plain.runner, ModelRunner)
-    torch.testing.assert_close(padded.runner.kv.pool_NL2GBD, plain.runner.kv.pool_NL2GBD, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded.runner.kv.pool_NX, plain.runner.kv.pool_NX, rtol=1e-4, atol=1e-4)
 
 
 def padding_kernel(kernel: Kernel) -> Kernel:
@@ -262,11 +263,11 @@ def test_memory_of_graphs_is_measured_by_the_two_largest(
     reserved = [100, 150, 150, 152]
     monkeypatch.setattr(memory, "reserved_bytes", lambda device: reserved.pop(0) * 10**6)
     monkeypatch.setattr(cuda_graph, "CudaRecorder", lambda: record_by_running)
-    pool = runner.kv.pool_NL2GBD
+    pool = runner.kv.pool_NX
     sizes = cuda_graph.padded_sizes(5, runner.checkpoint.context_length)
     expected = (50 + 2 * (len(sizes) - 1)) * 10**6 + memory.GRAPH_BYTES * len(sizes)
     assert graph_bytes(runner, config) == expected
-    assert len(sizes) > 2 and not reserved and runner.kv.pool_NL2GBD is pool
+    assert len(sizes) > 2 and not reserved and runner.kv.pool_NX is pool
 
 
 def attend_by_device_lengths(
@@ -287,7 +288,7 @@ def test_a_step_that_cannot_be_recorded_runs_eagerly(caplog: pytest.LogCaptureFi
 
     pool = torch.zeros(2, 1, 2, 1, 4, 8)
     one = torch.ones(1, dtype=torch.long)
-    batch = PagedBatch(pool, one, one[None], [1], [2], 2 * one, cpu)
+    batch = PagedBatch(layer_caches(pool), one, one[None], [1], [2], 2 * one, cpu)
     for record, reason in ((refuse, "not permitted"), (wrong, "other logits")):
         calls: list[int] = []
 
@@ -311,7 +312,7 @@ def test_a_model_that_reads_values_is_not_recorded(caplog: pytest.LogCaptureFixt
         raise AssertionError("was recorded")
 
     one = torch.ones(1, dtype=torch.long)
-    batch = PagedBatch(torch.zeros(2, 1, 2, 1, 4, 8), one, one[None], [1], [2], 2 * one, cpu)
+    batch = PagedBatch(layer_caches(torch.zeros(2, 1, 2, 1, 4, 8)), one, one[None], [1], [2], 2 * one, cpu)
     graphs = PaddedGraphs(model, 100, never)
     assert [graphs.logits(one[None], place * one[None], batch).item() for place in (1, 9)] == [1, 2]
     assert not graphs.sizes and "waits for the GPU in aten::_local_scalar_dense" in caplog.text

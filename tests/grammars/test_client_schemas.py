@@ -10,7 +10,6 @@ import uuid
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired, Optional
 
-import anthropic
 import jsonschema
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from typing_extensions import TypedDict
 
 from pdserve.grammars.specification import lark_grammar
 from tests.grammars.byte_matcher import END, ByteMatcher
+from tests.lazy import anthropic
 
 MAX_BYTES = 300  # from which on an output ends where it can
 

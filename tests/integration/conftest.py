@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -71,15 +69,7 @@ def forked_deployment(fork_server: Any) -> type[Deployment]:
 
         def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
             arguments, program = [*arguments, *self.flags.get(arguments[0], [])], self.programs.get(arguments[0])
-            if program is None:
-                return fork_server.spawn(arguments, environment)
-            streams: dict[str, Any] = {
-                "stdin": subprocess.DEVNULL,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.STDOUT,
-            }
-            command = [sys.executable, *program, *arguments]
-            return subprocess.Popen(command, **streams, text=True, env=environment, start_new_session=True)
+            return fork_server.spawn([*(program or ()), *arguments], environment)
 
     return ForkedDeployment
 
@@ -111,8 +101,9 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
             "port": free_port(),
             "threads": 1,
             "local_prefill_tokens": 0,
-            "connector": f"{segment}?{PATIENT_STORE}",
-            "kv_cache_memory": "32MiB",  # clearing a larger pool takes longer than all else
+            # Clearing larger ones takes longer than all else.
+            "connector": f"{segment}?size=32MiB&{PATIENT_STORE}",
+            "kv_cache_memory": "16MiB",
         }
         all_flags = {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}
         deployment_class = type(

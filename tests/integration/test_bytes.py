@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.engine.memory.kv_memory import section_views
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from pdserve.roles import transfers
@@ -44,7 +45,9 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
         if jobs and jobs[0].seq.kv.block_ids:
             tables.append(list(jobs[0].seq.kv.block_ids))
         prefill.instance.run_once(wait=not prefill.instance.engine.has_work)
-    sent = prefill.instance.engine.runner.kv.pool_NL2GBD[tables[-1]].clone()
+    sent = section_views(prefill.instance.engine.runner.kv.pool_NX, prefill.instance.engine.layout)[0][
+        tables[-1]
+    ].clone()
     assert len(tables[-1]) == 44
     first = next(o.token_ids[0] for o in prefill.outputs if o.token_ids)
     updates = [o.stored for o in prefill.outputs if o.stored is not None]
@@ -61,7 +64,7 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
         )
         decode.instance.hand_over("r", message)
     decode.run_until(lambda outputs: any(o.finish_reason for o in outputs))
-    received = decode.instance.engine.runner.kv.pool_NL2GBD[reserved]
+    received = section_views(decode.instance.engine.runner.kv.pool_NX, decode.instance.engine.layout)[0][reserved]
     assert torch.equal(received[:43], sent[:43]), "full blocks"
     filled = 700 % 16  # decode writes its own tokens behind these
     assert torch.equal(received[43, ..., :filled, :], sent[43, ..., :filled, :]), "the partial block"

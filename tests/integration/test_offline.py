@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve import LLM, AsyncLLM, SamplingParams
+from pdserve.cli.supervisor import Supervisor
 from pdserve.errors import SetupError
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
@@ -34,8 +35,11 @@ def path(checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(path: Path) -> Iterator[LLM]:
-    with LLM(str(path), **SMALL) as colocated:
+def llm(path: Path, fork_server: Any) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Supervisor, "_spawn", lambda _, *command: fork_server.spawn(*command))
+        colocated = LLM(str(path), **SMALL)
+    with colocated:
         yield colocated
 
 

@@ -188,7 +188,7 @@ def test_streams_migrate_when_a_rank_is_lost(
     ):
 
         def send(prompt: list[int]) -> list[int]:
-            reply = complete(deployment, prompt=prompt, max_tokens=200, ignore_eos=True)
+            reply = complete(deployment, prompt=prompt, max_tokens=120, ignore_eos=True)
             ids: list[int] = reply["choices"][0]["token_ids"]
             return ids
 

@@ -173,7 +173,7 @@ def test_an_impossible_registration(deployment: Deployment, hello: pb.Hello, fie
         {"heartbeat": pb.Heartbeat(costs=pb.Costs(prefill=[1]))},
         {"heartbeat": pb.Heartbeat(costs=FREE, counters={"not a name{": 1.0})},
         {"heartbeat": pb.Heartbeat(costs=FREE, counters={"engine_steps": math.nan})},
-        {"heartbeat": pb.Heartbeat(costs=FREE, counters={f"c{i}": 1.0 for i in range(500_000)})},
+        {"heartbeat": lambda: pb.Heartbeat(costs=FREE, counters={f"c{i}": 1.0 for i in range(500_000)})},
         {"blocks": pb.Blocks(added=bytes(16 * 1_000_000))},
         {"others": pb.Load(prefill_tokens=2**63)},
     ],
@@ -181,7 +181,7 @@ def test_an_impossible_registration(deployment: Deployment, hello: pb.Hello, fie
 )
 def test_an_impossible_frame(deployment: Deployment, hello: pb.Hello, frame: dict[str, Any]) -> None:
     with RogueInstance(deployment, hello) as rogue:
-        rogue.send(**frame)
+        rogue.send(**{kind: content() if callable(content) else content for kind, content in frame.items()})
         assert rogue.ended.wait(600)
         assert rogue.refusal
     assert serves_others(deployment)

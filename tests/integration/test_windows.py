@@ -41,7 +41,7 @@ class Pair:
             writer = {} if same else {"writer": pb.Layout(**asdict(layout))}
             self.decode.submit(str(i), prompt, TOKENS, pb.DECODE, **writer)
         self.decode.instance.run_once(wait=True)
-        assert self.decode.instance.decoder.num_waiting == 0
+        assert not self.decode.instance.decoder.unreserved
 
     def hand_over(self) -> None:
         """Report to decode what prefill has reported, as the router does, and run it to the end."""
@@ -126,7 +126,7 @@ def test_prompt_is_computed_if_a_block_of_its_window_is_missing(
     pair.store()
     for prompt in PROMPTS:
         seq = pair.prefill.instance.engine.new_sequence("", prompt, SamplingParams(max_tokens=1))
-        (name,) = (name for name in values if name.endswith(seq.full_keys()[lost].hex()))
+        (name,) = (name for name in values if name.endswith(seq.kv.full_keys()[lost].hex()))
         del values[name]
     pair.reserve()
     pair.hand_over()

@@ -12,7 +12,7 @@ from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
 from pdserve.kernels import cpu, native, reference
-from pdserve.kernels.batch import Kernel, PagedBatch
+from pdserve.kernels.batch import Kernel, PagedBatch, layer_caches
 from pdserve.request import SamplingParams
 
 LAYERS, LAYER = 3, 1
@@ -29,7 +29,7 @@ class Case:
 
     @property
     def cache_N2GBD(self) -> torch.Tensor:
-        return self.batch.layer(LAYER)
+        return self.batch.caches[LAYER]
 
     def expected(self, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
         cache_N2GBD = self.cache_N2GBD.float()
@@ -56,7 +56,8 @@ class Case:
         batch, size = self.batch, self.batch.block_size
         for row, (new, kv) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
             at = torch.arange(max(0, kv - new + 1 - (window or kv)), device=batch.tables_SM.device)
-            batch.pool_NL2GBD[batch.tables_SM[row, at // size], :, :, :, at % size] = float("nan")
+            for cache_N2GBD in batch.caches:
+                cache_N2GBD[batch.tables_SM[row, at // size], :, :, at % size] = float("nan")
 
 
 MakeCase = Callable[..., Case]
@@ -98,7 +99,7 @@ def make_case() -> MakeCase:
             slots.append((of_tokens * block_size + at % block_size)[kv - new :])
         total = sum(new for new, _ in lengths)
         batch = PagedBatch(
-            pool_NL2GBD=pool.to(device),
+            caches=layer_caches(pool.to(device)),
             slots_T=torch.cat(slots).to(device),
             tables_SM=tables.to(device),
             query_lens=[new for new, _ in lengths],

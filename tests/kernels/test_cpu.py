@@ -139,10 +139,10 @@ def test_thread_counts(dtype: torch.dtype, threads: int, make_case: Callable[...
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write_kv(dtype: torch.dtype, make_case: Callable[..., Any]) -> None:
     case = make_case(dtype, 4, 2, 20, 8, RAGGED, cpu)
-    expected = case.batch.pool_NL2GBD.clone()
+    expected = torch.stack(list(case.batch.caches), 1)
     reference.write_kv(expected[:, 1], case.k_TGD, case.v_TGD, case.batch.slots_T)
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
-    assert torch.equal(case.batch.pool_NL2GBD.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(torch.stack(list(case.batch.caches), 1).view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

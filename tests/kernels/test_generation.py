@@ -8,7 +8,7 @@ from pdserve.engine.engine import Engine
 
 
 @pytest.mark.usefixtures("cpu_kernel")
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])  # plain, window, window and soft cap
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma4"])  # plain, window, soft cap, groups
 def test_cpu_equals_generate(
     architecture: str, equals_generate: Callable[..., Engine], prompts: list[list[int]]
 ) -> None:

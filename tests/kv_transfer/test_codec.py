@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import lz4.block
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import SetupError
-from pdserve.keys import Layout
+from pdserve.keys import Layout, Section
 from pdserve.kv_transfer.codec import CODECS, Codec, Undecodable
 from pdserve.kv_transfer.conformance import Verdict, check, rules_named
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
@@ -149,6 +150,22 @@ def test_the_error_is_bounded_per_head(name: str, dtype: str) -> None:
         assert (np.abs(seen - right) <= bound + own).all()
         assert np.array_equal(np.abs(seen).max(axis=1), largest[:, 0]), "the largest number of a head is kept"
         assert (seen[right == 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LOSSY)
+def test_each_section_is_encoded_as_if_it_were_alone(name: str, dtype: str) -> None:
+    first = layout_of(dtype)
+    other = Section(num_layers=1, num_kv_heads=1, head_dim=5)
+    second = replace(first, **asdict(other))
+    codec, alone = CODECS[name](replace(first, more=(other,))), [CODECS[name](each) for each in (first, second)]
+    numbers = np.random.default_rng(5).standard_normal(first.block_numbers + second.block_numbers, np.float32)
+    rows = [row_of(part, dtype) for part in np.split(numbers, [first.block_numbers])]
+    payload = codec.encode(np.concatenate(rows))
+    payloads = [each.encode(row) for each, row in zip(alone, rows, strict=True)]
+    assert len(payload) in codec.payload_lengths and np.array_equal(payload, np.concatenate(payloads))
+    decoded = [each.decode(one.tobytes()) for each, one in zip(alone, payloads, strict=True)]
+    assert np.array_equal(codec.decode(payload.tobytes()), np.concatenate(decoded))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

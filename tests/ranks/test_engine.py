@@ -14,6 +14,7 @@ import transformers
 from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
+from pdserve.engine.memory.kv_memory import section_views
 from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.engine.parallel.shard import Shard
 from pdserve.errors import SetupError
@@ -55,7 +56,7 @@ def test_equals_generate(
 ) -> None:
     path, some = checkpoint(architecture), prompts[:10]
     engine = ranked_engine(path, num_blocks=200, max_num_batched_tokens=256)
-    assert engine.runner.kv.pool_NL2GBD.shape[3] == 1, "each rank has one of two KV heads"
+    assert section_views(engine.runner.kv.pool_NX, engine.layout)[0].shape[3] == 1, "each rank has one of two KV heads"
     for _ in ("cold", "with a warm prefix cache"):
         assert run(engine, some, 16) == generate(path, some, 16)
     assert engine.scheduler.prefix_hits > 500
@@ -102,9 +103,8 @@ def test_pool_is_a_slice(checkpoint: Callable[..., Path], prompts: list[list[int
     for engine in (whole, part):
         run(engine, [prompt], 1)
     blocks = len(prompt) // 16
-    assert torch.allclose(
-        part.runner.kv.pool_NL2GBD[:blocks, :, :, 0], whole.runner.kv.pool_NL2GBD[:blocks, :, :, 0], atol=1e-5
-    )
+    of_whole, of_part = (section_views(each.runner.kv.pool_NX, each.layout)[0][:blocks] for each in (whole, part))
+    assert torch.allclose(of_part[:, :, :, 0], of_whole[:, :, :, 0], atol=1e-5)
     assert part.layout.block_bytes * 2 == whole.layout.block_bytes
 
 
@@ -158,6 +158,7 @@ def shard(config: Any, ranks: int) -> Shard:
         (transformers.BloomConfig(), 2, "transformers has no plan for it"),
         (llama_with_plan(up_proj="colwise"), 2, "its plan does not slice attention"),
         (transformers.Gemma3Config(), 2, "its text model is part of another one"),
+        (transformers.Gemma4TextConfig(), 2, "its layers differ in shape"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(config: Any, ranks: int, reason: str) -> None:

@@ -145,7 +145,7 @@ class RoleInstance:
     ) -> None:
         self.engine = Engine(EngineConfig(model=str(model), num_blocks=num_blocks, max_num_batched_tokens=2 * BLOCK))
         self.store, self.context = FakeStore(rows, follows), FakeContext()
-        attach_pool(self.store, self.engine.runner.kv.pool_NL2GBD, self.engine.layout)
+        attach_pool(self.store, self.engine.runner.kv.pool_NX, self.engine.layout)
         self.transfers = Transfers(self.engine.pool, self.store, self.context, 16, self.engine.layout.block_bytes)
         self.fetcher = Fetcher(self.engine, self.store, self.transfers, self.context)
         self.prefiller = Prefiller(self.engine, self.transfers, self.fetcher, self.context, 30.0)

@@ -123,13 +123,13 @@ def test_requests_wait_for_blocks_in_order(instance: Instance) -> None:
     decode = instance()
     taken = decode.engine.pool.allocate(60)
     first, second = (decode.submit(pb.DECODE, PROMPT, TOKENS) for _ in range(2))
-    assert decode.decoder.num_waiting == 2
+    assert len(decode.decoder.unreserved) == 2
     decode.engine.pool.release(taken[:1])
     decode.step()
-    assert decode.decoder.num_waiting == 1 and first.seq.kv.block_ids and not second.seq.kv.block_ids
+    assert len(decode.decoder.unreserved) == 1 and first.seq.kv.block_ids and not second.seq.kv.block_ids
     decode.decoder.cancel(first)
     decode.step()
-    assert decode.decoder.num_waiting == 0 and second.seq.kv.block_ids
+    assert len(decode.decoder.unreserved) == 0 and second.seq.kv.block_ids
     decode.decoder.cancel(second)
     decode.engine.pool.release(taken[1:])
     decode.check_nothing_is_held()
@@ -284,7 +284,7 @@ def test_a_pool_that_holds_one_prompt_holds_the_windows_of_three(
     keys, tokens = [prefill(instance, prompt) for prompt in prompts], [expected(prompt, TOKENS) for prompt in prompts]
     decode = instance(num_blocks=12)
     jobs = [decode.submit(pb.DECODE, prompt, TOKENS) for prompt in prompts]
-    assert decode.decoder.num_waiting == 0 and decode.engine.pool.num_held == 12
+    assert len(decode.decoder.unreserved) == 0 and decode.engine.pool.num_held == 12
     for job, its_keys, its_tokens in zip(jobs, keys, tokens, strict=True):
         report(decode, job, len(its_keys), first_token=its_tokens[0], final=True)
     while decode.store.active:

@@ -7,7 +7,8 @@ import sys
 
 # In a process of its own: a router forks its parse server while it has one thread.
 SCRIPT = """
-import json, os, signal, threading
+import json, os, signal, sys, threading
+sys.modules["torch"] = None  # as `pdserve router` does
 from functools import partial
 from pdserve.errors import BadRequest, InvalidParameter, RequestError
 from pdserve.router.api.parsing import UnknownFields, parse_body

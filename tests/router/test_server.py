@@ -5,6 +5,8 @@ import sys
 
 # In a process of its own: a router forks its parse server while it has one thread.
 SERVE = """
+import sys
+sys.modules["torch"] = None  # as `pdserve router` does
 from pdserve.config import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.server import serve

@@ -1,1 +1,1 @@
-"""Layers that only some architectures have."""
+"""Adapters of architectures, and the layers that only some have."""

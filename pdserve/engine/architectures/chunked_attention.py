@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pdserve.engine.architectures.adapters import Source
+
 
 def first_chunk(text_config: Any) -> int | None:
     """Return the number of positions with ordinary attention; None if there is no limit."""
@@ -18,8 +20,8 @@ def first_chunk(text_config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def disable_tuning(model: torch.nn.Module) -> None:
-    """Leave out in place the scale of queries, which is 1 for the positions supported.
+def adapt(model: torch.nn.Module, source: Source) -> None:
+    """Leave out in place the scale of queries, which is 1 for the positions supported: an adapter.
 
     transformers would take the row of a token in the batch for its position.
     """

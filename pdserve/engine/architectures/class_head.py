@@ -10,6 +10,7 @@ import tokenizers
 import torch
 from safetensors import safe_open
 
+from pdserve.engine.architectures.adapters import Source
 from pdserve.errors import SetupError
 
 NAME = "score.weight"  # of the decoders' classifiers in transformers
@@ -21,28 +22,28 @@ def num_labels(hf_config: Any) -> int:
     return int(hf_config.num_labels) if is_classifier else 0
 
 
-def class_head(path: Path, hf_config: Any, model: Any, pooling: str) -> torch.nn.Linear | None:
-    """Return the layer [classes, hidden] of a classifier or, with the pooling `yes-no`, of the two answers; else None.
+def adapt(model: Any, source: Source) -> None:
+    """Let a classifier, or with the pooling `yes-no` any model, end in a layer [classes, hidden]: an adapter.
 
     The probability of "yes" beside "no" is the sigmoid of the difference of their logits.
 
     Raises:
         SetupError: the checkpoint has no such layer, or its tokenizer no such tokens.
     """
-    if num_labels(hf_config):
-        weight = _checkpoint_tensor(path)
-    elif pooling == "yes-no":
-        vocabulary = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    if num_labels(source.config):
+        weight = _checkpoint_tensor(source.path)
+    elif source.pooling == "yes-no":
+        vocabulary = tokenizers.Tokenizer.from_file(str(source.path / "tokenizer.json"))
         yes, no = (vocabulary.token_to_id(word) for word in ("yes", "no"))
         if yes is None or no is None:
             raise SetupError("--pooling yes-no needs a model whose tokenizer has the tokens yes and no")
         rows = model.get_output_embeddings().weight
         weight = (rows[yes] - rows[no])[None]
     else:
-        return None
-    head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=model.dtype)
+        return
+    head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=model.dtype, device=model.device)
     head.weight.data.copy_(weight)
-    return head
+    model.set_output_embeddings(head)
 
 
 def _checkpoint_tensor(path: Path) -> torch.Tensor:

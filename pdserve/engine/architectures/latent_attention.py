@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from pdserve.engine.architectures.adapters import Source
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
-from pdserve.engine.paged_model import UnsupportedAttention
+from pdserve.engine.kv_probe import UnsupportedAttention
 from pdserve.kernels import linear
 
 _TEST_ROWS = 3
@@ -77,16 +78,14 @@ class Absorbed(torch.nn.Module):
 
 
 @torch.inference_mode()
-def absorb(model: torch.nn.Module) -> int:
-    """Replace in place the `kv_b_proj` of a model's latent attention, before other layers are replaced.
+def adapt(model: torch.nn.Module, source: Source) -> None:
+    """Replace in place the `kv_b_proj` of a model's latent attention: a `pdserve.architectures` adapter.
 
-    Returns:
-        R + P, the numbers of a row; 0 if the model has no latent attention.
+    Its attention layers then show one latent row of R + P numbers.
 
     Raises:
         UnsupportedAttention: its latents are expanded in another way.
     """
-    sizes = set[int]()
     for module in list(model.modules()):
         layer: Any = module
         if not hasattr(module, "expand_kv"):
@@ -99,14 +98,3 @@ def absorb(model: torch.nn.Module) -> int:
         if not absorbed.equals(layer.expand_kv, layer.qk_rope_head_dim):
             raise UnsupportedAttention("latents that expand to other keys and values than those of DeepSeek-V2")
         layer.kv_b_proj, layer.absorbed, layer.expand_kv = None, absorbed, absorbed.rows
-        sizes.add(layer.kv_lora_rank + layer.qk_rope_head_dim)
-    if len(sizes) > 1:
-        raise UnsupportedAttention("latents of different sizes")
-    return sizes.pop() if sizes else 0
-
-
-def pack(model: torch.nn.Module) -> None:
-    """Pack in place what `absorb` has put into a model on the CPU."""
-    for module in model.modules():
-        if isinstance(module, Absorbed):
-            module.pack()

@@ -16,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.kernels import linear, memory, native
+from pdserve.plugins import extension
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +121,8 @@ def _forward(
 def _row_functions(module: torch.nn.Module, device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cpu":
         return _row_products.setdefault(module, RowProducts()) if native.is_available() else nullcontext()
-    from pdserve.kernels.gpu.row_functions import RowFunctions
-
-    return RowFunctions()
+    functions: AbstractContextManager[Any] = extension("gpu").row_functions()
+    return functions
 
 
 @torch.library.custom_op("pdserve::experts", mutates_args=())

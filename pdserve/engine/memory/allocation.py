@@ -8,8 +8,8 @@ from pdserve.engine.checkpoint_loader import cpu_memory_available
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.errors import SetupError
 from pdserve.kernels.batch import Kernel
-from pdserve.kernels.gpu import memory as gpu_memory
 from pdserve.kernels.memory import huge_pages
+from pdserve.plugins import extension
 
 CPU_MEMORY_FRACTION = 0.25  # of free memory, the default pool size: leaves room for a second instance and a desktop
 
@@ -26,21 +26,21 @@ def allocate(checkpoint: Checkpoint, config: EngineConfig, kernel: Kernel, step_
     num_blocks = pool_size(checkpoint, config, step_bytes)
     if checkpoint.group is not None:
         (num_blocks,) = checkpoint.group.minimum([num_blocks])
-    pool_NL2GBD = zeroed_blocks(checkpoint, num_blocks, checkpoint.device)
-    host_NL2GBD = zeroed_blocks(checkpoint, _num_host_blocks(checkpoint, config), torch.device("cpu"))
+    pool_NX = zeroed_blocks(checkpoint, num_blocks, checkpoint.device)
+    host_NX = zeroed_blocks(checkpoint, _num_host_blocks(checkpoint, config), torch.device("cpu"))
     if checkpoint.device.type == "cuda":
         try:
-            gpu_memory.pin(host_NL2GBD)
+            extension("gpu").pin(host_NX)
         except MemoryError as error:
             raise SetupError(f"--swap-space: {error}") from error
-    return KVMemory(pool_NL2GBD, host_NL2GBD, kernel)
+    return KVMemory(pool_NX, host_NX, kernel, checkpoint.layout, checkpoint.spec)
 
 
 def zeroed_blocks(checkpoint: Checkpoint, count: int, device: torch.device) -> torch.Tensor:
-    """Return new memory for `count` blocks [count, L, 2, G, B, D]; [count, L, 1, 1, B, D] of latents."""
-    blocks_NL2GBD = torch.empty((count, *checkpoint.layout.block_shape), dtype=checkpoint.dtype, device=device)
-    huge_pages(blocks_NL2GBD)
-    return blocks_NL2GBD.zero_()
+    """Return new memory for `count` blocks, [count, X]."""
+    blocks_NX = torch.empty((count, checkpoint.layout.block_numbers), dtype=checkpoint.dtype, device=device)
+    huge_pages(blocks_NX)
+    return blocks_NX.zero_()
 
 
 def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:
@@ -58,7 +58,7 @@ def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> 
     if count < 2:
         where = ""
         if checkpoint.device.type == "cuda":
-            memory = gpu_memory.describe(checkpoint.device, config.gpu_memory_utilization)
+            memory = extension("gpu").describe_memory(checkpoint.device, config.gpu_memory_utilization)
             where = f" ({memory}; a step takes {step_bytes / 2**30:.1f} GiB)"
         raise SetupError(
             f"no room for KV: a block takes {block_bytes} bytes and {count} would fit{where}; "
@@ -72,7 +72,8 @@ def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -
         return parse_size(config.kv_cache_memory)
     if checkpoint.device.type == "cpu":
         return int(cpu_memory_available() * CPU_MEMORY_FRACTION) // checkpoint.layout.ranks
-    return gpu_memory.free_for_pool(checkpoint.device, step_bytes, config.gpu_memory_utilization)
+    free: int = extension("gpu").pool_bytes(checkpoint.device, step_bytes, config.gpu_memory_utilization)
+    return free
 
 
 def _num_host_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:

@@ -117,6 +117,9 @@ class Shard:
         path: directory of the checkpoint.
         hf_config: its config.
 
+    Attributes:
+        kv_heads: of the whole model.
+
     Raises:
         SetupError: the model has no plan, one with styles that are not supported, or sizes that cannot be divided.
     """
@@ -128,8 +131,10 @@ class Shard:
         config = hf_config.get_text_config()
         if config is not hf_config:
             raise self._unsupported("its text model is part of another one")
+        if getattr(config, "is_heterogeneous", False):
+            raise self._unsupported("its layers differ in shape")
         self._heads = config.num_attention_heads
-        self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         self._styles = self._plan(config)
         self._spanning_norms: set[str] = set()
@@ -180,14 +185,14 @@ class Shard:
     def _local_config(self, config: Any) -> Any:
         """Return the config of the rank's model."""
         ranks, local = self._group.ranks, copy.deepcopy(config)
-        if self._kv_heads % ranks and ranks % self._kv_heads:
-            raise self._unsupported(f"neither divides {ranks} its {self._kv_heads} KV heads, nor they it")
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            raise self._unsupported(f"neither divides {ranks} its {self.kv_heads} KV heads, nor they it")
         for field in SLICED_FIELDS:
             if value := getattr(config, field, None):
                 if value % ranks:
                     raise self._unsupported(f"its {field} of {value} is no multiple of {ranks}")
                 setattr(local, field, value // ranks)
-        local.num_key_value_heads = max(1, self._kv_heads // ranks)
+        local.num_key_value_heads = max(1, self.kv_heads // ranks)
         local.head_dim = self._head_dim
         return local
 
@@ -222,9 +227,9 @@ class Shard:
     def _part(self, layer: str, size: int, start: int) -> range:
         """Return the rank's features of a layer with `size` of them, of which the first is `start` in the tensor."""
         rank, ranks = self._group.rank, self._group.ranks
-        if layer in KV_LAYERS or (layer == "k_norm" and size == self._kv_heads * self._head_dim):
-            first = rank * self._kv_heads // ranks * self._head_dim
-            count = max(1, self._kv_heads // ranks) * self._head_dim
+        if layer in KV_LAYERS or (layer == "k_norm" and size == self.kv_heads * self._head_dim):
+            first = rank * self.kv_heads // ranks * self._head_dim
+            count = max(1, self.kv_heads // ranks) * self._head_dim
         else:
             first, count = rank * size // ranks, size // ranks
         return range(start + first, start + first + count)
@@ -233,7 +238,7 @@ class Shard:
         """Return the rank's features of a layer that combines others."""
         if layer == "gate_up_proj":
             return [self._part(layer, size // 2, start) for start in (0, size // 2)]
-        query, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        query, kv = self._heads * self._head_dim, self.kv_heads * self._head_dim
         return [
             self._part("q_proj", query, 0),
             self._part("k_proj", kv, query),

@@ -71,7 +71,7 @@ class StepBudget:
         if share <= 0:
             return 0
         count = min(seq.kv.num_uncomputed, self.tokens)
-        if seq.reads_logits:
+        if seq.features and seq.reads_logits:
             count = min(count, self.scored_tokens)
             self.scored_tokens -= count
         if not seq.kv.is_decoding:

@@ -201,15 +201,11 @@ class Scheduler:
         if self.grows_ahead:
             self._grow_ahead(output)
         if output.plan.counts and not self._credit.is_settled(self._by_tenant.keys()):
-            self._charge(output, budget)
+            seconds = defaultdict[Tenant, float](float)
+            for seq, count in output.plan.counts.items():
+                seconds[seq.tenant] += budget.seconds(seq, count)
+            self._credit.spend(budget.base, seconds)
         return output
-
-    def _charge(self, output: SchedulerOutput, budget: StepBudget) -> None:
-        """Take the step off the credit of its tenants."""
-        seconds = defaultdict[Tenant, float](float)
-        for seq, count in output.plan.counts.items():
-            seconds[seq.tenant] += budget.seconds(seq, count)
-        self._credit.spend(budget.base, seconds)
 
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
@@ -465,7 +461,7 @@ class Scheduler:
         loaded, waiting, order = self._queues(budget, below)
         computable, has_time = list[Sequence](), True
         for seq in loaded if waiting is None else [*loaded, waiting]:
-            if (pause_storing and seq.stores_kv) or (seq.reads_logits and not budget.scored_tokens):
+            if (pause_storing and seq.stores_kv) or (not budget.scored_tokens and seq.reads_logits):
                 continue
             computed = self._num_computed_if_admitted(seq)
             is_prompt = len(seq) - computed > 1

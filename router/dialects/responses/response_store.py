@@ -18,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import redis
-
 from pdserve.config import RouterConfig
 from pdserve.control.registry import redis_client
 from pdserve.errors import Unavailable
@@ -194,6 +192,8 @@ class RedisStore:
         return f"pdserve:responses:{{{self._model}/{key}}}"
 
     async def _call(self, call: Any) -> Any:
+        import redis  # which `redis_client` has loaded
+
         try:
             return await call
         except (redis.RedisError, OSError) as error:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
+from pdserve.engine.gpu import back_end
 from pdserve.engine.memory.allocation import allocate, pool_size
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import SetupError
@@ -78,8 +79,8 @@ def test_on_a_gpu_the_pool_is_what_a_step_leaves_and_swap_space_is_pinned(
 
     peak = 2 * loaded.layout.block_bytes
     monkeypatch.setattr(memory, "PeakMeter", lambda device: nullcontext(SimpleNamespace(peak=peak)))
-    monkeypatch.setattr(memory, "free_for_pool", pool_bytes)
-    monkeypatch.setattr(memory, "pin", pinned.append)
+    monkeypatch.setattr(back_end, "pool_bytes", pool_bytes)
+    monkeypatch.setattr(back_end, "pin", pinned.append)
     monkeypatch.setattr(ModelRunner, "step", logged_step)
     with OnTheCPU():
         runner = ModelRunner(loaded, config)

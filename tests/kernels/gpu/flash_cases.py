@@ -165,7 +165,7 @@ def test_equals_the_reference(
         torch.testing.assert_close(got.float(), expected, rtol=3e-3, atol=3e-3)
 
 
-BF16 = KVFormat(torch.bfloat16, 128, 16)
+BF16 = KVFormat(torch.bfloat16, frozenset({128}), 16)
 ALL = frozenset(flash.MODULES)
 
 
@@ -175,13 +175,13 @@ ALL = frozenset(flash.MODULES)
         (ALL, (9, 0), BF16, "flash-attn-3", "flash-attn-3"),
         (ALL - {"flash-attn-3"}, (9, 0), BF16, "flash-attn-4", "triton"),
         ({"flash-attn-2"}, (9, 0), BF16, "flash-attn-2", "triton"),
-        ({"flash-attn-2"}, (8, 0), KVFormat(torch.float16, 256, 256), "flash-attn-2", "flash-attn-2"),
+        ({"flash-attn-2"}, (8, 0), KVFormat(torch.float16, frozenset({256}), 256), "flash-attn-2", "flash-attn-2"),
         ({"flash-attn-4", "flash-attn-2"}, (8, 6), BF16, "flash-attn-2", "triton"),
         (ALL, (10, 0), BF16, "flash-attn-4", "triton"),
         (ALL, (7, 5), BF16, "triton", "triton"),
-        (ALL, (9, 0), KVFormat(torch.float32, 128, 16), "triton", "triton"),
-        (ALL, (9, 0), KVFormat(torch.bfloat16, 512, 16), "triton", "triton"),
-        (ALL - {"flash-attn-3"}, (9, 0), KVFormat(torch.bfloat16, 80, 16), "flash-attn-4", "triton"),
+        (ALL, (9, 0), KVFormat(torch.float32, frozenset({128}), 16), "triton", "triton"),
+        (ALL, (9, 0), KVFormat(torch.bfloat16, frozenset({512}), 16), "triton", "triton"),
+        (ALL - {"flash-attn-3"}, (9, 0), KVFormat(torch.bfloat16, frozenset({80}), 16), "flash-attn-4", "triton"),
         (set(), (9, 0), BF16, "triton", "triton"),
     ],
 )
@@ -206,7 +206,7 @@ def test_flash_is_the_default_on_gpus_unless_rows_must_not_depend_on_the_batch(
     ]
     assert select_kernel("triton", gpu, "auto", BF16).NAME == "triton"
     assert select_kernel("auto", gpu, "on", BF16).NAME == "triton-invariant"
-    assert select_kernel("auto", gpu, "auto", KVFormat(torch.float32, 64, 16)).NAME == "triton"
+    assert select_kernel("auto", gpu, "auto", KVFormat(torch.float32, frozenset({64}), 16)).NAME == "triton"
     with pytest.raises(KernelUnavailable, match="not with --batch-invariant on"):
         select_kernel("flash", gpu, "on", BF16)
     monkeypatch.setattr(flash, "installed", set)

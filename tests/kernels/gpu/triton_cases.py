@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.memory.kv_memory import section_views
 from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import reference
 from pdserve.kernels.attention import select_kernel
@@ -272,7 +273,8 @@ def generate(
     while engine.has_work:
         for seq in engine.step().sampled:
             if seq.output.finish_reason():
-                blocks = engine.runner.kv.pool_NL2GBD[seq.kv.block_ids].movedim(4, 1).flatten(0, 1)
+                pool_NLPGBD = section_views(engine.runner.kv.pool_NX, engine.layout)[0]
+                blocks = pool_NLPGBD[seq.kv.block_ids].movedim(4, 1).flatten(0, 1)
                 kv[seq.request_id] = blocks[: seq.kv.num_computed].clone()
                 engine.remove(seq)
     return [(seq.output.tokens.tolist(), kv[seq.request_id]) for seq in seqs]
@@ -280,10 +282,10 @@ def generate(
 
 def test_write_kv(make_case: Callable[..., Any], kernel: Kernel) -> None:
     case = make_case(torch.bfloat16, 4, 2, 80, 8, MIXED, kernel, DEVICE)
-    expected = case.batch.pool_NL2GBD.clone()
+    expected = torch.stack(list(case.batch.caches), 1)
     reference.write_kv(expected[:, 1], case.k_TGD, case.v_TGD, case.batch.slots_T)
     kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
-    assert torch.equal(case.batch.pool_NL2GBD.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(torch.stack(list(case.batch.caches), 1).view(torch.int16), expected.view(torch.int16))
 
 
 def test_partial_results_of_many_sequences(make_case: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

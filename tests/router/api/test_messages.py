@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from pydantic import BaseModel
 
@@ -17,6 +16,7 @@ from pdserve.grammars.specification import lark_grammar
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
 from tests.grammars.byte_matcher import ByteMatcher
+from tests.lazy import anthropic
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -35,7 +35,7 @@ CALLS = (
 )
 
 
-def connect(url: str, **options: Any) -> anthropic.Anthropic:
+def connect(url: str, **options: Any) -> Any:
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, **options)
 
 
@@ -118,7 +118,7 @@ def test_an_agents_session(
 ) -> None:
     """The model calls two tools, gets their results, and answers."""
 
-    def send(client: anthropic.Anthropic, messages: list[Any]) -> Any:
+    def send(client: Any, messages: list[Any]) -> Any:
         options: dict[str, Any] = {"model": "demo", "max_tokens": 400, "tools": TOOLS, "messages": messages}
         if not is_streamed:
             return client.messages.create(**options)

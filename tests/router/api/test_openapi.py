@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from pdserve.router.text.tokenizer import Tokenizer
@@ -89,10 +92,28 @@ def test_keys_are_described_where_they_are_required(
     assert "security" not in client.get("/openapi.json").text.lower()
 
 
-def test_a_prepared_router_has_the_document_before_anyone_asks(
-    app: Application, client: Client, monkeypatch: pytest.MonkeyPatch
+def test_others_are_answered_while_the_document_is_built_once(
+    app: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Building it takes 0.1 s, for which all streams would wait."""
-    app.prepare()
-    monkeypatch.setattr("pdserve.router.web.app.openapi_document", None)  # nothing builds one any more
-    assert client.get("/openapi.json").json()["openapi"].startswith("3.1")
+    begun, go_on, built = threading.Event(), threading.Event(), 0
+
+    def build(*_: object) -> dict[str, str]:
+        nonlocal built
+        built += 1
+        begun.set()
+        assert go_on.wait(600)
+        return {"openapi": "3.1"}
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            documents = [asyncio.create_task(client.get("/openapi.json")) for _ in range(3)]
+            await asyncio.to_thread(begun.wait)
+            assert (await client.get("/health")).status_code == 200
+            assert not any(task.done() for task in documents)
+            go_on.set()
+            return await asyncio.gather(*documents)
+
+    monkeypatch.setattr("pdserve.router.web.app.openapi_document", build)
+    answers = asyncio.run(ask())
+    assert [answer.json() for answer in answers] == [{"openapi": "3.1"}] * 3 and built == 1

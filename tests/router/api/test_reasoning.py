@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 
@@ -15,6 +14,7 @@ from pdserve.output import Output
 from pdserve.reasoning import ReasoningSpan
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
+from tests.lazy import anthropic
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend

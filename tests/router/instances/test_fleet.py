@@ -96,7 +96,13 @@ def test_instances_of_two_numerics_classes_need_allow_inexact(
     assert reason.endswith(f"start {named} with --allow-inexact") if named else reason == ""
 
 
-@pytest.mark.parametrize("change", [{"model_fingerprint": "n"}, {"num_kv_heads": 1}, {"head_dim": 4}, {"version": 2}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"model_fingerprint": "n"}, {"num_kv_heads": 1}, {"head_dim": 4}, {"version": 2}),
+        {"more": [pb.Section(num_layers=1, num_kv_heads=1, head_dim=16)]},
+    ],
+)
 def test_layouts_that_cannot_be_converted_are_rejected(
     fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames], change: dict[str, Any]
 ) -> None:

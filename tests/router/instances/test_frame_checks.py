@@ -70,6 +70,19 @@ def test_registrations_with_impossible_values_are_rejected(
     assert reason in make_fleet().rejection_reason(pb.InstanceFrame(hello=hello))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "num_layers", "reason"),
+    [(1, 2, ""), (1, 0, "a dimension of its KV layout is not from 1"), (2, 2, "2 and 4 heads on 2 ranks")],
+)
+def test_layouts_with_more_sections_are_checked(
+    make_hello: MakeHello, ranks: int, num_layers: int, reason: str
+) -> None:
+    section = pb.Section(num_layers=num_layers, num_kv_heads=4, head_dim=16)
+    hello = make_hello("prefill-0", more=[section], ranks=ranks)
+    found = make_fleet().rejection_reason(pb.InstanceFrame(hello=hello))
+    assert reason in found and bool(reason) == bool(found)
+
+
 @pytest.mark.parametrize("change", [{"vocab_size": 51}, {"eos_token_ids": [3]}])
 def test_instances_have_the_same_vocabulary(
     make_hello: MakeHello, make_connection: type[SentFrames], change: dict[str, Any]

@@ -13,16 +13,20 @@ from pdserve.tools.profiling import deployment
 
 @pytest.mark.long
 @pytest.mark.integration
-def test_what_surrounds_the_engine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_surrounds_the_engine_is_measured(fork_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment, "REQUESTS", 3)
     monkeypatch.setattr(deployment, "ROUNDS", 1)
     for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
     lines: list[str] = []
 
+    class Forked(Deployment):
+        def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
+            return fork_server.spawn(arguments, environment)
+
     def start(instances: int) -> AbstractContextManager[Any]:
         settings = UpConfig(prefill=0, decode=0, both=instances, threads=1, num_blocks=64, port=free_port())
-        return Deployment(settings, on_line=lines.append)
+        return Forked(settings, on_line=lines.append)
 
     start_up_s, role_flip_s, overheads = deployment.measure(start, "demo")
     assert start_up_s > 0 and role_flip_s > 0

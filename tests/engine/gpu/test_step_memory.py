@@ -11,8 +11,8 @@ import transformers
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.features import features_of
+from pdserve.engine.gpu.step_memory import run_largest_steps
 from pdserve.engine.memory.sequence_kv import block_table
-from pdserve.engine.memory.step_memory import run_largest_steps
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence
@@ -38,9 +38,9 @@ def test_the_largest_steps_take_at_least_the_memory_of_any_other(
         max_num_batched_tokens=48,
     )
     runner = ModelRunner(load(config), config)
-    pool = runner.kv.pool_NL2GBD
+    pool = runner.kv.pool_NX
     largest = peak_bytes(lambda: run_largest_steps(runner, config))
-    assert runner.kv.pool_NL2GBD is pool
+    assert runner.kv.pool_NX is pool
     everything = SamplingParams(
         top_k=50, top_p=0.5, min_p=0.1, logprobs=20, prompt_logprobs=20, frequency_penalty=1, presence_penalty=1
     )

@@ -14,12 +14,14 @@ import torch
 import transformers
 
 from pdserve.config import EngineConfig
-from pdserve.engine.architectures.latent_attention import absorb
+from pdserve.engine.architectures.adapters import Source
+from pdserve.engine.architectures.latent_attention import adapt
 from pdserve.engine.engine import Engine
-from pdserve.engine.paged_model import UnsupportedAttention
+from pdserve.engine.kv_probe import UnsupportedAttention
+from pdserve.engine.memory.kv_memory import section_views
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu, reference
-from pdserve.kernels.batch import Capabilities, PagedBatch
+from pdserve.kernels.batch import Capabilities, PagedBatch, layer_caches
 from pdserve.keys import Layout
 
 SMALL: dict[str, Any] = {
@@ -46,8 +48,8 @@ def test_a_token_has_one_row(checkpoint: Callable[..., Path]) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint("deepseek_v3")), num_blocks=4))
     layout = engine.layout
     assert (layout.latent, layout.num_kv_heads, layout.head_dim) == (True, 1, 32 + 16)
-    assert engine.runner.kv.pool_NL2GBD.shape == (4, 3, 1, 1, 16, 48)
-    assert layout.block_bytes == engine.runner.kv.pool_NL2GBD[0].nbytes
+    assert section_views(engine.runner.kv.pool_NX, engine.layout)[0].shape == (4, 3, 1, 1, 16, 48)
+    assert layout.block_bytes == engine.runner.kv.pool_NX[0].nbytes
 
 
 def test_a_latent_of_another_shape_is_not_convertible() -> None:
@@ -57,6 +59,9 @@ def test_a_latent_of_another_shape_is_not_convertible() -> None:
         assert other.namespace != layout.namespace and not other.is_convertible_to(layout)
     ranks = [replace(layout, ranks=2, rank=rank) for rank in range(2)]
     assert all(one.is_convertible_to(layout) and one.block_bytes == layout.block_bytes for one in ranks)
+
+
+NOWHERE = Source(Path(), None, "")
 
 
 def change_bias(layer: Any) -> None:
@@ -84,15 +89,7 @@ def test_other_expansions_are_refused(change: Callable[[Any], None], reason: str
     model = small_model()
     change(model.model.layers[0].self_attn)
     with pytest.raises(UnsupportedAttention, match=reason):
-        absorb(model)
-
-
-def test_latents_of_one_size() -> None:
-    assert absorb(small_model()) == 40
-    model = small_model(num_hidden_layers=2)
-    model.model.layers[1].self_attn.kv_lora_rank = 25
-    with pytest.raises(UnsupportedAttention, match="latents of different sizes"):
-        absorb(model)
+        adapt(model, NOWHERE)
 
 
 def test_kernels_of_gpus_refuse_latents(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +107,7 @@ def test_the_kernel_attends_over_rows_as_wide_as_those_of_deepseek(dtype: torch.
     random, kv_lens = torch.Generator().manual_seed(0), [70, 200, 90]
     pool = torch.randn((40, 1, 1, 1, 16, 576), generator=random).mul(0.3).to(dtype)
     batch = PagedBatch(
-        pool_NL2GBD=pool,
+        caches=layer_caches(pool),
         slots_T=torch.zeros(39, dtype=torch.long),
         tables_SM=torch.stack([torch.randperm(40, generator=random)[:13] for _ in kv_lens]),
         query_lens=[1, 1, 37],
@@ -119,6 +116,6 @@ def test_the_kernel_attends_over_rows_as_wide_as_those_of_deepseek(dtype: torch.
         kernel=cpu,
     )
     q_THD = torch.randn((39, 128, 576), generator=random).to(dtype)
-    got = cpu.attend(q_THD, batch.layer(0), batch, 0.07, None, None)
-    expected = reference.attend(q_THD.float(), batch.layer(0).float(), batch, 0.07, None, None)
+    got = cpu.attend(q_THD, batch.caches[0], batch, 0.07, None, None)
+    expected = reference.attend(q_THD.float(), batch.caches[0].float(), batch, 0.07, None, None)
     torch.testing.assert_close(got.float(), expected, rtol=0, atol=torch.finfo(dtype).eps)

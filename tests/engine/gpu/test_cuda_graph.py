@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.engine import cuda_graph
+from pdserve.engine.gpu import cuda_graph
 
 
 class Graph:

@@ -103,7 +103,7 @@ class _PaddedGraph:
         self._ids_1S = torch.zeros((1, rows), **indices)
         self._positions_1S = torch.zeros((1, rows), **indices)
         self._batch = PagedBatch(
-            pool_NL2GBD=like.pool_NL2GBD,
+            caches=like.caches,
             slots_T=torch.full((rows,), -1, **indices),
             tables_SM=torch.zeros((rows, -(-tokens // like.block_size)), **indices),
             query_lens=[1] * rows,

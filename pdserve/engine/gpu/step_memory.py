@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine.cuda_graph import PaddedGraphs, padded_sizes
 from pdserve.engine.features import features_of
+from pdserve.engine.gpu.cuda_graph import PaddedGraphs, padded_sizes
 from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence
@@ -26,11 +26,11 @@ LARGEST_SAMPLING = SamplingParams(  # without top_k, which lets the sampler sort
 SCORED = msgspec.structs.replace(LARGEST_SAMPLING, prompt_logprobs=MAX_LOGPROBS)
 
 
-def measure(runner: "ModelRunner", config: EngineConfig) -> int:
+def measure(runner: "ModelRunner", config: EngineConfig, *, with_graphs: bool) -> int:
     """Return the bytes that a step takes at most, and all graphs."""
     with gpu_memory.PeakMeter(runner.device) as meter:
         run_largest_steps(runner, config)
-    return meter.peak + (graph_bytes(runner, config) if runner.records_cuda_graphs else 0)
+    return meter.peak + (graph_bytes(runner, config) if with_graphs else 0)
 
 
 @torch.inference_mode()
