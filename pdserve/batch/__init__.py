@@ -1,1 +1,4 @@
-"""OpenAI's batch files: a request per line in, an answer per line out."""
+"""OpenAI's batch files: a request per line in, an answer per line out.
+
+In reading order: command, lines, runner.
+"""

@@ -2,4 +2,6 @@
 
 `str.splitlines`, and with it `iter_lines` of httpx, also end a line at U+2028, U+0085 and others, which strings in JSON may
 hold.
+
+In reading order: json_lines, event_stream.
 """

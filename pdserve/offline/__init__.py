@@ -1,0 +1,4 @@
+"""`LLM` and `AsyncLLM`: a deployment that a Python program starts and calls.
+
+In reading order: llm, params, outputs.
+"""

@@ -1,1 +1,4 @@
-"""Text and tokens: chat templates, tokenization, detokenization and tool-call parsing."""
+"""Text and tokens: chat templates, tokenization, detokenization and tool-call parsing.
+
+In reading order: tokenizer, special_tokens; detokenizer, overlap; parsers.
+"""

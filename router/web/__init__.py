@@ -1,1 +1,5 @@
-"""The HTTP application: endpoints, middleware, authentication, admission and the live page."""
+"""The HTTP application: routes, dialects, keys, limits, admission and the live page.
+
+In reading order: app, application, endpoint, dialect, parse_queue, admission, grammar_checker; model_endpoints,
+operator_endpoints, overview, pages; http_server, http_protocol, listening, tls_listener.
+"""

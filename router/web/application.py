@@ -338,7 +338,7 @@ class Application:
         try:
             routes = self.routes.at(path)
             self._check(scope, state, routes)
-            size, most = client.body_size(), self._body_limit.of(path)
+            most, size = self._body_limit.of(path), client.body_size()
             if size is None or size > most:
                 receive = body = LimitedBody(self._body_limit, most, scope, receive)
             for route in routes:

@@ -105,7 +105,7 @@ class Service:
         Raises:
             RequestError: the body is invalid, or no instance has registered.
         """
-        queue, info, draft = self.admission.parse_queue, self.backend.model(), self._draft(request)
+        queue, draft, info = self.admission.parse_queue, self._draft(request), self.backend.model()
         parse_raw = partial(_parse, model, body, queue.unknown_fields, parse, draft, self.tokenizer, info, self._max_n)
         return await queue.run(request.state.key, body, parse_raw, more_bytes)
 

@@ -6,4 +6,7 @@
                                   ◄── sweep (many runs, each at one rate) ◄───────────────────────────┘
 
 What decides (datasets, vocabulary, events, metrics, slo, sweep) reads no clock and opens no socket.
+
+In reading order: command, datasets, traces, requests, vocabulary; workers, load, http_client, events, server; metrics,
+slo, sweep, report, page.
 """
