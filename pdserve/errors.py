@@ -14,6 +14,9 @@
         └── Unavailable         503  an instance died, is missing, or timed out
 
 `ValueError` reports a caller's mistake in a Python call; `assert` guards internal invariants.
+
+Who reports a RequestError to its client drops its traceback, `error.with_traceback(None)`. The frames in it hold the body of
+the request, and one of them, or what it holds, often the error: only the garbage collector would free them, minutes later.
 """
 
 

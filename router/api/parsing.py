@@ -305,8 +305,8 @@ def _check_depth(body: object) -> None:
     """Raise BadRequest if lists and objects are nested too deeply for what reads them recursively later."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
-        items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
-        level = [item for item in items if isinstance(item, dict | list)]
+        items = (one.values() if type(one) is dict else one for one in level)
+        level = [item for several in items for item in several if type(item) is dict or type(item) is list]
         if not level:
             return
     raise _too_deep()

@@ -148,7 +148,7 @@ class EventStream(Response, ABC):
                 self._ended = True
                 if not self._started:
                     raise
-                reported = error if isinstance(error, RequestError) else InternalError()
+                reported = error.with_traceback(None) if isinstance(error, RequestError) else InternalError()
                 await self._send(send, [self.encode(self.error_event(reported))], reported is error)
             if reported is not error:
                 raise

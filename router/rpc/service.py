@@ -78,7 +78,7 @@ def _method_handler(
             raw = await receiver.receive(context, key)
             return await run(Call(raw, key, metadata, context.write))
         except RequestError as error:
-            await abort(context, error)
+            await abort(context, error.with_traceback(None))
         except NotImplementedError as error:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
         except asyncio.CancelledError:  # by the client or its deadline

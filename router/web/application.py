@@ -347,7 +347,7 @@ class Application:
                     return
             await self._no_route(scope, routes)(scope, receive, respond)
         except RequestError as error:  # before the first byte of a response; streams report later errors themselves
-            await self._error_response(error, scope)(scope, receive, respond)
+            await self._error_response(error.with_traceback(None), scope)(scope, receive, respond)
         except RequestValidationError as invalid:  # of a query, by FastAPI
             await (await request_validation_exception_handler(Request(scope), invalid))(scope, receive, respond)
         except ClientDisconnect:

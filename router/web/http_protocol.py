@@ -9,7 +9,9 @@ allows. The parser, however, ends at such a head, so another one gets the head w
 """
 
 import asyncio
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httptools
@@ -105,6 +107,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._disconnect(self._running)  # uvicorn tells `cycle` only
         super().connection_lost(exc)
+        self.pipeline.clear()  # each of these requests refers to this connection
+        self.cycle = self._running  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -207,7 +211,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        cycle.scope["state"]["client"] = ClientConnection(lambda: None if cycle.more_body else len(cycle.body))
+        cycle.scope["state"]["client"] = ClientConnection(partial(_body_size, weakref.ref(cycle)))
         super()._start_asgi_task(cycle, app)
 
     @property
@@ -225,7 +229,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _raise(self, refusal: RequestError) -> None:
         self._refuse(refusal)
-        raise refusal
+        raise httptools.HttpParserError  # not the refusal, which stays: a traceback would lead from it to this connection
 
     def _check_body_rate(self) -> None:
         self._body_ticks += 1
@@ -271,6 +275,12 @@ class HttpProtocol(HttpToolsProtocol):
         cycle.message_event.set()
         client: ClientConnection = cycle.scope["state"]["client"]
         client.disconnect()
+
+
+def _body_size(cycle: "weakref.ref[RequestResponseCycle]") -> int | None:
+    """Return the bytes of a request's body once all of it has arrived, until then None."""
+    running = cycle()
+    return None if running is None or running.more_body else len(running.body)
 
 
 def _head_too_large() -> HeadTooLarge:

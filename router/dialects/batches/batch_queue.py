@@ -269,7 +269,7 @@ class BatchQueue:
             try:
                 response = await self._handlers[request.url](Request(scope, receive))
             except RequestError as error:
-                return error.status, request_id, error.body()
+                return error.status, request_id, error.with_traceback(None).body()
             answer: Json = await asyncio.to_thread(json.loads, bytes(response.body))
             return response.status_code, request_id, answer
 
