@@ -124,7 +124,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_pauses = 0
         self.unreserved: Sequence | None = None
-        self._by_tenant: dict[Tenant, set[Sequence]] = {}
+        self._by_tenant: dict[Tenant, dict[Sequence, None]] = {}  # in the order in which they came
         self._credit = Credit()
         self._num_steps = 0
 
@@ -134,7 +134,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
-        self._by_tenant.setdefault(seq.tenant, set()).add(seq)
+        self._by_tenant.setdefault(seq.tenant, {})[seq] = None
         _enqueue(self.loaded if seq.kv.block_ids else self.waiting, seq)
 
     def fork(
@@ -153,8 +153,8 @@ class Scheduler:
         seq.kv.release_blocks(self.pool)
         if seq.kv.swapped is not None:
             self.swap_space.discard(seq)
-        if seq in (of_tenant := self._by_tenant.get(seq.tenant, set())):
-            of_tenant.remove(seq)
+        if seq in (of_tenant := self._by_tenant.get(seq.tenant, {})):
+            del of_tenant[seq]
             if not of_tenant:
                 del self._by_tenant[seq.tenant]
 

@@ -236,6 +236,25 @@ def test_a_tenant_alone_is_scheduled_as_if_there_were_none() -> None:
     assert [*instance.ends.values()] == [*others.ends.values()] and not instance.paused
 
 
+def test_a_schedule_does_not_depend_on_addresses() -> None:
+    """More sequences wait than there are slots, and which of them count for their tenant's share is always the same."""
+    kept = list[object]()
+
+    def ends(between: int) -> list[float]:
+        instance = Instance(max_num_seqs=4)
+        for i in range(30):
+            for tenant in (HEAVY, LIGHT):
+                kept.append(instance.add(tenant, 10 + 97 * i % 400, 12))
+                kept.extend(instance.add(Tenant(3), 1, 1) for _ in range((7 * i + between) % 5 * between))
+        for seq in [seq for seq in instance.sched.sequences() if seq.tenant == Tenant(3)]:
+            instance.sched.remove(seq)
+        while len(instance.ends) < 60:
+            instance.step()
+        return [*instance.ends.values()]
+
+    assert len({tuple(ends(between)) for between in range(5)}) == 1
+
+
 def test_a_full_pool_makes_room_for_a_tenant_with_less() -> None:
     """96 sequences grow until the pool is full; another tenant's is not the one that is preempted, though it is newer."""
     instance = Instance(num_blocks=200)
