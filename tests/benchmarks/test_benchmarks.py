@@ -107,7 +107,8 @@ def test_clients(run: Callable[..., Any]) -> None:
     """Two clients without common code measure the same paced instances."""
     ours, plain = run("clients.py")["rows"]
     assert (ours["client"], plain["client"]) == ("pdserve", "plain") and ours.keys() == plain.keys()
-    assert min(ours["p50_itl_ms"], plain["p50_itl_ms"]) > 24, "a step of the profile takes as long"
+    # Of a client that is kept from reading, many tokens come at once: some request is read as it comes.
+    assert min(ours["p99_tpot_ms"], plain["p99_tpot_ms"]) > 24, "a step of the profile takes as long"
 
 
 def test_simulation(run: Callable[..., Any]) -> None:

@@ -82,7 +82,8 @@ def test_an_instance_is_alive_once_loaded_and_ready_while_registered_and_not_dra
         os.kill(process.pid, signal.SIGTERM)
         wait_until(lambda: probe(port, "/ready") == (503, "not ready: the instance drains"), "it drains")
         assert probe(port, "/health") == (200, {"status": "alive"})
-        assert "pdserve_num_requests_running 1.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        metrics = f"http://127.0.0.1:{port}/metrics"
+        wait_until(lambda: "pdserve_num_requests_running 1.0" in httpx.get(metrics).text, "its request runs")
     del lines
     assert process.wait(600) == 0, "it ends when its last request has"
     router.kill()

@@ -1,6 +1,7 @@
 """`pdserve up` and `pdserve demo` with the bundled model: OpenAI and LangChain clients, metrics, and a clean stop."""
 
 import asyncio
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -36,8 +37,8 @@ class Up:
     log_lines: list[str]
 
 
-@pytest.fixture(scope="module")
-def up() -> Iterator[Up]:
+@contextlib.contextmanager
+def running_up() -> Iterator[Up]:
     port = free_port()
     flags = ["--port", str(port), "--num-blocks", "512", "--local-prefill-tokens", "0"]
     command = [sys.executable, "-m", "pdserve", "up", *flags]
@@ -53,6 +54,12 @@ def up() -> Iterator[Up]:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.wait(600)
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Up]:
+    with running_up() as up:
+        yield up
 
 
 @pytest.fixture
@@ -279,11 +286,12 @@ def test_metrics_of_one_request(up: Up, client: openai.OpenAI) -> None:
         assert sum(value for key, value in delta.items() if SOURCES in key) == 2 * delta["pdserve_prompt_tokens_total"]
 
 
-def test_ctrl_c_leaves_no_process_and_no_shared_memory(up: Up) -> None:
-    children = subprocess.run(["pgrep", "-P", str(up.process.pid)], capture_output=True, text=True).stdout.split()
-    assert len(children) == 3
-    up.process.send_signal(signal.SIGINT)
-    output, _ = up.process.communicate(timeout=600)
+def test_ctrl_c_leaves_no_process_and_no_shared_memory() -> None:
+    with running_up() as up:  # of its own: other tests of the module may come after this one
+        children = subprocess.run(["pgrep", "-P", str(up.process.pid)], capture_output=True, text=True).stdout.split()
+        assert len(children) == 3
+        up.process.send_signal(signal.SIGINT)
+        output, _ = up.process.communicate(timeout=600)
     assert up.process.returncode == 0
     assert not re.search(r"\d\d:\d\d:\d\d [WE] ", output), "a stop on purpose is no reason to warn"
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

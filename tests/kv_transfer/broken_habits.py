@@ -35,7 +35,8 @@ class OneClient(WireConnector):
     def _give_up(self, server: socket.socket, fault: OSError) -> None:
         if server in self._sockets:
             self._sockets.remove(server)
-        server.close()
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # not closed: another thread may be reading, and its number be used again
 
 
 class OneReceiveBuffer(WireConnector):
