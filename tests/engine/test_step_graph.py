@@ -316,6 +316,9 @@ def test_a_model_that_reads_values_is_not_recorded(caplog: pytest.LogCaptureFixt
     graphs = PaddedGraphs(model, 100, never)
     assert [graphs.logits(one[None], place * one[None], batch).item() for place in (1, 9)] == [1, 2]
     assert not graphs.sizes and "waits for the GPU in aten::_local_scalar_dense" in caplog.text
+    with cuda_graph.WaitDetector("cuda") as detector:
+        assert torch.ones(()).item() == 1
+    assert detector.operator is None, "what the CPU has can be read"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class PaddedGraphs:
             return self._graphs[key].replay(ids_1S, positions_1S, batch)[:count]
         graph = _PaddedGraph(*key, batch)
         graph.fill(ids_1S, positions_1S, batch)
-        with _WaitDetector() as detector:
+        with WaitDetector(ids_1S.device.type) as detector:
             expected_SV = graph.run(self._model).clone()
         if detector.operator is not None:
             self._disable(f"the model waits for the GPU in {detector.operator}")
@@ -212,8 +212,8 @@ def _end_allocation(device: int, pool: Any) -> None:
         log.debug("recording: %s", error)
 
 
-class _WaitDetector(TorchDispatchMode):
-    """Detects operators that wait for the GPU, which cannot be recorded.
+class WaitDetector(TorchDispatchMode):
+    """Detects operators that wait for a kind of device, which cannot be recorded. The values of CPU tensors can be read.
 
     Attributes:
         operator: name of the first one.
@@ -221,13 +221,17 @@ class _WaitDetector(TorchDispatchMode):
 
     WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::masked_select")
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self.operator: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        devices = [{x.device.type for x in tree_leaves(tree) if isinstance(x, torch.Tensor)} for tree in (args, result)]
-        if func._schema.name in self.WAITING or ("cuda" in devices[0] and "cpu" in devices[1]):
+        inputs, outputs = (
+            {x.device.type for x in tree_leaves(tree) if isinstance(x, torch.Tensor)} for tree in (args, result)
+        )
+        reads = func._schema.name in self.WAITING or (self._device != "cpu" and "cpu" in outputs)
+        if reads and self._device in inputs:
             self.operator = self.operator or func._schema.name
         return result
