@@ -90,7 +90,7 @@ def prompts_of(count: int, length: int, vocabulary: int, seed: int = 0) -> list[
 
 
 def smoke() -> Result:
-    """Whether steps are replayed from graphs at all, with the tokens of eager ones, and what only a GPU can show."""
+    """Steps replayed from graphs against eager ones: the same tokens; then the tests that only a GPU can run."""
     shape = checkpoints.TINY if DRY else checkpoints.QWEN3_0_6B
     engine = make_engine(Shape(**{**vars(shape), "dtype": "float32"}), 2000, max_num_seqs=16)
     assert isinstance(engine.runner, ModelRunner)

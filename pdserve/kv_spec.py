@@ -1,4 +1,4 @@
-"""What a model's KV is: groups of layers, each with the shape of its rows and its window. Plain data.
+"""KV specification of a model: groups of layers, each with the shape of its rows and its window. Plain data.
 
 The model states it, through its attention or an adapter (`engine/architectures/`). The byte format of blocks follows from it
 (`sections`, `keys.Layout`), and so do the tensors that layers read and write (`places`).

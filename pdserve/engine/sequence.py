@@ -40,7 +40,8 @@ class SequenceOutput:
     Attributes:
         tokens: prompt, then output.
         num_prompt: number of prompt tokens.
-        max_tokens, min_tokens: it ends with so many tokens, or with a stop token once it has at least so many.
+        max_tokens: after which the output ends.
+        min_tokens: before which no stop token ends it.
         stop_token_ids: tokens that end it (EOS included, unless it is ignored).
         reasoning: follows its reasoning, if that is delimited.
         constraint: its grammar, if any.
@@ -124,7 +125,7 @@ class SequenceOutput:
 
 
 class Feature:
-    """What only some requests need of a step. A sequence carries the features of its request, and a step calls only these.
+    """A part of a step that only some requests need. A sequence carries those of its request, and a step calls no others.
 
     The methods are called in this order, each with the sequence and before anything of the step counts for it. Here, they ask
     for nothing and do nothing; `engine/features.py` has those that there are.

@@ -63,6 +63,8 @@ def compile_kernels(engine: Engine) -> None:
     works += [[(1, min(limit, longest) - 1)] * min(rows, max_seqs, max_tokens) for rows, limit in sizes]
     for work in works:
         _run(engine, work)
+    sampled = dummy_sequence(engine, 1, 0, sampling=SamplingParams(temperature=1))  # which has a kernel of its own
+    engine.runner.step(StepPlan({sampled: 1}))
     engine.runner.kv.compile_copies()
 
 
@@ -102,7 +104,9 @@ def _probes(longest: int, max_tokens: int, max_seqs: int) -> Iterator[Work]:
         yield from pair
 
 
-def dummy_sequence(engine: Engine, count: int, before: int, first_block: int = 0) -> Sequence:
+def dummy_sequence(
+    engine: Engine, count: int, before: int, first_block: int = 0, sampling: SamplingParams = _GREEDY
+) -> Sequence:
     """Return a sequence of `count` tokens to compute behind `before` others, in blocks from `first_block`, which wrap around.
 
     Dummies may share blocks: what they write there does not matter.
@@ -114,7 +118,7 @@ def dummy_sequence(engine: Engine, count: int, before: int, first_block: int = 0
         token_array([0] * length),
         length,
         length,
-        _GREEDY,
+        sampling,
         b"",
         engine.pool.block_size,
         block_ids=block_table(blocks),

@@ -1,4 +1,4 @@
-"""What a model costs on a machine, as data: without torch and an engine. `tools/profiling/` measures it.
+"""Profile: the costs of a model on a machine, as data that needs neither torch nor an engine. `tools/profiling/` measures it.
 
 In reading order: profile, fit, drift.
 """

@@ -1,4 +1,4 @@
-"""What the KV store has, by publishers of KV events in vLLM's format.
+"""Contents of the KV store, followed through publishers of KV events in vLLM's format.
 
 In reading order: sources, subscriber, stored_blocks.
 """

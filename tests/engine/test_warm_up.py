@@ -13,7 +13,7 @@ from pdserve.costs import CostMeter
 from pdserve.engine import warm_up as module
 from pdserve.engine.engine import Engine
 from pdserve.engine.step import StepPlan
-from pdserve.engine.warm_up import MIN_PROBES, warm_up
+from pdserve.engine.warm_up import MIN_PROBES, compile_kernels, warm_up
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,20 @@ def test_probes_fit_into_any_pool(settings: dict[str, Any], checkpoint: Callable
         assert all(count >= 1 and before >= 0 and count + before <= engine.max_model_len for count, before in work)
     engine.pool.check_integrity()
     assert engine.pool.num_free == engine.pool.num_blocks and not engine.has_work
+
+
+def test_kernels_of_sampling_are_compiled_too(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first request with a temperature would wait for a compiler, and all streams beside it."""
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64))
+    step, temperatures = engine.runner.step, set[float]()
+
+    def seen(plan: StepPlan) -> object:
+        temperatures.update(seq.sampling.temperature for seq in plan.counts)
+        return step(plan)
+
+    monkeypatch.setattr(engine.runner, "step", seen)
+    compile_kernels(engine)
+    assert temperatures == {0, 1}
 
 
 def test_probes_calibrate_the_cost_model(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

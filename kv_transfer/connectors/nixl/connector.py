@@ -53,7 +53,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Operation, Outgoing
@@ -164,8 +164,8 @@ class NixlConnector(BatchedConnector):
         return self._submit(operation, wait_and_work)
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
-        for group in groups(blocks, self._pool):
-            make_headers([block for block in group if isinstance(block, _LeasedBlock)])
+        for group in groups(cast(Sequence[_LeasedBlock], blocks), self._pool):
+            make_headers(group)
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         """Read the blocks that were located in tickets, peer by peer."""

@@ -18,7 +18,7 @@ OURS = ("chunked-attention", "class-head", "latent-attention")  # missed where t
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from.
+    """Origin of a loaded model: its checkpoint, and the flag by which its outputs are pooled.
 
     Attributes:
         path: directory of the checkpoint.

@@ -1,4 +1,4 @@
-"""What the core of an engine asks of GPUs: fused layers, recorded steps, memory, sampling."""
+"""GPU back end: the functions that the engine's core calls for a model on a GPU (fusion, graphs, memory, sampling)."""
 
 import logging
 from contextlib import AbstractContextManager

@@ -46,7 +46,7 @@ class PaddedGraphs:
         self.max_tokens = max_tokens
         self._record = record or CudaRecorder()
         self._graphs: dict[tuple[int, int], _PaddedGraph] = {}
-        self._logits_SV: torch.Tensor | None = None  # of whatever graph was replayed last
+        self._logits_SV: torch.Tensor | None = None  # of the graph that was replayed last
         self._enabled = True
         self.num_replayed = 0
 
@@ -84,7 +84,10 @@ class PaddedGraphs:
         return expected_SV[:count]
 
     def _buffer(self, like_SV: torch.Tensor) -> torch.Tensor:
-        """Return where graphs of so many sequences leave their logits; large ones are recorded first, and others share it."""
+        """Return the buffer of the logits of graphs of this many sequences.
+
+        The largest graphs are recorded first, and the others use the beginning of the same buffer.
+        """
         if self._logits_SV is None or len(self._logits_SV) < len(like_SV):
             self._logits_SV = torch.empty_like(like_SV)
         return self._logits_SV[: len(like_SV)]

@@ -138,6 +138,16 @@ def test_largest_sums_of_logits_and_noise(dtype: torch.dtype) -> None:
     torch.testing.assert_close(margins, expected.values[:, 0] - expected.values[:, 1], atol=1e-5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_sums_of_a_row_that_is_not_finite_are_none(wrong: float) -> None:
+    """So that the reference decides, which reports it."""
+    logits = torch.randn(1, 2000, device=DEVICE)
+    logits[0, 7 if wrong != float("-inf") else slice(None)] = wrong
+    zeros = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    sums, _, _ = gumbel.largest_sums(logits, logits.max(-1).indices, zeros, zeros, torch.ones(1, device=DEVICE))
+    assert not sums.isfinite().any()
+
+
 def test_noise_in_its_tails() -> None:
     """The float64 noise of the smallest and the largest numbers, to 1e-5."""
     bits = torch.tensor([0, 1, 1 << 20, 1 << 51, (1 << 52) - 1, 1 << 52, (1 << 53) - (1 << 20), (1 << 53) - 1])

@@ -73,8 +73,9 @@ def test_nothing_is_compiled_after_the_warm_up(checkpoint: Callable[..., Path]) 
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: compiled.append(repr)
     try:
         for number, length in enumerate((1, 16, 17, 300, 700)):
-            greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-            engine.add(engine.new_sequence(str(number), [7] * length, greedy))
+            for temperature in (0, 1):
+                sampling = SamplingParams(max_tokens=20, temperature=temperature, ignore_eos=True)
+                engine.add(engine.new_sequence(f"{number} {temperature}", [7] * length, sampling))
         while engine.has_work:
             for seq in engine.step().sampled:
                 if seq.output.finish_reason():
