@@ -1,4 +1,4 @@
-"""Writes the reference pages of the documents from the code: flags of every command, and metrics.
+"""Writes the reference pages of the documents from the code: flags of every command, metrics, and fields over HTTP.
 
 The pages are not committed: `scripts/reference` writes them to docs/reference/, which git ignores. `--release` writes
 tests/public.json instead, the names that later versions keep (docs/stability.md).
@@ -14,9 +14,11 @@ from prometheus_client import Metric
 
 from pdserve.cli.commands import app
 from pdserve.counters import GAUGES, HELP, LABELS
+from pdserve.router.api.openapi import openapi_document
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.web.dialect import load_dialects
+from pdserve.router.web.endpoint import Endpoint, Endpoints
 from pdserve.router.web.model_endpoints import ModelEndpoints
 from pdserve.router.web.operator_endpoints import OperatorEndpoints
 from pdserve.router.web.pages import page_routes
@@ -53,11 +55,27 @@ def router_metrics() -> list[Metric]:
     return list(Metrics(Fleet("router", "model", 1.0, lambda: 0.0)).registry.collect())
 
 
+def routes() -> list[Endpoint]:
+    """Return the endpoints of a router, which nothing serves."""
+    groups: list[type[Endpoints]] = [*load_dialects(), ModelEndpoints, OperatorEndpoints]
+    return [route for group in groups for route in object.__new__(group).routes()]
+
+
 def paths() -> set[str]:
     """Return the paths that a router answers."""
-    groups = [*load_dialects(), ModelEndpoints, OperatorEndpoints]
-    declared = [getattr(function, "declaration", None) for group in groups for function in vars(group).values()]
-    return {one["path"] for one in declared if one} | {page.path for page in page_routes()} | {"/openapi.json"}
+    return {route.path for route in routes()} | {page.path for page in page_routes()} | {"/openapi.json"}
+
+
+def fields_page() -> str:
+    """Return a table of fields for each schema of requests and answers."""
+    schemas = openapi_document(routes(), "demo", {})["components"]["schemas"]
+    lines = ["# Fields", "", "Every field of requests and answers over HTTP, as /openapi.json describes them."]
+    for name, schema in sorted(schemas.items()):
+        lines += ["", f"## {name}", "", "| field | required | meaning |", "|---|---|---|"]
+        for field, described in schema["properties"].items():
+            required = "yes" if field in schema.get("required", ()) else ""
+            lines.append(f"| `{field}` | {required} | {_one_line(described.get('description'))} |")
+    return "\n".join(lines) + "\n"
 
 
 def public_names() -> dict[str, Any]:
@@ -89,14 +107,14 @@ def _one_line(text: str | None) -> str:
 
 
 def main(folder: Annotated[Path, typer.Argument()] = ROOT / "docs" / "reference", release: bool = False) -> None:
-    """Write flags.md and metrics.md into a folder, or with --release the names that this version makes public."""
+    """Write flags.md, metrics.md and fields.md into a folder, or with --release the names that this version makes public."""
     if release:
         (ROOT / "tests" / "public.json").write_text(json.dumps(public_names(), indent=1) + "\n")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for name, page in (("flags.md", flags_page()), ("metrics.md", metrics_page())):
-        (folder / name).write_text(page)
-        print(folder / name)
+    for name, page in {"flags": flags_page(), "metrics": metrics_page(), "fields": fields_page()}.items():
+        (folder / f"{name}.md").write_text(page)
+        print(folder / f"{name}.md")
 
 
 if __name__ == "__main__":
