@@ -130,6 +130,7 @@ class ForkServer:
 
 
 def main() -> None:
+    gc.enable()
     gc.freeze()  # otherwise each child spends a second at exit on collecting, and copying, the imported modules
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         arguments = wait_for_command(listener)
@@ -253,6 +254,7 @@ def _die_with_parent(by: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # while all that is made stays
     for name in IMPORTED:
         importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
