@@ -191,10 +191,11 @@ def wait_for_command(listener: socket.socket) -> list[str]:
     statuses: dict[int, int] = {}  # status pipes of running commands, by pid
 
     def reap(*_: object) -> None:
-        while statuses and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, code = ended
-            with suppress(BrokenPipeError), os.fdopen(statuses.pop(pid), "wb", 0) as status:
-                status.write(f"{os.waitstatus_to_exitcode(code)}\n".encode())
+        with suppress(ChildProcessError):  # a signal in here reaps another, perhaps the last
+            while statuses and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, code = ended
+                with suppress(BrokenPipeError), os.fdopen(statuses.pop(pid), "wb", 0) as status:
+                    status.write(f"{os.waitstatus_to_exitcode(code)}\n".encode())
 
     signal.signal(signal.SIGCHLD, reap)
     while True:
