@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -274,6 +275,22 @@ def test_documents_are_short() -> None:
     assert not {name: sizes[name] for name, most in LARGEST.items() if sizes[name] > most * 1000}
     counted = {name: size for name, size in sizes.items() if not name.startswith(("examples/", "benchmarks/traces/"))}
     assert sum(counted.values()) <= ALL * 1000, counted
+
+
+def test_the_site_has_every_document() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text()
+    named = [one.relative_to(ROOT).as_posix() for one in DOCUMENTS if one.is_relative_to(ROOT / "docs")]
+    assert not [name for name in named if f" {name}\n" not in settings]
+
+
+def test_the_site_is_built_without_other_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="MkDocs is not installed: pip install -e '.[docs]'")
+    built = subprocess.run([ROOT / "scripts/site", tmp_path], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    for page in (tmp_path / "index.html", tmp_path / "docs/reference/python/index.html"):
+        assert not re.search(
+            r"""<(script|img|iframe)[^>]* src="https?:|<link[^>]*stylesheet[^>]* href="http""", page.read_text()
+        )
 
 
 @pytest.mark.parametrize(
