@@ -159,7 +159,7 @@ class Reporter:
     def _update_costs(self, now: float) -> None:
         costs = self.meter.costs(now)
         self._costs_updated_at = now
-        self._engine.scheduler.use_costs(costs)
+        self._engine.scheduler.costs = costs
         self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
 
     def _metrics(self) -> dict[str, float]:
