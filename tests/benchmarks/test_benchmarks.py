@@ -11,9 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HEAD = {"benchmark", "when", "note", "machine", "commit", "settings", "rows"}
 
 
-def while_benchmarks_change(test: Any) -> Any:
-    """Mark a test of a script that no other test needs."""
-    return pytest.mark.slow(pytest.mark.until_recorded("benchmarks")(test))
+while_benchmarks_change = pytest.mark.until_recorded("benchmarks")  # of scripts that no other test needs
 
 
 @pytest.fixture
