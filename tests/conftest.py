@@ -214,6 +214,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if starts_processes(item):
             item.add_marker("processes")
+        if item.get_closest_marker("until_recorded"):
+            item.add_marker("slow")
     takes_slow, has_gpu = "slow" in config.option.markexpr, torch.cuda.is_available()
     recorded: Any = config.pluginmanager.get_plugin("recorded")
 
