@@ -1,5 +1,5 @@
 # make demo: see it work · make test: the suite · make test-fast: its tests that start no processes · make check: lint, types,
-# tests · make format · make slow: the tests that `make test` leaves out, and the integration tests in 16 bits. All set up .venv first.
+# tests · make format: as lint wants it · make slow: what `make test` leaves out, and integration tests in 16 bits. All set up .venv.
 # .ci/run is `make check` where nothing is missing that a test needs.
 PY ?= python3
 BIN := .venv/bin
