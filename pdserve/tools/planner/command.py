@@ -20,7 +20,7 @@ from pdserve.tools.planner.search import NOISE, Trial, best
 from pdserve.tools.planner.settings import Dimension
 from pdserve.tools.planner.slo_file import check_groups, load_targets
 from pdserve.tools.planner.targets import Target, thin_sentences
-from pdserve.tools.simulator.command import as_dict, as_table, console_for_tables
+from pdserve.tools.simulator.command import as_dict, as_table, as_text, console_for_tables
 from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes, num_gpus
 
 WORTHLESS_PROFILE, NO_FLEET = 1, 3  # exit codes
@@ -51,7 +51,8 @@ def run(config: PlanConfig) -> int:
     verdict = [*correction.sentences(), *verdict_of(plan, targets, planner.rate, config)]
     details = [*sentences(plan, targets, planner.rate, config), *notes(config, profile)]
     print("\n".join(verdict) + "\n")
-    console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
+    table = as_table([trial.forecast for trials in plan.trials for trial in notable(trials)])
+    console_for_tables().print(table)
     print("\n" + "\n".join(details))
     lines = [*verdict, *details]
     if config.json:
@@ -60,7 +61,8 @@ def run(config: PlanConfig) -> int:
         slo = ", ".join(filter(None, [config.slo, config.slo_file]))
         title = f"Plan for {slo} at {planner.rate:.3g} requests/s"
         drawn = charts(plan, correction.before, targets, planner.rate, config.price)
-        write_file(Path(config.html), page.page(title, "\n".join(lines), [], drawn, plotly))
+        text = page.page(title, as_text(table), [], drawn, plotly, verdict=verdict, details=details)
+        write_file(Path(config.html), text)
     return WORTHLESS_PROFILE if correction.is_worthless else NO_FLEET if plan.chosen is None else 0
 
 
