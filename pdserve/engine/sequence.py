@@ -9,7 +9,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.sequence_kv import BlockTable, SequenceKV, SwappedKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens

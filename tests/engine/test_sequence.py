@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.sequence_kv import SequenceKV
 from pdserve.engine.sequence import Sequence, SequenceOutput
 from pdserve.keys import token_array

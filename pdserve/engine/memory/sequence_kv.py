@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from pdserve.engine.memory.block_pool import BlockPairs, BlockPool
+from pdserve.engine.memory.blocks import BlockPairs, BlockPool
 from pdserve.keys import KeyChain, Tokens
 
 BlockTable: TypeAlias = "array[int]"  # int64: a step copies it into its input, which takes a list fifteen times as long
