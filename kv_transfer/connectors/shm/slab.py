@@ -192,6 +192,12 @@ class Slab:
 
     # Called under the lock.
 
+    def find_all(self, namespace: bytes, keys: Iterable[bytes]) -> Iterator[int]:
+        """Yield the READY slots of those keys that have one."""
+        for key in keys:
+            if (slot := self.find(namespace + key)) is not None:
+                yield slot
+
     def claim(self, name: bytes) -> int | None:
         """Claim a slot to write into. None if all slots of this name are leased or being written."""
         slot, most_free = None, 0

@@ -245,6 +245,10 @@ class SequenceKV:
         """Return the key of the first n tokens for each n of `ends`, which must ascend."""
         return self.chain.keys(self.tokens, ends)
 
+    def num_local(self, pool: BlockPool, keys: Sequence[bytes]) -> int:
+        """Return of how many leading blocks it or the pool has the KV. `keys` are theirs, as far as that counts."""
+        return self.num_registered if self.block_ids else len(pool.match(keys))
+
     def blocks_needed(self, pool: BlockPool) -> int:
         """Return how many new blocks are needed to compute all tokens, the copy of a shared block included."""
         is_copied = self._block_to_copy(pool) is not None
