@@ -394,10 +394,8 @@ def test_a_second_check_of_the_same_redis_passes(redis_server: Any) -> None:
         assert not [(one.rule, one.detail) for one in reports if one.verdict is Verdict.BROKEN]
 
 
-def test_the_guide_lists_the_rules_in_their_order() -> None:
-    guide = (ROOT / "docs" / "connectors.md").read_text()
-    table = guide[guide.index("| rule | tries") : guide.index("A connector whose results")]
-    assert re.findall(r"^\| `([a-z-]+)`", table, re.M) == [name_of(rule) for rule in RULES]
+def test_every_rule_says_what_it_tries() -> None:
+    assert len(RULES) > 30 and not [name_of(rule) for rule in RULES if not (rule.__doc__ or "").strip()]
 
 
 def test_a_store_without_space_is_refused(command: Callable[..., Any]) -> None:

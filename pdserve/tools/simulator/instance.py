@@ -14,7 +14,6 @@ from pdserve.control.frame_connection import NONCE_BYTES
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.instance.hello import make_hello
 from pdserve.instance.kv_events import KVEventPublisher, PendingKVEvents
-from pdserve.instance.reporter import Status
 from pdserve.instance.router_link import (
     DRAIN_POLL_S,
     HEARTBEAT_INTERVAL_S,
@@ -56,14 +55,14 @@ class _Link:
         receive: passes a frame to the router, with the times at which the tokens of skipped steps arrived, if it has such.
         pending: changes of the pool's keys, by steps that have ended, that the router has not been told.
         load: work of other routers' requests, as of the newest heartbeat that the instance shows.
-        last_load, last_status: what was sent last, the load as a frame.
+        last_load, last_heartbeat: what was sent last, the load as a frame.
     """
 
     receive: Receive
     pending: PendingKVEvents
     load: pb.Load = field(default_factory=pb.Load)
     last_load: pb.InstanceFrame = field(default_factory=lambda: pb.InstanceFrame(others=pb.Load()))
-    last_status: Status | None = None
+    last_heartbeat: pb.Heartbeat | None = None
 
 
 class SimulatedInstance:
@@ -118,7 +117,7 @@ class SimulatedInstance:
         )
         self.connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
         self.thread = EngineThread(config, self._send, self.connector, runner=runner, inbox=self._inbox, now=self.now)
-        self._status = self._shown = self.thread.reporter.status
+        self._heartbeat = self._shown = self.thread.reporter.heartbeat
         self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
         self._shown_keys = KVEventPublisher()
         self._time, self._busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
@@ -282,14 +281,14 @@ class SimulatedInstance:
 
     def _show_heartbeat(self) -> None:
         """Show routers the newest heartbeat and load once the step that they follow has ended."""
-        if (status := self.thread.reporter.status) is self._status:
+        if (heartbeat := self.thread.reporter.heartbeat) is self._heartbeat:
             return
-        self._status = status
+        self._heartbeat = heartbeat
         several = len(self._links) > 1  # one router needs no news of its own load
         loads = [(link, self.thread.reporter.other_load(name)) for name, link in self._links.items()] if several else []
 
         def show() -> None:
-            self._shown = status
+            self._shown = heartbeat
             for link, load in loads:
                 link.load = load
 
@@ -300,11 +299,11 @@ class SimulatedInstance:
 
     def _send_heartbeat(self, link: _Link) -> None:
         self.catch_up()
-        if self._shown is link.last_status:
+        if self._shown is link.last_heartbeat:
             self._send_later(link, link.last_load)  # renews the lease for less
         else:
-            link.last_status = self._shown
-            self._send_later(link, pb.InstanceFrame(heartbeat=self._shown.heartbeat))
+            link.last_heartbeat = self._shown
+            self._send_later(link, pb.InstanceFrame(heartbeat=self._shown))
 
     def _show_keys(self) -> None:
         """Show routers the changes of the pool's keys until now, when no step that has made some is still under way."""

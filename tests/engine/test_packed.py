@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from pdserve.kernels.packed import pack, packed_copy, unpack
+from pdserve.engine.model_runner import pack, packed_copy, unpack
 
 ARRAYS = [np.arange(5), np.array([[7]]), np.arange(12).reshape(3, 4) - 6, np.zeros((2, 0), dtype=np.int64)]
 
