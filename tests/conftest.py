@@ -31,7 +31,7 @@ if importlib.util.find_spec("hypothesis"):  # the kernels are also tested on mac
 
     # On a busy machine any example can be slow. Each run draws others; `make slow` is thorough.
     slow = hypothesis.HealthCheck.too_slow
-    for profile, examples in (("thorough", 1000), ("patient", 40)):
+    for profile, examples in (("thorough", 500), ("patient", 40)):
         hypothesis.settings.register_profile(
             profile, deadline=None, suppress_health_check=[slow], max_examples=examples
         )
