@@ -1,19 +1,25 @@
-"""Writes the reference pages of the documents from the code: flags of every command, metrics, and fields over HTTP.
+"""Writes the reference pages of the documents from the code: flags, metrics, fields over HTTP, Python classes.
 
 The pages are not committed: `scripts/reference` writes them to docs/reference/, which git ignores. `--release` writes
 tests/public.json instead, the names that later versions keep (docs/stability.md).
 """
 
+import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from prometheus_client import Metric
 
+from pdserve import LLM, AsyncLLM, SamplingParams
 from pdserve.cli.commands import app
 from pdserve.counters import GAUGES, HELP, LABELS
+from pdserve.kv_transfer.connector import Capabilities, Connector
+from pdserve.router.api.field_texts import FIELDS
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.telemetry.metrics import Metrics
@@ -86,6 +92,46 @@ def public_names() -> dict[str, Any]:
     return {"flags": flags, "metrics": metrics, "paths": sorted(paths())}
 
 
+def python_page() -> str:
+    """Return the classes that programs use: their docstrings and signatures, and the fields of SamplingParams."""
+    lines = ["# Python", "", "Classes for [offline use](../offline.md) and for [connectors](../connectors.md).", ""]
+    for owner in (LLM, AsyncLLM, SamplingParams, Connector, Capabilities):
+        lines += [f"## {owner.__name__}", "", f"`{owner.__module__}.{owner.__name__}`", "", *_docstring(owner)]
+        if owner.__base__ is not None and owner.__base__.__name__ == "_Client":
+            lines += _docstring(owner.__base__)
+        if owner is SamplingParams:
+            lines += ["| field | default | meaning |", "|---|---|---|"]
+            for field in msgspec.structs.fields(SamplingParams):
+                lines.append(f"| `{field.name}` | `{field.default!r}` | {_one_line(FIELDS[field.name])} |")
+            lines.append("")
+            continue
+        for name, member in inspect.getmembers(owner, inspect.isfunction):
+            if inspect.getdoc(member) and not name.startswith("_"):
+                lines += [f"### {owner.__name__}.{name}", "", "```python", _signature(name, member), "```", ""]
+                lines += _docstring(member)
+    return "\n".join(lines) + "\n"
+
+
+def _signature(name: str, function: Any) -> str:
+    """Return the signature with a parameter a line, and types without their modules."""
+    signature = inspect.signature(function)
+    parameters = [str(one) for one in signature.parameters.values()]
+    kinds = [one.kind for one in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds:
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    answer = inspect.formatannotation(signature.return_annotation)
+    lines = [f"{name}(", *(f"    {parameter}," for parameter in parameters[1:]), f") -> {answer}"]
+    return re.sub(r"\b[a-z][\w.]*\.(?=\w)|'", "", "\n".join(lines) if parameters[1:] else "".join(lines))
+
+
+def _docstring(documented: Any) -> list[str]:
+    """Return a docstring as Markdown: its sections become lists."""
+    text = inspect.getdoc(documented) or ""
+    text = re.sub(r"^(Args|Raises|Attributes):$", r"**\1**\n", text, flags=re.M)
+    text = re.sub(r"^    (\S[^:\n]*): ", r"- `\1`: ", text, flags=re.M)
+    return [re.sub(r"^    +", "  ", line) for line in text.splitlines()] + [""]
+
+
 def metrics_page() -> str:
     """Return tables of the metrics of routers and of instances."""
     lines = ["# Metrics", "", "Metrics of `GET /metrics`, in Prometheus' format.", "", "## Of the router", ""]
@@ -107,12 +153,13 @@ def _one_line(text: str | None) -> str:
 
 
 def main(folder: Annotated[Path, typer.Argument()] = ROOT / "docs" / "reference", release: bool = False) -> None:
-    """Write flags.md, metrics.md and fields.md into a folder, or with --release the names that this version makes public."""
+    """Write the pages into a folder, or with --release the names that this version makes public into the tests."""
     if release:
         (ROOT / "tests" / "public.json").write_text(json.dumps(public_names(), indent=1) + "\n")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for name, page in {"flags": flags_page(), "metrics": metrics_page(), "fields": fields_page()}.items():
+    pages = {"flags": flags_page(), "metrics": metrics_page(), "fields": fields_page(), "python": python_page()}
+    for name, page in pages.items():
         (folder / f"{name}.md").write_text(page)
         print(folder / f"{name}.md")
 

@@ -43,6 +43,9 @@ def test_engine(run: Callable[..., Any]) -> None:
         assert row["tokens_per_s"] > 0 and 0 < row["ratio"] < 1
         assert len(row["seconds"]) == len(row["cpu_seconds"]) == content["settings"]["repeat"]
         assert (row["outside_model"] is None) == (engine != "pdserve")
+        assert row["prefix_hits"] == ([0] if engine == "pdserve" else [None]), (
+            "a prompt that an earlier task began with"
+        )
     assert rows["pdserve", "offline"]["tokens"] == 4 * 8
     assert rows["pdserve", "prefill"]["tokens"] == 64
     assert rows["pdserve", "decode"]["tokens"] == 7, "the first of 8 comes from the prefill"

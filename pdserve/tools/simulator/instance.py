@@ -21,6 +21,7 @@ from pdserve.instance.router_link import (
     UPDATE_INTERVAL_S,
 )
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.tools.simulator.cores import SharedCores
 from pdserve.tools.simulator.engine_thread import EngineThread
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.store import SimulatedConnector, SimulatedStore
@@ -78,7 +79,8 @@ class SimulatedInstance:
     that is under way. Once it has stopped, nothing that it would have sent or stored later happens.
 
     Args:
-        can_skip: skip plain decode steps.
+        can_skip: skip plain decode steps; not with `cores`.
+        cores: those that it shares with others; None: it has its own.
 
     Attributes:
         hello: its registration.
@@ -95,13 +97,15 @@ class SimulatedInstance:
         role: str,
         *,
         can_skip: bool = True,
+        cores: SharedCores | None = None,
     ) -> None:
         self._clock = clock
         self._model = model
         self._time = clock.time
         self._inbox = Inbox()
         self._is_scheduled = False
-        self._can_skip = can_skip
+        self._can_skip = can_skip and cores is None
+        self._cores: SharedCores | None = None  # nobody waits for the warm-up
         self._stopped_at = math.inf
         self._skipped_ends: list[float] = []  # of the steps that have not been taken yet
         self._times: list[float] = []  # when the tokens that are being sent arrive, if those of skipped steps
@@ -121,6 +125,7 @@ class SimulatedInstance:
         self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
         self._shown_keys = KVEventPublisher()
         self._time, self._busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
+        self._cores = cores
         self.hello = make_hello(role, config, self.thread)
         self.hello.epoch, self.hello.nonce = 0, bytes(NONCE_BYTES)
         self._links: dict[str, _Link] = {}
@@ -203,6 +208,8 @@ class SimulatedInstance:
                 self._skip(1)
 
     def _pass(self, seconds: float) -> None:
+        if self._cores is not None:
+            seconds = self._cores.step(self, self.now(), seconds)
         self._time = self.now() + seconds
         self._busy_s += seconds
 
