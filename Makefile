@@ -1,5 +1,6 @@
 # make demo: see it work · make test: the suite · make test-fast: its tests that start no processes · make check: lint, types,
-# tests · make format: as lint wants it · make slow: what `make test` leaves out, and integration tests in 16 bits. All set up .venv.
+# tests · make format: as lint wants it · make slow: the tests that `make test` leaves out, random tests with many examples, and
+# the integration tests in 16 bits. All set up .venv first.
 # .ci/run is `make check` where nothing is missing that a test needs.
 PY ?= python3
 BIN := .venv/bin
@@ -33,6 +34,7 @@ test-fast: setup
 
 slow: setup
 	$(BIN)/pytest -m slow --durations=40
+	$(PYTEST) -m 'hypothesis and not slow' --hypothesis-profile=thorough
 	$(PYTEST) -m 'integration and not slow' --dtype bfloat16
 	$(PYTEST) -m 'integration and not slow' --dtype float16
 
