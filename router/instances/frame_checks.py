@@ -102,9 +102,15 @@ def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> s
         case "heartbeat":
             return _heartbeat_fault(frame.heartbeat, num_blocks)
         case "blocks":
-            return _blocks_fault(frame.blocks)
+            for keys in (frame.blocks.added, frame.blocks.removed):
+                if len(keys) % KEY_BYTES or len(keys) > KEY_BYTES * MAX_KEYS_PER_FRAME:
+                    most = f"up to {MAX_KEYS_PER_FRAME} keys of {KEY_BYTES} bytes"
+                    return f"KV events of {len(keys)} bytes; they must be {most}"
+            return ""
         case "others":
-            return _load_fault(frame.others)
+            load = frame.others
+            amounts = (load.prefill_tokens, load.output_tokens, load.context_tokens, load.attended_tokens)
+            return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
         case other:
             return f"a frame of an unknown kind ({other})"
 
@@ -139,18 +145,6 @@ def _series_fault(key: str) -> str:
     if name in HELP and tuple(sorted(labels)) != LABELS.get(name, ()):
         return f"the counter {name} has the labels {sorted(labels)}"
     return ""
-
-
-def _blocks_fault(blocks: pb.Blocks) -> str:
-    for keys in (blocks.added, blocks.removed):
-        if len(keys) % KEY_BYTES or len(keys) > KEY_BYTES * MAX_KEYS_PER_FRAME:
-            return f"KV events of {len(keys)} bytes; they must be up to {MAX_KEYS_PER_FRAME} keys of {KEY_BYTES} bytes"
-    return ""
-
-
-def _load_fault(load: pb.Load) -> str:
-    amounts = (load.prefill_tokens, load.output_tokens, load.context_tokens, load.attended_tokens)
-    return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
 
 
 def _is_name(text: str, max_chars: int = MAX_NAME_CHARS) -> bool:
