@@ -7,6 +7,7 @@ the rate of a matrix product bounds prefill; the slower of the two counts for ea
 
 import contextlib
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -88,13 +89,10 @@ class Task:
         """KV blocks that it needs at the end."""
         return self.requests * -(-self.context // EngineConfig.block_size)
 
-    def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
-        """Different for every seed, so that no prefix cache helps."""
-        generator = torch.Generator().manual_seed(seed)
-        ids: list[list[int]] = torch.randint(
-            0, vocabulary, (self.requests, self.prompt_tokens), generator=generator
-        ).tolist()
-        return ids
+    def prompts(self, vocabulary: int, turn: int) -> list[list[int]]:
+        """Different for every task and turn, so that no prefix cache helps."""
+        drawn = random.Random(f"{self.name} {turn}")
+        return [[drawn.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
 
 
 @dataclass
@@ -106,12 +104,14 @@ class Timing:
         cpu: the same in CPU seconds, summed over all threads.
         first: index of the step that produced the first token of the last sequence.
         forward: wall time inside the model, for each step; empty if not measured.
+        prefix_hits: prompt tokens found in the prefix cache; None if unknown.
     """
 
     steps: list[float]
     cpu: list[float]
     first: int
     forward: list[float]
+    prefix_hits: int | None = None
 
     def seconds(self, task: Task) -> float:
         return self.steps[-1] - (self.steps[self.first] if task.decode_only else 0.0)
@@ -203,7 +203,7 @@ class OurEngine:
         waiting = {self._engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)}
         for seq in waiting:
             self._engine.add(seq)
-        timing = Timing([], [], 0, [])
+        timing, hits = Timing([], [], 0, []), self._engine.scheduler.prefix_hits
         started, cpu = report.now(), time.process_time()
         while self._engine.has_work:
             self._forward = 0.0
@@ -217,6 +217,7 @@ class OurEngine:
             for seq in result.sampled:
                 if seq.output.finish_reason() is not None:
                     self._engine.remove(seq)
+        timing.prefix_hits = self._engine.scheduler.prefix_hits - hits
         return timing
 
 
@@ -266,7 +267,7 @@ def _measure(
         for name, run in runs.items():
             for task in tasks:
                 status.update(f"{name}, {task.name}: warming up")
-                run(task.prompts(shape.vocabulary, seed=0), min(2, task.output_tokens))
+                run(task.prompts(shape.vocabulary, turn=0), min(2, task.output_tokens))
         for turn in range(1, settings.repeat + 1):
             status.update(f"round {turn}, roofline")
             side = ROOFLINE_SIDE[settings.device.partition(":")[0]]
@@ -276,7 +277,7 @@ def _measure(
             for task in tasks:
                 for name, run in runs.items():
                     status.update(f"round {turn}, {name}, {task.name}")
-                    timing = run(task.prompts(shape.vocabulary, seed=turn), task.output_tokens)
+                    timing = run(task.prompts(shape.vocabulary, turn), task.output_tokens)
                     timings.setdefault((name, task.name), []).append(timing)
     return timings, roofline
 
@@ -312,6 +313,7 @@ def _rows(
                 "seconds": [round(timing.seconds(task), 4) for timing in several],
                 "cpu_seconds": [round(timing.cpu_seconds(task), 4) for timing in several],
                 "outside_model": round(statistics.median(outside), 5) if outside else None,
+                "prefix_hits": [timing.prefix_hits for timing in several],
             }
         )
     return rows

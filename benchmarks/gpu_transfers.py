@@ -259,8 +259,8 @@ def pd() -> Result:
                 deployed = benchmark.Ours(replace(config, model=str(model), port=free_port()), own)
                 deployed.wait_ready()
                 warm_up = replace(settings, requests=min(24, settings.requests))
-                asyncio.run(benchmark._round(deployed, warm_up, shape.vocabulary, seed=-1))
-                rounds = [asyncio.run(benchmark._round(deployed, settings, shape.vocabulary, seed=0))]
+                asyncio.run(benchmark._round(deployed, warm_up, shape.vocabulary, "warm-up"))
+                rounds = [asyncio.run(benchmark._round(deployed, settings, shape.vocabulary, "round"))]
                 rows.append(gpu_part.keep(benchmark._row(name, rounds)))
     disaggregated = min(row["itl_ms_p99"] for row in rows if "P+" in row["deployment"])
     colocated = min(row["itl_ms_p99"] for row in rows if "both" in row["deployment"])

@@ -239,8 +239,8 @@ def benchmark(settings: Settings) -> None:
                     candidate = running[name] if name in running else Ours(replace(ours[name], port=free_port()), own)
                     candidate.wait_ready()
                     with candidate.at_work():
-                        asyncio.run(_round(candidate, settings, vocabulary, seed=-1 - turn))  # a warm-up
-                        rounds[name].append(asyncio.run(_round(candidate, settings, vocabulary, seed=turn)))
+                        asyncio.run(_round(candidate, settings, vocabulary, f"warm-up-{turn}"))
+                        rounds[name].append(asyncio.run(_round(candidate, settings, vocabulary, f"round-{turn}")))
     rows = {name: _row(name, each) for name, each in rounds.items()}
     against = [_against_best(name, key, rows, [*colocated]) for name in disaggregated for key in FIGURES]
     _print(rows, against)
@@ -284,8 +284,9 @@ def _colocated(common: UpConfig, settings: Settings, targets: list[float]) -> di
     }
 
 
-async def _round(candidate: Ours | Vllm, settings: Settings, vocabulary: int, seed: int) -> Round:
-    chosen = random.Random(seed)
+async def _round(candidate: Ours | Vllm, settings: Settings, vocabulary: int, stream: str) -> Round:
+    """Send prompts that are drawn from a stream of this name: the same ones to each candidate, and no others."""
+    chosen = random.Random(stream)
     mean = settings.prompt_tokens
     lengths = [chosen.randint(mean - mean // 2, mean + mean // 2) for _ in range(settings.requests)]
     prompts = [[chosen.randrange(vocabulary) for _ in range(length)] for length in lengths]
@@ -296,7 +297,7 @@ async def _round(candidate: Ours | Vllm, settings: Settings, vocabulary: int, se
 
         async def client() -> None:
             for i, prompt in waiting:
-                name = f"pd-{seed}-{i}"
+                name = f"pd-{stream}-{i}"
                 replies.append(await candidate.ask(http, name, prompt, settings.output_tokens))
                 names.append(name)
 

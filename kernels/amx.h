@@ -10,8 +10,10 @@
 // never sums across lanes. Matrices are stored tile by tile, the second index varying fastest. D is padded with zeros to Dp, a
 // multiple of 32. Sums are float32; p is rounded to bfloat16 for the second product.
 //
+// The scores of the next strip are computed amid the exponentials of this one.
+//
 // As in paged.cpp, a row has the same result in both phases and in any batch: a decoding token's rows take the same steps as a
-// tile of prefill. KV_TILE and SPLIT are counted from token 0, and a row's maximum and rescaling depend on no other row.
+// tile of prefill, or amx_decode.h makes the same sums in place. KV_TILE and SPLIT are counted from token 0, and a row's maximum and rescaling depend on no other row.
 
 #pragma once
 
@@ -29,37 +31,41 @@ constexpr i64 SPLIT = 2048;  // KV tokens: combining is dearer than in paged.cpp
 constexpr float LOG2_E = 1.44269504f;
 constexpr float MAX_LOG2_WEIGHT = 8;  // log2 of the weight above which the output is rescaled
 
+// Called between writes and the tile loads that read them, of which GCC does not know that they read memory.
+inline void forget() { asm volatile("" ::: "memory"); }
+
 // Query rows of a task, given the number that balances the load. The more rows, the more reuse of the loaded KV.
 inline i64 tile_rows(i64 rows) { return std::clamp((rows + STRIP - 1) / STRIP * STRIP, STRIP, TILE_ROWS); }
 
-// Configures the thread's tile registers as 16 × 16 words each, for its lifetime.
+// Configures the thread's tile registers, for the lifetime of this object: numbers 0 to 4 have `rows` rows, 6 and 7 `lanes`
+// words in a row, and all else is 16 × 16 words.
 struct TileConfig {
-    TileConfig() {
+    i64 rows = 0, lanes = 0;
+    void use(i64 rows, i64 lanes) {
+        if (rows == this->rows && lanes == this->lanes) return;
+        this->rows = rows, this->lanes = lanes;
         alignas(64) uint8_t config[64] = {1};
-        for (int i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = SIDE;
+        for (int i = 0; i < 8; i++) {
+            config[16 + 2 * i] = (uint8_t)(4 * (i < 6 ? SIDE : lanes));
+            config[48 + i] = (uint8_t)(i < 5 ? rows : SIDE);
+        }
+        forget();
         _tile_loadconfig(config);
     }
-    ~TileConfig() { _tile_release(); }
+    ~TileConfig() { if (rows) _tile_release(); }
 };
 
-// c[i][j] = Σ_k a[i][k] · b[j][k], or += if `add`, for both j of a strip; I is even. Strides count tiles.
-inline void multiply(float* c, i64 cj, const bf16* a, i64 ai, const bf16* b, i64 bj, i64 I, i64 K, bool add) {
+// c[i][j] += Σ_k a[i][k] · b[j][k] for both j of a strip; I is even. Strides count tiles.
+inline void multiply(float* c, i64 cj, const bf16* a, i64 ai, const bf16* b, i64 bj, i64 I, i64 K) {
     constexpr int BYTES = 4 * SIDE;
-    asm volatile("" ::: "memory");  // GCC does not know that tile loads read memory
+    forget();
     for (i64 i = 0; i < I; i += 2) {
         float *const c00 = c + i * FLOATS, *const c01 = c00 + cj * FLOATS;
         float *const c10 = c00 + FLOATS, *const c11 = c01 + FLOATS;
-        if (add) {
-            _tile_loadd(0, c00, BYTES);
-            _tile_loadd(1, c01, BYTES);
-            _tile_loadd(2, c10, BYTES);
-            _tile_loadd(3, c11, BYTES);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        }
+        _tile_loadd(0, c00, BYTES);
+        _tile_loadd(1, c01, BYTES);
+        _tile_loadd(2, c10, BYTES);
+        _tile_loadd(3, c11, BYTES);
         for (i64 k = 0; k < K; k++) {
             _tile_loadd(4, a + (i * ai + k) * HALVES, BYTES);
             _tile_loadd(5, a + ((i + 1) * ai + k) * HALVES, BYTES);
@@ -147,42 +153,98 @@ inline __m512 exp2_(__m512 x) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_GT_OQ), p, n);
 }
 
-// Turn the scores of `count` tokens for 16 query rows into weights p, pairs along the tokens. m and l are the running maximum
-// (within MAX_LOG2_WEIGHT) and sum of each row; o[D × rows] is rescaled where m grows.
-inline void online_softmax(const float* s, i64 count, float factor, bf16* p, float* m, float* l, float* o, i64 Dp) {
+// The rows of which a tile's maximum is so far above the running one that the output must be rescaled.
+inline __mmask16 is_raised(__m512 tile_max, __m512 m) {
+    return _mm512_cmp_ps_mask(tile_max, _mm512_add_ps(m, _mm512_set1_ps(MAX_LOG2_WEIGHT)), _CMP_GT_OQ);
+}
+
+// 2^(m_old - m_new), and 1 for other rows than the raised ones: exp2_(0) is not quite 1.
+inline __m512 rescaling(__m512 m_old, __m512 m_new, __mmask16 raised) {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(1), raised, exp2_(_mm512_sub_ps(m_old, m_new)));
+}
+
+// What turns a score into the exponent of its weight; a softcap has applied the scale.
+inline float exponent_factor(const Problem& a) { return (a.softcap > 0 ? 1 : a.scale) * LOG2_E; }
+
+// Raise m, the running maxima (within MAX_LOG2_WEIGHT) of 16 query rows, to the scores of `count` tokens. Where m grows, l, the
+// sums, and o[D × rows] are rescaled.
+inline void raise_maxima(const float* s, i64 count, float factor, float* m, float* l, float* o, i64 Dp) {
     __m512 maxima[4];
     for (__m512& x : maxima) x = _mm512_load_ps(s);
     for (i64 t = 0; t < count; t += 4)
         for (i64 i = 0; i < 4; i++) maxima[i] = _mm512_max_ps(_mm512_load_ps(s + (t + i) * SIDE), maxima[i]);
-    const __m512 factor16 = _mm512_set1_ps(factor);
     const __m512 max01 = _mm512_max_ps(maxima[0], maxima[1]), max23 = _mm512_max_ps(maxima[2], maxima[3]);
-    const __m512 tile_max = _mm512_mul_ps(factor16, _mm512_max_ps(max01, max23));
+    const __m512 tile_max = _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_max_ps(max01, max23));
     const __m512 m_old = _mm512_load_ps(m);
-    const __mmask16 raised = _mm512_cmp_ps_mask(tile_max, _mm512_add_ps(m_old, _mm512_set1_ps(MAX_LOG2_WEIGHT)), _CMP_GT_OQ);
-    const __m512 m_new = _mm512_mask_mov_ps(m_old, raised, tile_max);
-    __m512 sums[2] = {_mm512_load_ps(l), _mm512_setzero_ps()};
-    if (raised) {
-        // exp2_(0) is not quite 1: rows whose maximum stays must not be touched because another row's grows.
-        const __m512 rescale = _mm512_mask_mov_ps(_mm512_set1_ps(1), raised, exp2_(_mm512_sub_ps(m_old, m_new)));
-        sums[0] = _mm512_mul_ps(sums[0], rescale);
-        // Where the factor is 0, o may be uninitialised.
-        const __mmask16 nonzero = _mm512_cmp_ps_mask(rescale, _mm512_setzero_ps(), _CMP_GT_OQ);
-        for (i64 d = 0; d < Dp; d++)
-            _mm512_store_ps(o + d * SIDE, _mm512_maskz_mul_ps(nonzero, _mm512_load_ps(o + d * SIDE), rescale));
-        _mm512_store_ps(m, m_new);
+    const __mmask16 raised = is_raised(tile_max, m_old);
+    if (!raised) return;
+    const __m512 m_new = _mm512_mask_mov_ps(m_old, raised, tile_max), rescale = rescaling(m_old, m_new, raised);
+    _mm512_store_ps(m, m_new);
+    _mm512_store_ps(l, _mm512_mul_ps(_mm512_load_ps(l), rescale));
+    // Where the factor is 0, o may be uninitialised.
+    const __mmask16 nonzero = _mm512_cmp_ps_mask(rescale, _mm512_setzero_ps(), _CMP_GT_OQ);
+    for (i64 d = 0; d < Dp; d++)
+        _mm512_store_ps(o + d * SIDE, _mm512_maskz_mul_ps(nonzero, _mm512_load_ps(o + d * SIDE), rescale));
+}
+
+// The scores of a strip for `length` tokens, s[row / 16][token][16], computed step by step amid other work: matrix and vector
+// instructions run at the same time.
+struct Scores {
+    float* s;
+    const bf16 *k, *q;
+    i64 length, K, token = 0, step = 0;
+    bool done() const { return token >= length; }
+    void finish() { while (!done()) advance(); }
+    void advance() {
+        constexpr int BYTES = 4 * SIDE;
+        if (step == 0) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        const bf16* const rows = k + (token / SIDE * K + step) * HALVES;
+        _tile_loadd(4, rows, BYTES);
+        _tile_loadd(5, rows + K * HALVES, BYTES);
+        _tile_loadd(6, q + step * HALVES, BYTES);
+        _tile_loadd(7, q + (K + step) * HALVES, BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        if (++step < K) return;
+        float *const low = s + token * SIDE, *const high = low + length * SIDE;
+        _tile_stored(0, low, BYTES);
+        _tile_stored(1, high, BYTES);
+        _tile_stored(2, low + FLOATS, BYTES);
+        _tile_stored(3, high + FLOATS, BYTES);
+        step = 0;
+        token += PAIRS;
     }
+};
+
+// Turn the scores of `count` tokens for a strip into weights p, pairs along the tokens, and add those to l. Meanwhile the next
+// scores are computed.
+inline void weigh(const float* s, i64 count, float factor, bf16* p, const float* m, float* l, Scores& next) {
     alignas(64) static constexpr uint16_t ORDER[32] = {0,  16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i order = _mm512_load_si512(ORDER);
-    for (i64 t = 0; t < count; t += 2) {
-        const __m512 even = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + t * SIDE), factor16, m_new));
-        const __m512 odd = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + t * SIDE + SIDE), factor16, m_new));
-        sums[0] = _mm512_add_ps(sums[0], even);
-        sums[1] = _mm512_add_ps(sums[1], odd);
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-        _mm512_store_si512(p + t * SIDE, _mm512_permutexvar_epi16(order, both));
+    const __m512 factor16 = _mm512_set1_ps(factor), maxima[2] = {_mm512_load_ps(m), _mm512_load_ps(m + SIDE)};
+    __m512 even_sums[2] = {_mm512_load_ps(l), _mm512_load_ps(l + SIDE)}, odd_sums[2] = {};
+    for (i64 group = 0; group < count; group += 8) {
+        for (i64 t = group; t < group + 8; t += 2)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const i64 at = (half * count + t) * SIDE;
+                const __m512 even = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + at), factor16, maxima[half]));
+                const __m512 odd = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + at + SIDE), factor16, maxima[half]));
+                even_sums[half] = _mm512_add_ps(even_sums[half], even);
+                odd_sums[half] = _mm512_add_ps(odd_sums[half], odd);
+                _mm512_store_si512(p + at, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+            }
+        if (!next.done()) next.advance();
     }
-    _mm512_store_ps(l, _mm512_add_ps(sums[0], sums[1]));
+    for (int half = 0; half < 2; half++) _mm512_store_ps(l + half * SIDE, _mm512_add_ps(even_sums[half], odd_sums[half]));
 }
 
 // Buffers of one thread for up to `rows` query rows. m, l and o are of the current split, the totals of those before it.
@@ -192,7 +254,7 @@ struct Scratch {
     const Buffer<bf16> q, k, v, p;
     const Buffer<int32_t> positions;  // of each row's token in its sequence
     Scratch(i64 D, i64 rows)
-        : Dp((D + PAIRS - 1) / PAIRS * PAIRS), o(rows * Dp), s(KV_TILE * STRIP), m(rows), l(rows), total_o(rows * Dp),
+        : Dp((D + PAIRS - 1) / PAIRS * PAIRS), o(rows * Dp), s(2 * KV_TILE * STRIP), m(rows), l(rows), total_o(rows * Dp),
           total_m(rows), total_l(rows), q(rows * Dp), k(KV_TILE * Dp), v(KV_TILE * Dp), p(KV_TILE * STRIP), positions(rows) {}
 };
 
@@ -247,24 +309,36 @@ inline void mask_scores(float* s, i64 first, i64 count, const int32_t* positions
     }
 }
 
-// Attend from one strip of rows, starting at `row`, to the visible ones of the tokens [first, first + count).
-inline void attend_strip(const Problem& a, i64 row, i64 first, i64 count, Scratch& x) {
-    const i64 Dp = x.Dp, first_position = x.positions[row] - first, last_position = x.positions[row + STRIP - 1] - first;
-    const i64 kv_begin = a.window ? std::max<i64>(0, first_position + 1 - a.window) / PAIRS * PAIRS : 0;
-    const i64 length = (std::min(count, last_position + 1) - kv_begin + PAIRS - 1) / PAIRS * PAIRS;
-    const i64 unmasked = a.window ? 0 : std::clamp<i64>(first_position + 1, 0, length);  // leading tokens visible to all rows
-    if (length <= 0) return;
-    multiply(x.s, length / SIDE, x.k + kv_begin * Dp, Dp / PAIRS, x.q + row * Dp, Dp / PAIRS, length / SIDE, Dp / PAIRS, false);
-    for (i64 i = 0; i < STRIP; i += SIDE) {
-        float* const s = x.s + i * length;
+// The tokens [begin, begin + length) of a tile that some row of a strip sees, of which all rows see the leading `unmasked` ones.
+struct Strip {
+    i64 row, begin, length, unmasked;
+    Strip(const Problem& a, i64 row, i64 first, i64 count, const Scratch& x) : row(row) {
+        const i64 first_position = x.positions[row] - first, last_position = x.positions[row + STRIP - 1] - first;
+        begin = a.window ? std::max<i64>(0, first_position + 1 - a.window) / PAIRS * PAIRS : 0;
+        length = std::max<i64>(0, (std::min(count, last_position + 1) - begin + PAIRS - 1) / PAIRS * PAIRS);
+        unmasked = a.window ? 0 : std::clamp<i64>(first_position + 1, 0, length);
+    }
+    // Its scores, which go to one of two buffers in turns.
+    Scores scores(const Scratch& x) const {
+        return {x.s + row / STRIP % 2 * KV_TILE * STRIP, x.k + begin * x.Dp, x.q + row * x.Dp, length, x.Dp / PAIRS};
+    }
+};
+
+// Attend from one strip, given its scores, to the visible ones of the tokens from `first` on.
+inline void attend_strip(const Problem& a, const Strip& strip, i64 first, float* scores, Scores& next, Scratch& x) {
+    const i64 Dp = x.Dp, row = strip.row, length = strip.length;
+    for (i64 i = 0; length && i < STRIP; i += SIDE) {
+        float* const s = scores + i * length;
         if (a.softcap > 0)
             for (i64 t = 0; t < length; t++) store(s + t * SIDE, apply_softcap(load(s + t * SIDE) * a.scale, a));
-        mask_scores(s + unmasked * SIDE, first + kv_begin + unmasked, length - unmasked, x.positions + row + i, a.window);
-        online_softmax(s, length, (a.softcap > 0 ? 1 : a.scale) * LOG2_E, x.p + i * length, x.m + row + i, x.l + row + i,
-                       x.o + (row + i) * Dp, Dp);
+        mask_scores(s + strip.unmasked * SIDE, first + strip.begin + strip.unmasked, length - strip.unmasked,
+                    x.positions + row + i, a.window);
+        raise_maxima(s, length, exponent_factor(a), x.m + row + i, x.l + row + i, x.o + (row + i) * Dp, Dp);
     }
-    multiply(x.o + row * Dp, Dp / SIDE, x.v + kv_begin / PAIRS * HALVES, KV_TILE / PAIRS, x.p, length / PAIRS, Dp / SIDE,
-             length / PAIRS, true);
+    weigh(scores, length, exponent_factor(a), x.p, x.m + row, x.l + row, next);
+    next.finish();
+    multiply(x.o + row * Dp, Dp / SIDE, x.v + strip.begin / PAIRS * HALVES, KV_TILE / PAIRS, x.p, length / PAIRS,
+             length ? Dp / SIDE : 0, length / PAIRS);
 }
 
 // Attend from `rows` loaded query rows to their visible ones of the tokens [begin, stop), which lie in one split.
@@ -273,11 +347,20 @@ inline void attend_split(const Problem& a, const PagedKV<bf16>& kv, i64 rows, i6
     std::fill_n((float*)x.l, rows, 0.f);
     for (i64 first = begin / KV_TILE * KV_TILE, next; first < stop; first = next) {
         next = std::min(first + KV_TILE, stop);
-        const i64 next_count = std::min(KV_TILE, stop - next);
-        load_kv(kv, first, std::max<i64>(0, begin - first), next - first, x.Dp, x.k, x.v);
+        const i64 count = next - first, next_count = std::min(KV_TILE, stop - next);
+        load_kv(kv, first, std::max<i64>(0, begin - first), count, x.Dp, x.k, x.v);
+        forget();
+        Strip strip(a, 0, first, count, x);
+        Scores scores = strip.scores(x);
+        scores.finish();
         for (i64 row = 0; row < rows; row += STRIP) {
             prefetch(kv, next + row * next_count / rows, next + (row + STRIP) * next_count / rows);
-            attend_strip(a, row, first, next - first, x);
+            const Strip following(a, std::min(row + STRIP, rows - STRIP), first, count, x);
+            Scores ahead = following.scores(x);
+            if (row + STRIP >= rows) ahead.length = 0;  // there is none
+            attend_strip(a, strip, first, scores.s, ahead, x);
+            strip = following;
+            scores = ahead;
         }
     }
 }
@@ -307,69 +390,6 @@ inline void add_split(const float* m, const float* l, const float* o, i64 rows, 
         }
     }
 }
-
-// The kernel of one thread.
-struct Kernel {
-    static constexpr i64 SPLIT = amx::SPLIT;
-    const TileConfig tile_config;
-    const Problem& a;
-    Scratch x;
-    Kernel(const Problem& a, bool prefills) : a(a), x(a.D, prefills ? TILE_ROWS : decode_rows(a)) {}
-    static i64 decode_rows(const Problem& a) { return (a.H / a.G + STRIP - 1) / STRIP * STRIP; }
-    static i64 tile_rows(i64 rows) { return amx::tile_rows(rows); }
-    static i64 partial_size(const Problem& a) { return decode_rows(a) * (2 + (a.D + PAIRS - 1) / PAIRS * PAIRS); }
-
-    void prefill(const Tile& tile) {
-        const PagedKV<bf16> kv(a, tile.s, tile.g);
-        const i64 rows = (tile.end - tile.first + STRIP - 1) / STRIP * STRIP;
-        load_queries(a, tile, rows, x);
-        const i64 begin = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, stop = x.positions[rows - 1] + 1;
-        for (i64 split = begin / SPLIT * SPLIT; split < stop; split += SPLIT) {
-            attend_split(a, kv, rows, std::max(begin, split), std::min(split + SPLIT, stop), x);
-            add_split(x.m, x.l, x.o, rows, x);
-        }
-        write_out(a, tile, x);
-    }
-
-    // Attention of one decoding token's rows over one split. The partial result is m[rows], l[rows], o[rows × Dp].
-    void decode(const Split& split, float* partial) {
-        const i64 rows = decode_rows(a);
-        load_queries(a, {split.s, split.g, 0, a.H / a.G}, rows, x);
-        attend_split(a, PagedKV<bf16>(a, split.s, split.g), rows, split.first, split.end, x);
-        std::copy_n((const float*)x.m, rows, partial);
-        std::copy_n((const float*)x.l, rows, partial + rows);
-        std::copy_n((const float*)x.o, rows * x.Dp, partial + 2 * rows);
-    }
-
-    void combine(const Split& split, const float* partials) {
-        const i64 rows = decode_rows(a), size = partial_size(a);
-        std::fill_n((float*)x.total_m, rows, MIN_SCORE);
-        std::fill_n((float*)x.total_l, rows, 0.f);
-        for (i64 i = 0; i < split.count; i++) {
-            const float* const m = partials + i * size;
-            add_split(m, m + rows, m + 2 * rows, rows, x);
-        }
-        write_out(a, {split.s, split.g, 0, a.H / a.G}, x);
-    }
-};
-
-}  // namespace
-}  // namespace amx
-
-#else
-
-namespace amx {
-namespace {
-
-struct Kernel {
-    static constexpr i64 SPLIT = 1;
-    Kernel(const Problem&, bool) {}
-    static i64 tile_rows(i64 rows) { return rows; }
-    static i64 partial_size(const Problem&) { return 0; }
-    void prefill(const Tile&) {}
-    void decode(const Split&, float*) {}
-    void combine(const Split&, const float*) {}
-};
 
 }  // namespace
 }  // namespace amx

@@ -1,4 +1,4 @@
-// The AMX instructions in software, so that tests run amx.h and linear.cpp on processors that have AVX-512 with bfloat16 but no
+// The AMX instructions in software, so that tests run amx*.h and linear.cpp on processors that have AVX-512 with bfloat16 but no
 // AMX. Compiled in with -DPDSERVE_EMULATE_AMX only (PDSERVE_KERNEL_FLAGS in native.py). Far slower than the instructions.
 //
 // Rounding follows the description of TDPBF16PS in Intel's Software Developer's Manual: products of the even and of the odd
@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 namespace {
@@ -35,6 +36,8 @@ inline void emulated_stored(int tile, void* base, int64_t stride) {
 }
 inline void emulated_dpbf16ps(int c, int a, int b) {
     const auto widen = [](uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; };
+    const bool fit = emulated.rows(c) == emulated.rows(a) && emulated.bytes(c) == emulated.bytes(b);
+    if (!fit || emulated.bytes(a) != 4 * emulated.rows(b)) std::abort();  // the processor raises an exception
     for (int m = 0; m < emulated.rows(c); m++) {
         float even[16] = {}, odd[16] = {}, sums[16];
         uint32_t a_pairs[16], b_pairs[16];

@@ -1,4 +1,4 @@
-"""CPU kernel of paged attention (paged.cpp, amx.h). Shape legend: see batch.py."""
+"""CPU kernel of paged attention (paged.cpp, amx_kernel.h). Shape legend: see batch.py."""
 
 import torch
 

@@ -10,7 +10,7 @@
 // (m, l, o) of the splits are combined afterwards (flash-decoding, Dao et al. 2023).
 // Prefill (more new tokens): a task is a tile of query rows (token × query head) of one key/value head. Vector lanes run along
 // the query rows, so that neither the products nor the softmax sum across lanes (after FlashAttention-2, Dao 2023). bfloat16
-// uses amx.h where AMX is available, in both phases.
+// uses amx_kernel.h where AMX is available, in both phases.
 //
 // A query row has the same result, bit for bit, in both phases, in any batch and with any number of threads: KV is content,
 // found by other requests under its key. So both phases round alike:
@@ -28,7 +28,7 @@
 #include <cstring>
 #include <vector>
 
-#include "amx.h"
+#include "amx_kernel.h"
 #include "problem.h"
 #include "vectors.h"
 
@@ -402,7 +402,7 @@ struct VectorKernel {
     static i64 tile_rows(i64) { return ROW_TILE; }
     static i64 partial_size(const Problem& a) { return a.H / a.G * (2 + a.D); }
     void prefill(const Tile& tile) { ::prefill<T>(a, tile, scratch); }
-    void decode(const Split& split, float* partial) {
+    void decode(const Split& split, const Split*, float* partial) {
         const i64 R = a.H / a.G;
         ::decode<T>(a, split, q.data(), s.data(), partial, partial + R, partial + 2 * R);
     }
@@ -433,6 +433,8 @@ void attend(const Problem& a) {
         }
     }
     const i64 num_splits = splits.size(), num_tiles = tiles.size(), size = Kernel::partial_size(a);
+    // Splits that a thread takes at once, and so knows the next one, whose KV it prefetches.
+    const i64 run = std::clamp<i64>(num_splits / (2 * a.threads), 1, 8);
     const bool combines = std::any_of(splits.begin(), splits.end(), [](const Split& split) { return split.count > 1; });
     const amx::Buffer<float> partials(num_splits * size);
 #pragma omp parallel num_threads((int)a.threads) if (work * a.D > 1 << 16)
@@ -440,9 +442,10 @@ void attend(const Problem& a) {
         Kernel kernel(a, num_tiles > 0);
 #pragma omp for schedule(dynamic, 1) nowait
         for (i64 i = 0; i < num_tiles; i++) kernel.prefill(tiles[i]);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, run)
         for (i64 i = 0; i < num_splits; i++) {
-            kernel.decode(splits[i], partials + i * size);
+            const Split* const next = (i + 1) % run && i + 1 < num_splits ? &splits[i + 1] : nullptr;
+            kernel.decode(splits[i], next, partials + i * size);
             if (splits[i].count == 1) kernel.combine(splits[i], partials + i * size);
         }
         if (combines) {  // an idle loop costs its barrier: 10 % of a short attention

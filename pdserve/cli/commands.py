@@ -205,11 +205,12 @@ def simulate(config: SimulateConfig) -> None:
 
 
 def plan(config: PlanConfig) -> None:
-    """Find the smallest fleet that meets an SLO, and tell whether disaggregation pays. Exit code 3: none meets it."""
+    """Find the smallest fleet that meets an SLO, and tell whether disaggregation pays. Exit code 3: none meets it; 1:
+    --measured says that the profile is more than half off."""
     from pdserve.tools.planner.command import run
 
-    if not run(config):
-        raise typer.Exit(3)
+    if code := run(config):
+        raise typer.Exit(code)
 
 
 def autoscale(config: AutoscaleConfig) -> None:

@@ -292,6 +292,7 @@ class Engine:
         for seq, accepted in outcome.items():
             if accepted.tokens:
                 seq.output.append(accepted.tokens[-1])
+                accepted.finish_reason = seq.output.finish_reason()
         return StepResult(
             advanced=[*advanced],
             outcome=outcome,

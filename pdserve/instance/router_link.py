@@ -91,7 +91,7 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
             await self.writable.wait()
             now = self._loop.time()
             if now >= next_heartbeat_at:
-                heartbeat = self._instance.reporter.status.heartbeat
+                heartbeat = self._instance.reporter.heartbeat
                 renewals = renewals + 1 if heartbeat == last_heartbeat and renewals < MAX_RENEWALS else 0
                 if renewals:
                     self.send(pb.InstanceFrame(others=last_sent))

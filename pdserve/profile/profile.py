@@ -43,6 +43,7 @@ class Machine:
     device: str = ""
     torch: str = ""
     numerics: str = ""  # class of `pdserve.engine.numerics`; empty for float32
+    cores: int = 0  # that there are for all; 0: unknown
 
 
 @dataclass(frozen=True)

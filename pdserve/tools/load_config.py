@@ -79,6 +79,10 @@ class FleetConfig(LoadConfig):
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     routers: int = flag("router processes", 1, least=1)
+    cores: int | None = flag(
+        "cores of a machine that instances, routers and client share; default: each has its own", None, least=1
+    )
+    busy_threads: float = flag("threads of other programs that compute all the time on --cores", 0.0, least=0)
     store_size: str = flag("bytes of the KV store", "64GiB")
     stretch_prompts: float = flag("factor of all prompt lengths", 1.0, above=0)
     stretch_answers: float = flag("factor of all answer lengths", 1.0, above=0)

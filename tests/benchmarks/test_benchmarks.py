@@ -11,9 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HEAD = {"benchmark", "when", "note", "machine", "commit", "settings", "rows"}
 
 
-def while_benchmarks_change(test: Any) -> Any:
-    """Mark a test of a script that no other test needs."""
-    return pytest.mark.slow(pytest.mark.until_recorded("benchmarks")(test))
+while_benchmarks_change = pytest.mark.until_recorded("benchmarks")  # of scripts that no other test needs
 
 
 @pytest.fixture
@@ -45,6 +43,9 @@ def test_engine(run: Callable[..., Any]) -> None:
         assert row["tokens_per_s"] > 0 and 0 < row["ratio"] < 1
         assert len(row["seconds"]) == len(row["cpu_seconds"]) == content["settings"]["repeat"]
         assert (row["outside_model"] is None) == (engine != "pdserve")
+        assert row["prefix_hits"] == ([0] if engine == "pdserve" else [None]), (
+            "a prompt that an earlier task began with"
+        )
     assert rows["pdserve", "offline"]["tokens"] == 4 * 8
     assert rows["pdserve", "prefill"]["tokens"] == 64
     assert rows["pdserve", "decode"]["tokens"] == 7, "the first of 8 comes from the prefill"

@@ -58,9 +58,7 @@ class Harness:
         self.next_key = 0
         self.instance = instance = SimpleNamespace(
             kv_events=self.kv_events,
-            reporter=SimpleNamespace(
-                status=SimpleNamespace(heartbeat=pb.Heartbeat()), other_load=lambda link: pb.Load()
-            ),
+            reporter=SimpleNamespace(heartbeat=pb.Heartbeat(), other_load=lambda link: pb.Load()),
             drop_link=lambda link: None,
         )
         hello = pb.Hello(instance_id="i")
@@ -197,7 +195,7 @@ def test_heartbeats_that_say_nothing_new_are_replaced_by_a_renewal_of_the_lease(
                 await asyncio.sleep(0.01)
             assert kinds[:2] == ["hello", "heartbeat"]
             assert kinds[2:12] == ["others"] * MAX_RENEWALS + ["heartbeat"]
-            harness.instance.reporter.status.heartbeat = pb.Heartbeat(running=1, counters={"engine_steps": 1.0})
+            harness.instance.reporter.heartbeat = pb.Heartbeat(running=1, counters={"engine_steps": 1.0})
             while not any(frame.heartbeat.running for frame in router.frames):
                 await asyncio.sleep(0.01)
         harness.serving.cancel()

@@ -46,7 +46,7 @@ def test_requests_go_on_without_a_store_that_hangs(
 
     def heartbeat() -> dict[str, float]:
         instance._update_heartbeat()
-        return dict(instance.reporter.status.heartbeat.counters)
+        return dict(instance.reporter.heartbeat.counters)
 
     assert heartbeat()[OUT] == 0
     os.kill(server.pid, signal.SIGSTOP)
@@ -65,7 +65,7 @@ def test_requests_go_on_without_a_store_that_hangs(
     give_up = time.monotonic() + 600
 
     def wait_until_it_is_back() -> None:
-        while instance.reporter.status.heartbeat.counters[OUT]:  # without a request
+        while instance.reporter.heartbeat.counters[OUT]:  # without a request
             instance.run_once(wait=True)
             assert time.monotonic() < give_up
 

@@ -87,6 +87,8 @@ def test_large_scores_stay_finite(dtype: torch.dtype, make_case: Callable[..., A
         (6, 2, 80, 8, 300, None),
         (14, 2, 32, 100, 100, 20.0),
         (2, 1, 16, 16, 2300, None),
+        (4, 4, 64, 32, 2300, None),
+        (16, 1, 96, 16, 300, 20.0),
     ],
 )
 def test_a_row_depends_on_its_own_history_only(

@@ -31,6 +31,7 @@ class BlockPool:
     """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
 
     Attributes:
+        refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
     """
 
@@ -38,7 +39,7 @@ class BlockPool:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._refs = [0] * num_blocks
+        self.refs = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._block_of: dict[bytes, int] = {}
@@ -67,17 +68,13 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def is_shared(self, block: int) -> bool:
-        """Return whether a block has several holders, hence must not be written to."""
-        return self._refs[block] > 1
-
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block, reviving cached ones."""
         for block in blocks:
-            if self._refs[block] == 0:
+            if self.refs[block] == 0:
                 assert block in self._cached, f"block {block} is free and cannot be held"
                 del self._cached[block]
-            self._refs[block] += 1
+            self.refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one reference each, evicting cached blocks when the free ones run out.
@@ -90,7 +87,7 @@ class BlockPool:
         blocks: list[int] = []
         for _ in range(count):
             block = self._free.popleft() if self._free else self._evict()
-            self._refs[block] = 1
+            self.refs[block] = 1
             blocks.append(block)
         return blocks
 
@@ -100,9 +97,9 @@ class BlockPool:
         The last block is released first, so that the tail of a prefix is evicted before its head.
         """
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} released more often than held"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
+            assert self.refs[block] > 0, f"block {block} released more often than held"
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
                 if block in self._key_of:
                     self._cached[block] = None
                 else:
@@ -114,7 +111,7 @@ class BlockPool:
         Args:
             parent, tokens: for the listeners.
         """
-        assert self._refs[block] > 0, f"block {block} registered without a holder"
+        assert self.refs[block] > 0, f"block {block} registered without a holder"
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -124,11 +121,11 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and that keys and blocks agree."""
         free, cached = set(self._free), set(self._cached)
-        held = set(compress(range(self.num_blocks), self._refs))
+        held = set(compress(range(self.num_blocks), self.refs))
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached and not held & (free | cached), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert min(self._refs) >= 0
+        assert min(self.refs) >= 0
         assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
         assert cached <= self._key_of.keys() and not free & self._key_of.keys()
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.block_pool import BlockPairs, BlockPool
 from pdserve.keys import KeyChain, Tokens
 
 BlockTable: TypeAlias = "array[int]"  # int64: a step copies it into its input, which takes a list fifteen times as long
@@ -163,20 +163,20 @@ class SequenceKV:
         """Allocate the blocks that all tokens need, and `further` tokens after them."""
         self.block_ids.extend(pool.allocate(max(0, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))))
 
-    def copy_on_write(self, pool: BlockPool) -> tuple[int, int] | None:
+    def copy_on_write(self, pool: BlockPool) -> BlockPairs:
         """Replace the block that the next token is written to if others read it or may find it by its key.
 
         Returns:
-            (source, target): the block whose content must be copied, and its replacement. None if nothing was replaced.
+            (source, target): the block whose content must be copied, and its replacement. Empty if nothing was replaced.
         """
         index = self._block_to_copy(pool)
         if index is None:
-            return None
+            return []
         self.num_registered = min(self.num_registered, index)
         source, (target,) = self.block_ids[index], pool.allocate(1)
         pool.release([source])
         self.block_ids[index] = target
-        return source, target
+        return [(source, target)]
 
     def drop_blocks(self, pool: BlockPool, stop: int) -> None:
         """Release the blocks before index `stop`, to which no later token attends."""
@@ -263,4 +263,4 @@ class SequenceKV:
         index = self.num_computed // self.block_size
         if index < self.num_registered:  # of a reopened prompt
             return index
-        return index if index < len(self.block_ids) and pool.is_shared(self.block_ids[index]) else None
+        return index if index < len(self.block_ids) and pool.refs[self.block_ids[index]] > 1 else None

@@ -19,7 +19,7 @@ While several tenants have sequences here, those of the lowest level go first, w
 slot or no room, the tenant of the highest level gives way, with its newest sequence that has had its 32 tokens since it last
 did so, as long as the other's level stays below: without slots to spare, levels become equal, and no slot goes to and fro. A
 sequence that loses its slot keeps its blocks until they are needed. A step is not longer for a tenant than its share asks
-for, and hardly longer than alone for one that has used less than its share lately (`shares.py`); what then is left out of it
+for, and hardly longer than alone for one that has used less than its share lately (`budget.py`); what then is left out of it
 takes turns.
 
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
@@ -38,8 +38,7 @@ from operator import attrgetter
 from pdserve.costs import Costs
 from pdserve.engine.memory.block_pool import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
-from pdserve.engine.scheduling.budget import StepBudget
-from pdserve.engine.scheduling.shares import Credit
+from pdserve.engine.scheduling.budget import Credit, StepBudget
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.request import SamplingParams, Tenant
@@ -87,7 +86,7 @@ class Scheduler:
         grows_ahead: give decoding sequences the block of the token after the next one, too, while there are enough.
 
     Attributes:
-        costs: forecasts of swapping and computing.
+        costs: forecasts of swapping and computing, which the owner replaces by newer ones.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
         swap_space: KV of preempted sequences in host memory.
         unreserved: the next sequence that waits for `reserve`, outside of the queues; None if there is none.
@@ -128,14 +127,10 @@ class Scheduler:
         self._credit = Credit()
         self._num_steps = 0
 
-    def use_costs(self, costs: Costs) -> None:
-        """Replace the forecasts by newer ones."""
-        self.costs = costs
-
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
         self._by_tenant.setdefault(seq.tenant, {})[seq] = None
-        _enqueue(self.loaded if seq.kv.block_ids else self.waiting, seq)
+        insort(self.loaded if seq.kv.block_ids else self.waiting, seq, key=_RANK)
 
     def fork(
         self, seq: Sequence, request_id: str, sampling: SamplingParams, features: tuple[Feature, ...] = ()
@@ -185,8 +180,10 @@ class Scheduler:
         Args:
             pause_storing: leave out sequences whose KV is stored as it is computed.
         """
-        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
         self._num_steps += 1
+        if not self._by_tenant:
+            return SchedulerOutput()
+        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
@@ -272,7 +269,7 @@ class Scheduler:
             self.pool.release(hits)
             return False
         seq.kv.take_blocks(first_block, hits, self.pool.allocate(needed))
-        self.prefix_queries += len(seq) - first_block * self.pool.block_size
+        self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
 
@@ -291,10 +288,11 @@ class Scheduler:
         return 0 if self.window is None else max(0, num_computed + 1 - self.window) // self.pool.block_size
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
-        for seq in self.running:
-            seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
+        if self.window is not None:
+            for seq in self.running:
+                seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
         for seq in list(self.running):
-            if seq not in output.preempted:
+            if seq not in output.preempted and seq.kv.blocks_needed(self.pool):
                 self._ensure_blocks(seq, output)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
         decoding, prompts = list[Sequence](), list[Sequence]()
@@ -337,9 +335,7 @@ class Scheduler:
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
-        if not seq.kv.blocks_needed(self.pool):
-            return
-        while not self._has_room(seq):
+        while seq.kv.blocks_needed(self.pool) > self.pool.num_free:
             if paused := [one for one in self.loaded if one.gave_way_at is not None]:
                 self._preempt(paused[-1], self.loaded, output)
                 continue
@@ -356,7 +352,8 @@ class Scheduler:
                 self._preempt(victim, self.running, output)
             if seq in victims:
                 return
-        self._append_blocks(seq, output)
+        output.block_copies += seq.kv.copy_on_write(self.pool)
+        seq.kv.grow(self.pool)
 
     def _last_to_run(self, tenant: Tenant) -> Sequence:
         """Return the newest running sequence of the tenant of the highest level; of this one if no other is above it."""
@@ -371,14 +368,6 @@ class Scheduler:
         candidates = [one for one in self.running if levels.get(one.tenant, 0.0) > level and one.may_give_way]
         return max(reversed(candidates), key=lambda one: (levels[one.tenant], one.rank), default=None)
 
-    def _has_room(self, seq: Sequence) -> bool:
-        return seq.kv.blocks_needed(self.pool) <= self.pool.num_free
-
-    def _append_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
-        if (copy := seq.kv.copy_on_write(self.pool)) is not None:
-            output.block_copies.append(copy)
-        seq.kv.grow(self.pool)
-
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
         held = set(seq.kv.held_blocks)
@@ -392,7 +381,7 @@ class Scheduler:
             output.swap_out += pairs
         output.plan.counts.pop(seq, None)
         seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
-        _enqueue(self.waiting, seq)
+        insort(self.waiting, seq, key=_RANK)
         self.num_preemptions += 1
 
     def _admit(self, output: SchedulerOutput, budget: StepBudget, below: float = math.inf) -> None:
@@ -410,9 +399,10 @@ class Scheduler:
             if seq.kv.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
                 seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
-            self._append_blocks(seq, output)
+            output.block_copies += seq.kv.copy_on_write(self.pool)
+            seq.kv.grow(self.pool)
             seq.kv.admit()
-            _enqueue(self.running, seq)
+            insort(self.running, seq, key=_RANK)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
                 self._schedule(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
@@ -420,7 +410,7 @@ class Scheduler:
     def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Take the slot of a running sequence, which keeps its blocks."""
         self.running.remove(seq)
-        _enqueue(self.loaded, seq)
+        insort(self.loaded, seq, key=_RANK)
         seq.give_way()
         budget.take_back(output.plan.counts.pop(seq, 0))
         output.paused.append(seq)
@@ -463,21 +453,25 @@ class Scheduler:
         for seq in loaded if waiting is None else [*loaded, waiting]:
             if (pause_storing and seq.stores_kv) or (not budget.scored_tokens and seq.reads_logits):
                 continue
-            computed = self._num_computed_if_admitted(seq)
+            if seq.kv.swapped is not None:
+                computed = seq.kv.swapped.num_tokens
+            else:
+                hits = [] if seq.kv.block_ids else self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
+                computed = seq.kv.num_computed + len(hits) * self.pool.block_size
             is_prompt = len(seq) - computed > 1
-            has_time = has_time and (not is_prompt or budget.has_prompt_time(computed))
+            has_time = has_time and (not is_prompt or budget.min_chunk > 0 or budget.affordable(computed) > 0)
             if has_time or not is_prompt:
                 computable.append(seq)
         waiting = computable.pop() if computable and computable[-1] is waiting else None
         first_loaded = None
         for seq in computable:
-            if self._has_room(seq):
+            if seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 first_loaded = seq
                 break
         if waiting is not None and (not computable or _overtakes(waiting, computable, first_loaded, order)):
             first = waiting.kv.swapped.first_block if waiting.kv.swapped is not None else 0
-            hits, watermark = waiting.num_usable_hits, self._watermark(waiting)
-            if self.reserve(waiting, hits, len(waiting), first_block=first, watermark=watermark):
+            most, watermark = waiting.num_usable_hits, self._watermark(waiting)
+            if self.reserve(waiting, most, len(waiting), first_block=first, watermark=watermark):
                 self.waiting.remove(waiting)
                 return waiting
         if first_loaded is not None:
@@ -508,22 +502,12 @@ class Scheduler:
             and not (is_full and self._giving_way(tenant) is None)
         }
 
-    def _num_computed_if_admitted(self, seq: Sequence) -> int:
-        if seq.kv.swapped is not None:
-            return seq.kv.swapped.num_tokens
-        hits = [] if seq.kv.block_ids else self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
-        return seq.kv.num_computed + len(hits) * self.pool.block_size
-
     def _watermark(self, seq: Sequence) -> int:
         """Return how many blocks must stay free when a sequence gets its own.
 
         A preempted sequence is readmitted only if each running one keeps a spare block; otherwise it thrashes.
         """
         return len(self.running) if seq.kv.num_preemptions else 0
-
-
-def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
-    insort(queue, seq, key=_RANK)
 
 
 def _place_alone(seq: Sequence) -> Place:

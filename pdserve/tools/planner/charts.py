@@ -16,7 +16,9 @@ MET, MISSED = "#2c7bb6", "#d7191c"
 COLOURS = ("#1f77b4", "#ff7f0e")
 
 
-def charts(plan: Plan, targets: Sequence[Target], rate: float, price: float) -> list[Chart]:
+def charts(
+    plan: Plan, comparisons: Sequence[Comparison], targets: Sequence[Target], rate: float, price: float
+) -> list[Chart]:
     """Return all charts of a plan."""
     shown = [trial for trials in plan.trials for trial in best_of_shapes(trials)]
     return [
@@ -28,7 +30,7 @@ def charts(plan: Plan, targets: Sequence[Target], rate: float, price: float) -> 
         *([sensitivity(plan.sensitivity)] if plan.sensitivity else []),
         *(setting(dimension, trials) for dimension, trials in plan.worth.items()),
         *(bars(shown, target) for target in targets),
-        *(beside(one) for one in plan.comparisons),
+        *(beside(one) for one in comparisons),
         speeds(shown),
     ]
 

@@ -50,7 +50,7 @@ def run(config: SimulateConfig) -> None:
             forecasts.append(forecast)
             status.update(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
     console_for_tables().print(as_table(forecasts))
-    for note in notes(config, profile):
+    for note in notes(config, profile, [fleet.size for fleet in fleets]):
         print(note)
     if config.json:
         write_file(Path(config.json), json.dumps([as_dict(forecast) for forecast in forecasts], indent=2) + "\n")

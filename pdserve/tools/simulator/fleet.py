@@ -3,7 +3,7 @@
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from pdserve.tools.bench.sweep import is_saturated
 from pdserve.tools.bench.traces import BLOCK
 from pdserve.tools.load_config import FleetConfig
 from pdserve.tools.simulator.breakdown import breakdown
+from pdserve.tools.simulator.cores import SharedCores, cores_needed
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.simulation import MODEL, Deployment, Simulation
 
@@ -192,8 +193,10 @@ def check_fits(config: FleetConfig, profile: Profile) -> None:
         )
 
 
-def notes(config: FleetConfig, profile: Profile) -> list[str]:
-    """Return sentences on what a forecast takes from the profile that was not measured."""
+def notes(config: FleetConfig, profile: Profile, sizes: Sequence[int] = ()) -> list[str]:
+    """Return sentences on what a forecast takes from the profile that was not measured, and on cores that fleets of these
+    sizes lack."""
+    known = profile.machine
     limits = {
         "sequences": (config.max_num_seqs or profile.engine.max_num_seqs, profile.step.decode),
         "prompt tokens": (config.max_num_batched_tokens or profile.engine.max_num_batched_tokens, profile.step.prefill),
@@ -205,6 +208,15 @@ def notes(config: FleetConfig, profile: Profile) -> list[str]:
     ]
     used = ("step", "transfers", "overheads")
     assumed = [name for name in profile.assumed if name.partition(".")[0] in used]
+    if (
+        config.cores is None
+        and sizes
+        and (needed := cores_needed(max(sizes), max(1, known.threads), config.routers)) > known.cores > 0
+    ):
+        sentences.append(
+            f"{max(sizes)} instances, routers and a client need {needed} cores, and the profile's machine has {known.cores}: "
+            f"--cores {known.cores} forecasts them there."
+        )
     return [*sentences, *([f"Not measured but assumed: {', '.join(assumed)}."] if assumed else [])]
 
 
@@ -265,7 +277,8 @@ def simulate(
     config = replace(config, **dict(fleet.settings))
     requests, model = draw_requests(config, rate), instance_model(config, profile)
     deployment = deployment_of(config, profile, fleet)
-    simulation, warmup = Simulation(deployment, model, config.seed), config.warmup_requests
+    cores = shared_cores(config, profile, fleet)
+    simulation, warmup = Simulation(deployment, model, config.seed, cores=cores), config.warmup_requests
     outcome = simulation.play(requests, is_chat=config.chat, think_s=config.think_time, warmup=warmup)
     samples = counted(outcome.samples, warmup)
     figures = summarize(samples, objectives, METRICS, PERCENTILES, [])
@@ -281,6 +294,14 @@ def simulate(
         is_saturated(outcome.samples, warmup),
         samples,
     )
+
+
+def shared_cores(config: FleetConfig, profile: Profile, fleet: Fleet) -> SharedCores | None:
+    """Return the cores of `--cores`; None if there are none, or enough of them for each to have its own."""
+    threads, busy = max(1, profile.machine.threads), config.busy_threads
+    if config.cores is None or cores_needed(fleet.size, threads, config.routers) + busy <= config.cores:
+        return None
+    return SharedCores(config.cores, threads, busy)
 
 
 def fleet_roles(fleet: Fleet) -> list[str]:

@@ -291,7 +291,7 @@ class MemoryRunner:
         first = {seq: seq.kv.num_computed + (len(tokens) > len(seq)) for seq, tokens in work.items()}
         for seq, tokens in work.items():
             for at in range(first[seq], len(tokens)):
-                assert not self._pool.is_shared(seq.kv.block_ids[at // BLOCK]), "a write to a shared block"
+                assert self._pool.refs[seq.kv.block_ids[at // BLOCK]] == 1, "a write to a shared block"
                 self._memory[seq.kv.block_ids[at // BLOCK]][at % BLOCK] = tokens[at]
         for seq, tokens in work.items():
             seen = range(0 if self._window is None else max(0, len(tokens) - self._window), len(tokens))

@@ -30,7 +30,8 @@ def test_a_quick_profile_of_the_demo_model(tmp_path: Path) -> None:
     assert profile.engine.max_model_len == 256 and profile.engine.block_bytes == 32768
     assert profile.step.seconds([(200, 0)]) > profile.step.seconds([(16, 0)]) > 0
     assert profile.step.decode_seconds(16, 1600) > 0 and profile.transfers["shm"].bytes_per_s > 0
-    assert {"start_up_s", "overheads.router_token_s"} < set(profile.assumed)
+    assert set(profile.assumed) <= {"start_up_s", "role_flip_s", "swap"} and profile.machine.cores >= 1
+    assert profile.overheads.router_request_s + profile.overheads.router_token_s > 0
     assert profile.overheads.engine_step_s > 0
 
 
