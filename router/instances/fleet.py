@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION, AwakeClock
 from pdserve.costs import Costs
@@ -118,11 +118,9 @@ class InstanceHandle:
 
     def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Store a heartbeat, and its cost model if it carries one."""
-        if heartbeat.costs.prefill:
-            prefill, decode, transfer = (
-                tuple(getattr(heartbeat.costs, name)) for name in ("prefill", "decode", "transfer")
-            )
-            self.candidate.update_costs(Costs(prefill, decode, transfer))
+        costs: Any = heartbeat.costs
+        if costs.prefill:
+            self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), tuple(costs.transfer)))
         self.heartbeat = heartbeat
 
     def update_other_load(self, load: pb.Load) -> None:
@@ -258,7 +256,8 @@ class Fleet:
 
         The time in which this router was stalled itself does not count.
         """
-        now = self._clock.tick()
+        self._clock.tick()
+        now = self.awake_now()
         for instance in list(self.instances.values()):
             if now - instance.lease_renewed_at > self._lease_seconds:
                 instance.connection.abort()  # a frozen instance must not read the unsent frames when it wakes up

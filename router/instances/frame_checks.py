@@ -100,7 +100,24 @@ def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> s
         case "outputs" | "hello" | "draining" | "failed":
             return ""
         case "heartbeat":
-            return _heartbeat_fault(frame.heartbeat, num_blocks)
+            beat = frame.heartbeat
+            if len(beat.counters) > MAX_COUNTERS:
+                return f"a heartbeat has {len(beat.counters)} counters; the limit is {MAX_COUNTERS}"
+            for key, value in beat.counters.items():
+                if reason := _series_fault(key):
+                    return reason
+                if not 0 <= value < math.inf:
+                    return f"the counter {key!r} is {value}; it must be finite and not negative"
+            if beat.free_blocks > num_blocks:
+                return f"a heartbeat reports {beat.free_blocks} free blocks of {num_blocks}"
+            costs = beat.costs
+            lengths = len(costs.prefill), len(costs.decode), len(costs.transfer)
+            if lengths not in ((3, 3, 2), (0, 0, 0)):
+                return f"its cost models have {lengths} coefficients instead of (3, 3, 2)"
+            for value in (*costs.prefill, *costs.decode, *costs.transfer):
+                if not 0 <= value <= MAX_SECONDS:
+                    return f"a coefficient of its cost models is not from 0 to {MAX_SECONDS:g} seconds"
+            return ""
         case "blocks":
             for keys in (frame.blocks.added, frame.blocks.removed):
                 if len(keys) % KEY_BYTES or len(keys) > KEY_BYTES * MAX_KEYS_PER_FRAME:
@@ -113,26 +130,6 @@ def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> s
             return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
         case other:
             return f"a frame of an unknown kind ({other})"
-
-
-def _heartbeat_fault(heartbeat: pb.Heartbeat, num_blocks: int) -> str:
-    if len(heartbeat.counters) > MAX_COUNTERS:
-        return f"a heartbeat has {len(heartbeat.counters)} counters; the limit is {MAX_COUNTERS}"
-    for key, value in heartbeat.counters.items():
-        if reason := _series_fault(key):
-            return reason
-        if not 0 <= value < math.inf:
-            return f"the counter {key!r} is {value}; it must be finite and not negative"
-    if heartbeat.free_blocks > num_blocks:
-        return f"a heartbeat reports {heartbeat.free_blocks} free blocks of {num_blocks}"
-    costs = heartbeat.costs
-    lengths = len(costs.prefill), len(costs.decode), len(costs.transfer)
-    if lengths not in ((3, 3, 2), (0, 0, 0)):
-        return f"its cost models have {lengths} coefficients instead of (3, 3, 2)"
-    for value in (*costs.prefill, *costs.decode, *costs.transfer):
-        if not 0 <= value <= MAX_SECONDS:
-            return f"a coefficient of its cost models is not from 0 to {MAX_SECONDS:g} seconds"
-    return ""
 
 
 @lru_cache(4096)
