@@ -95,11 +95,14 @@ class Candidate:
         leave prompts a part of each step only, if the instance has an ITL target.
         """
         if self._prefill_terms is None:
-            seconds = self.costs.total_prefill_seconds(self.prefills + 1, self.prefill_tokens, self.attended_tokens)
-            _, per_token, per_pair = self.costs.prefill
-            decoding = self.requests - self.prefills if self.context_tokens else 0
-            step = self.costs.step_seconds(decoding, self.context_tokens)
-            stretch = self._stretch(step)
+            per_prompt, per_token, per_pair = self.costs.prefill
+            seconds = (
+                per_prompt * (self.prefills + 1) + per_token * self.prefill_tokens + per_pair * self.attended_tokens
+            )
+            step, stretch = 0.0, 1.0
+            if self.context_tokens and (decoding := self.requests - self.prefills):
+                step = self.costs.step_seconds(decoding, self.context_tokens)
+                stretch = self._stretch(step)
             self._prefill_terms = seconds * stretch + step, per_token * stretch, per_pair * stretch
         return self._prefill_terms
 
@@ -116,11 +119,12 @@ class Candidate:
         The first four are in seconds, and the step includes one more sequence of no tokens; the last is the room in the pool.
         """
         if self._decode_terms is None:
-            step = self.costs.step_seconds(self.requests + 1, self.context_tokens)
+            per_step, per_sequence, per_token = self.costs.decode
+            step = per_step + per_sequence * (self.requests + 1) + per_token * self.context_tokens
             per_transfer, per_byte = self.costs.transfer
             free_tokens = self.capacity_tokens - self.context_tokens
             per_transfer = per_transfer if self.token_bytes else 0.0
-            self._decode_terms = step, self.costs.decode[2], per_transfer, per_byte * self.token_bytes, free_tokens
+            self._decode_terms = step, per_token, per_transfer, per_byte * self.token_bytes, free_tokens
         return self._decode_terms
 
     @property

@@ -131,7 +131,7 @@ def test_instances_serve_in_their_role_unless_they_drain_or_leave(
     fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
 ) -> None:
     def serving() -> list[str]:
-        return [instance.id for instance in fleet.serving("decode", "both")]
+        return [instance.id for instance in fleet.serving["decode"]]
 
     assert serving() == []
     first, second = (fleet.register(make_hello(name), make_connection()) for name in ("decode-0", "decode-1"))
