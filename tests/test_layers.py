@@ -74,7 +74,7 @@ DECISION_FILES = (
     "pdserve/control/awake_clock",
     "pdserve/costs",
     "pdserve/engine/scheduling/budget",
-    "pdserve/engine/memory/block_pool",
+    "pdserve/engine/memory/blocks",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",
     "pdserve/engine/sequence",

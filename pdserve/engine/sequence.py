@@ -1,6 +1,6 @@
 """State of one sequence in the engine: where it stands in the queues, its KV, its output, and the sequences beside it.
 
-`Sequence.kv` (`memory/sequence_kv.py`) has its blocks and what of it is computed, `Sequence.output` its tokens and when they
+`Sequence.kv` (`memory/blocks.py`) has its blocks and what of it is computed, `Sequence.output` its tokens and when they
 end. Plain data: only methods of these classes change it; other modules call them and read the attributes.
 """
 
@@ -9,8 +9,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
-from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.memory.sequence_kv import BlockTable, SequenceKV, SwappedKV
+from pdserve.engine.memory.blocks import BlockPool, BlockTable, SequenceKV, SwappedKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
 from pdserve.logits_processors import LogitsProcessor

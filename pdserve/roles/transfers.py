@@ -23,7 +23,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, Result, request_cancel
 from pdserve.roles.break_even import BreakEven, Reason

@@ -51,7 +51,7 @@ def removing_new_segments(url: str) -> Iterator[None]:
 
 def count_leases(url: str) -> int:
     """Count the blocks that are leased now in the segments of this URL."""
-    return slab.count_leases(_segment_name(url))
+    return sum(map(slab.count_leases, segment.paths(_segment_name(url))))
 
 
 class ShmConnector(BatchedConnector):
@@ -68,7 +68,7 @@ class ShmConnector(BatchedConnector):
         self._size = query.size("size", None)
 
     def open(self) -> None:
-        self._slab = slab.attach(self._name, self.payload_lengths[-1], self._size)
+        self._slab = segment.attach(self._name, self.payload_lengths[-1], self._size)
 
     def shut(self) -> None:
         self._slab.close()
