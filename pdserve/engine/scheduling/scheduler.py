@@ -8,7 +8,7 @@ Order within a step:
     2. loaded sequences, which hold blocks already (their KV was loaded, or they are forks), and waiting ones, by rank.
        Prompts do not hold up a sequence that only decodes, and one that lacks blocks does not hold up one that has its own.
 
-A prompt that would fill the rest of a step leaves half of that to shorter ones of its tenant: those that fit into the step, or
+A prompt that would fill the rest of a step leaves half of that to shorter ones of its tenant: those that fit into the step or
 are at most half as long as what is left of it (for longer ones, sharing costs more time than it saves). The shortest goes
 first. So short prompts do not wait for long ones, and long ones take at most twice their time, however many short ones come.
 
