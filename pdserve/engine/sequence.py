@@ -205,6 +205,8 @@ class Sequence:
         tenant: whose request it is.
         gave_way_at: its length when it last gave way to another tenant; None if it never has.
         last_turn: the last step that computed it, among those that were too short for all sequences of its tenant.
+        size: tokens to compute when it was queued without blocks.
+        overtaken: how often shorter prompts went before it when it lacked blocks.
         stores_kv: its role stores its KV as it is computed; the scheduler pauses it while the store is behind.
         siblings: sequences of the same request that wait for this one's prompt, to share its KV.
         leader: the sequence for whose prompt this one waits.
@@ -220,6 +222,8 @@ class Sequence:
     tenant: Tenant = NO_TENANT
     gave_way_at: int | None = None
     last_turn: int = 0
+    size: int = 0
+    overtaken: int = 0
     stores_kv: bool = False
     siblings: list["Sequence"] = field(default_factory=list)
     leader: "Sequence | None" = None
