@@ -73,7 +73,7 @@ UNORDERED = ("pdserve/engine", "kernels", "proto", "pdserve/demo_model")  # pack
 DECISION_FILES = (
     "pdserve/costs",
     "pdserve/engine/scheduling/budget",
-    "pdserve/engine/memory/block_pool",
+    "pdserve/engine/memory/blocks",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",
     "pdserve/engine/sequence",

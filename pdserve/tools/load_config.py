@@ -16,6 +16,7 @@ from pdserve.config import (
     parse_size,
     policy_flag,
 )
+from pdserve.tools.roofline.devices import DEVICES, WEIGHTS
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
 
@@ -60,6 +61,18 @@ class FleetConfig(LoadConfig):
     GROUP: ClassVar = "Fleets"
 
     profile: str = flag("profile of the model on the machine, from `pdserve profile`", "profile.json")
+    model: str = flag(
+        "with --gpu: directory with a config.json, or name of a built-in shape; nothing is downloaded", ""
+    )
+    gpu: str | None = flag(
+        "GPU whose data sheet gives the profile of --model; default: --profile", None, choices=tuple(DEVICES)
+    )
+    weights: str = flag("with --gpu: format of the weights", "bf16", choices=tuple(WEIGHTS))
+    tensor_parallel_size: str = flag(
+        "with --gpu: GPUs of an instance; auto: `pdserve plan` compares 1, 2, 4 and 8", "1"
+    )
+    prefill_tensor_parallel_size: int | None = flag("the same of prefill instances; default: as above", None, least=1)
+    decode_tensor_parallel_size: int | None = flag("the same of decode instances; default: as above", None, least=1)
     connector: str = flag("scheme of a connector of the profile; empty: its first", "")
     num_blocks: int | None = flag("KV blocks per instance; default: as in the profile", None, least=1)
     block_size: int | None = flag(
@@ -93,6 +106,10 @@ class FleetConfig(LoadConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         parse_size(self.store_size)
+        if self.gpu and not self.model:
+            raise ValueError("--gpu needs --model")
+        if self.tensor_parallel_size != "auto" and not self.tensor_parallel_size.isdecimal():
+            raise ValueError(f"--tensor-parallel-size must be a number or auto, not {self.tensor_parallel_size}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +136,7 @@ class PlanConfig(FleetConfig):
         "results of `pdserve bench serve --save-result` to compare, by fleet, such as 1P+1D=a.json,2B=b.json; empty: none",
         "",
     )
-    price: float = flag("of one instance per hour; 0: unknown", 0.0, least=0)
+    price: float = flag("of one instance per hour, with --gpu of one GPU; 0: unknown", 0.0, least=0)
     json: str = flag("JSON file with all figures; empty: none", "")
     html: str = flag("HTML report in one file; needs plotly; empty: none", "")
 

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION, AwakeClock
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 TICKS_PER_LEASE = 6  # number of times that leases are checked within one lease
 HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
 ACK_INTERVAL_S = 2.0  # a tenth of the silence after which instances take a router for lost; each frame wakes a process
+
+
+_PREFILL_TOKENS = attrgetter("prefill_tokens")
 
 
 class Connection(Protocol):
@@ -100,12 +104,20 @@ class InstanceHandle:
 
     def assign(self, request_id: str, remaining: Load) -> None:
         """Add a request, or update its remaining work."""
-        self.candidate.replace_load(self.requests.get(request_id, NO_LOAD), remaining)
-        self.requests[request_id] = remaining
+        old, self.requests[request_id] = self.requests.get(request_id, NO_LOAD), remaining
+        self._replace_load(old, remaining)
 
     def unassign(self, request_id: str) -> None:
         """Remove a request, if it is assigned."""
-        self.candidate.replace_load(self.requests.pop(request_id, NO_LOAD), NO_LOAD)
+        self._replace_load(self.requests.pop(request_id, NO_LOAD), NO_LOAD)
+
+    def _replace_load(self, old: Load, new: Load) -> None:
+        longest = self.candidate.longest
+        if new.prefill_tokens >= longest.prefill_tokens:
+            self.candidate.longest = new
+        elif old == longest:
+            self.candidate.longest = max(self.requests.values(), key=_PREFILL_TOKENS, default=NO_LOAD)
+        self.candidate.replace_load(old, new)
 
     def index_age(self, now: float) -> float:
         """Return how many seconds the prefix index lags behind this instance's pool."""

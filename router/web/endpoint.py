@@ -7,6 +7,7 @@ of the type `JsonBody` gets the unparsed body, because FastAPI's own parsing has
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from enum import Enum
+from functools import cache
 from inspect import signature
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -76,6 +77,13 @@ def generation_examples(**fields: Any) -> Any:
     )
 
 
+@cache
+def _error_fields(model: type[Answer]) -> Mapping[int | str, Any]:
+    """Return FastAPI's description of a body of each status, for all endpoints: there are 400, and each takes 0.2 ms."""
+    described: dict[int | str, dict[str, Any]] = {status: {"model": model} for status in ERRORS}
+    return APIRoute("/", lambda: None, responses=described).response_fields
+
+
 class Endpoint(APIRoute):
     """The route of an endpoint.
 
@@ -110,9 +118,7 @@ class Endpoint(APIRoute):
         self.has_body = _has_body(function)
         has_body = self.has_body or json_only
         statuses = sorted({*errors, *COMMON_ERRORS, *(BODY_ERRORS if has_body else ())})
-        described: dict[int | str, dict[str, Any]] = {
-            status: {"description": ERRORS[status], "model": error_model} for status in statuses
-        }
+        described: dict[int | str, dict[str, Any]] = {status: {"description": ERRORS[status]} for status in statuses}
         self.method = method
         super().__init__(
             path,
@@ -123,7 +129,7 @@ class Endpoint(APIRoute):
             responses={**(responses or {}), **described},
             **options,
         )
-
+        self.response_fields |= {status: _error_fields(error_model)[status] for status in statuses}
         self._has_params = "{" in path
         self._run = AsyncExitStackMiddleware(self.app)
         self._respond = self.get_route_handler() if self.has_body else None

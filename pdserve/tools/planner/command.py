@@ -13,14 +13,15 @@ from pdserve.tools.bench.requests import counted
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.advice import advise, describe, env_lines, trade
 from pdserve.tools.planner.charts import charts
+from pdserve.tools.planner.gpus import cheapest, costs, fitting, gpus_by_role
 from pdserve.tools.planner.measured import Correction, load_measured
 from pdserve.tools.planner.plan import CHANGE, Plan, Planner
 from pdserve.tools.planner.search import NOISE, Trial, best
 from pdserve.tools.planner.settings import Dimension
 from pdserve.tools.planner.slo_file import check_groups, load_targets
 from pdserve.tools.planner.targets import Target, thin_sentences
-from pdserve.tools.simulator.command import as_dict, as_table, console_for_tables
-from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes
+from pdserve.tools.simulator.command import as_dict, as_table, as_text, console_for_tables
+from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes, num_gpus
 
 WORTHLESS_PROFILE, NO_FLEET = 1, 3  # exit codes
 
@@ -33,9 +34,16 @@ def run(config: PlanConfig) -> int:
     """
     targets = load_targets(config.slo, config.slo_file)
     plotly = page.load_plotly() if config.html else ""
-    profile = load_profile(config)
+    degrees = fitting(config) if config.gpu and config.tensor_parallel_size == "auto" else []
     with Console(stderr=True).status("simulating") as status:
-        planner = Planner(config, profile, targets, status)
+        if degrees:
+
+            def smallest(own: PlanConfig) -> Trial:
+                return Planner(own, load_profile(own), targets, status).smallest()
+
+            config = cheapest(config, degrees, smallest)
+        profile = load_profile(config)
+        planner = Planner(config, profile, targets, status, degrees)
         requests = counted(draw_requests(config, planner.rate), config.warmup_requests)
         check_groups(targets, requests)
         correction = planner.correct(load_measured(config.measured, requests))
@@ -43,7 +51,8 @@ def run(config: PlanConfig) -> int:
     verdict = [*correction.sentences(), *verdict_of(plan, targets, planner.rate, config)]
     details = [*sentences(plan, targets, planner.rate, config), *notes(config, profile)]
     print("\n".join(verdict) + "\n")
-    console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
+    table = as_table([trial.forecast for trials in plan.trials for trial in notable(trials)])
+    console_for_tables().print(table)
     print("\n" + "\n".join(details))
     lines = [*verdict, *details]
     if config.json:
@@ -52,7 +61,8 @@ def run(config: PlanConfig) -> int:
         slo = ", ".join(filter(None, [config.slo, config.slo_file]))
         title = f"Plan for {slo} at {planner.rate:.3g} requests/s"
         drawn = charts(plan, correction.before, targets, planner.rate, config.price)
-        write_file(Path(config.html), page.page(title, "\n".join(lines), [], drawn, plotly))
+        text = page.page(title, as_text(table), [], drawn, plotly, verdict=verdict, details=details)
+        write_file(Path(config.html), text)
     return WORTHLESS_PROFILE if correction.is_worthless else NO_FLEET if plan.chosen is None else 0
 
 
@@ -72,8 +82,9 @@ def verdict_of(plan: Plan, targets: Sequence[Target], rate: float, config: PlanC
             f"The nearest is {describe(nearest, targets)}.{'' if nearest.failure else f' What binds is {nearest.binding}.'}",
         ]
     kind = "Best" if config.instances else "Smallest"
+    rented = f" on {num_gpus(config, plan.chosen.fleet)} x {config.gpu}, by roofline" if config.gpu else ""
     here = [] if plan.here is None else [plan.here.sentence(targets)]
-    return [f"{kind} fleet for {rate:.3g} requests/s: {describe(plan.chosen, targets)}.", *here]
+    return [f"{kind} fleet for {rate:.3g} requests/s{rented}: {describe(plan.chosen, targets)}.", *here]
 
 
 def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanConfig) -> list[str]:
@@ -97,8 +108,8 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     lines.append(f"With {len(plan.repetitions)} other seeds, the SLO is met {met} times.")
     lines += [advise(last, targets), *traded, *worth]
     if config.price:
-        lines.append(f"It costs {fleet.size * config.price:.2f} per hour.")
-    return [*lines, "", *env_lines(plan.chosen)]
+        lines += [costs(config, one) for one in (plan.chosen, *plan.compared[1:])]
+    return [*lines, "", *env_lines(plan.chosen, gpus_by_role(config, fleet))]
 
 
 def _above(breaks: Trial) -> str:

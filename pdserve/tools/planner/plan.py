@@ -9,6 +9,7 @@ from rich.status import Status
 
 from pdserve.profile.profile import Profile
 from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.gpus import thrifty
 from pdserve.tools.planner.here import Here, config_here, is_this_machine, needed_by
 from pdserve.tools.planner.measured import Comparison, Correction, Measured, compare, correct
 from pdserve.tools.planner.search import Trial, best, best_in_mean, close_to_best, headroom, judge, smallest, try_size
@@ -62,10 +63,22 @@ class Plan:
 
 
 class Planner:
-    """Simulates what the search asks for, each run once, and shows how far it is."""
+    """Simulates what the search asks for, each run once, and shows how far it is.
 
-    def __init__(self, config: PlanConfig, profile: Profile, targets: Sequence[Target], status: Status) -> None:
+    Args:
+        degrees: numbers of GPUs that an instance may have; empty: as the settings say.
+    """
+
+    def __init__(
+        self,
+        config: PlanConfig,
+        profile: Profile,
+        targets: Sequence[Target],
+        status: Status,
+        degrees: Sequence[int] = (),
+    ) -> None:
         self._config = config
+        self._degrees = degrees
         self._profile = profile
         self._targets = targets
         self._status = status
@@ -101,6 +114,13 @@ class Planner:
         self._profile = correction.profile
         return correction
 
+    def smallest(self) -> Trial:
+        """Return the best fleet of the smallest size that suffices, or of the largest, before its settings are tuned."""
+        config, itl_targets = self._config, self._itl_targets()
+        if config.instances is not None:
+            return best(try_size(config.instances, itl_targets, self.simulate))
+        return best(smallest(config.max_instances, itl_targets, self.simulate)[-1])
+
     def plan(self) -> Plan:
         """Find the fleet and its settings, its headroom, and what changes of the load do to it."""
         config, itl_targets = self._config, self._itl_targets()
@@ -112,6 +132,8 @@ class Planner:
         self._stage = "settings"
         trials, worth = tune_sizes(trials, settings, self.simulate, may_shrink=config.instances is None)
         nearest = self._nearest(trials[-1])
+        if config.gpu and self._degrees:
+            nearest = thrifty(config, nearest, self._degrees, lambda fleet: self._one(fleet, config, self.rate))
         is_same_kind = nearest.is_colocated is best(trials[-1]).is_colocated
         plan = Plan(trials, nearest, worth if is_same_kind else {})
         if plan.chosen is not None:

@@ -217,6 +217,10 @@ def _print(profile: Profile) -> None:
     console.print(
         f"decode   {decode_a * 1e3:.2f} ms + {decode_b * 1e6:.1f} µs × sequences + {decode_c * 1e9:.0f} ns × context tokens"
     )
+    batch, most = profile.step.saturation, profile.step.decode[-1][0]
+    console.print(
+        f"B_sat    {batch or f'more than {most}'} sequences, whose decode step takes twice as long as that of one"
+    )
     for scheme, one in profile.transfers.items():
         speeds = f"{one.bytes_per_s / 1e9:.2f} GB/s alone, {one.link_bytes_per_s / 1e9:.2f} GB/s together"
         console.print(f"{scheme}://  {one.latency_s * 1e3:.2f} ms per load, {speeds}", markup=False)

@@ -86,6 +86,7 @@ class Simulation:
     Args:
         can_skip: skip plain decode steps, which changes no time but through the thread of a router (see `RouterThread`).
         cores: those that routers, instances and client share; None: each has its own.
+        models: of the instances of a role, if another than `model`.
     """
 
     @_errors_only()
@@ -97,6 +98,7 @@ class Simulation:
         *,
         can_skip: bool = True,
         cores: SharedCores | None = None,
+        models: Mapping[str, InstanceModel] | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.store = SimulatedStore(model.link, deployment.store_blocks)
@@ -110,6 +112,7 @@ class Simulation:
         self._config = deployment.instance
         self._can_skip = can_skip
         self._cores = cores
+        self._models = models or {}
         for role in self._names:
             for _ in range(getattr(deployment, role)):
                 self.add(role)
@@ -117,7 +120,7 @@ class Simulation:
     @_errors_only()
     def add(self, role: str) -> str:
         """Add an instance that is ready, and return its name."""
-        name, model = f"{role}-{next(self._names[role])}", self._model
+        name, model = f"{role}-{next(self._names[role])}", self._models.get(role, self._model)
         config = replace(
             self._config, instance_id=name, num_blocks=model.num_blocks, block_size=model.layout.block_size
         )

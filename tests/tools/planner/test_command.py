@@ -171,7 +171,6 @@ def test_a_plan_writes_its_reports(
     titles = [json.loads(f'"{one.partition(chr(34))[0]}"') for one in text.split('"title": {"text": "')[1:]]
     for part in (
         "by rate",
-        "÷ target; below 1",
         "by instances",
         "until tokens 1 and 2",
         "by ITL p99",
@@ -180,6 +179,12 @@ def test_a_plan_writes_its_reports(
     ):
         assert any(part in title for title in titles), (part, titles)
     assert any("forecast and measured" in title for title in titles)
+    assert not any("÷ target; below 1" in title for title in titles), "one split makes no heat map"
+    assert (
+        text.index("Best fleet" if config.instances else "Smallest fleet")
+        < text.index("<pre>")
+        < text.index('class="chart"')
+    )
 
 
 def test_lengths_are_changed_relative_to_those_given(tiny_profile: Path) -> None:

@@ -35,6 +35,7 @@ from pdserve.tools.simulator.fleet import Fleet, Forecast, draw_requests, mean_r
 
 Run = Callable[..., Any]
 TARGETS = parse_targets("ttft.p90=500ms,itl.p99=0.05s")
+ONE_EACH = {"prefill": 1, "decode": 1, "both": 1}
 
 
 def make_forecast(fleet: Fleet, ttft_ms: float, itl_ms: float, failed: int = 0, rate: float = 5.0) -> Forecast:
@@ -280,9 +281,12 @@ def test_advice_names_the_price_of_the_choice() -> None:
 
 
 def test_lines_for_compose_deploy_the_fleet() -> None:
-    lines = env_lines(trial(Fleet(2, 1), 1, 1))
+    lines = env_lines(trial(Fleet(2, 1), 1, 1), ONE_EACH)
     assert lines == ["PREFILL=2", "PREFILL_GPUS=0,1", "DECODE=1", "DECODE_GPUS=2"]
-    (line,) = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1))
+    several = env_lines(trial(Fleet(1, 2), 1, 1), {"prefill": 2, "decode": 1, "both": 4})
+    assert several[:3] == ["PREFILL=1", "PREFILL_GPUS=0,1", "PREFILL_TENSOR_PARALLEL_SIZE=2"]
+    assert several[3:] == ["DECODE=2", "DECODE_GPUS=2,3"]
+    (line,) = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1), ONE_EACH)
     assert "pdserve up --prefill 0 --decode 0 --both 3 --itl-target-ms 20" in line, "by default, up starts 1P+1D"
 
 
