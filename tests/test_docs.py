@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
-from pdserve.router.api import schemas
+from pdserve.router.api import parsing, schemas
 from pdserve.router.api.field_texts import FIELDS
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.dialects.messages import schemas as messages
@@ -138,7 +138,7 @@ def test_every_field_of_the_api_says_what_it_means() -> None:
         ("messages", messages.MESSAGES_API_NO_OPS),
     ],
 )
-def test_fields_without_effect_are_listed_with_the_values_that_they_may_have(where: str, no_ops: schemas.NoOps) -> None:
+def test_fields_without_effect_are_listed_with_the_values_that_they_may_have(where: str, no_ops: parsing.NoOps) -> None:
     table = section("docs/api.md", "Accepted without effect")
     (row,) = [line for line in table.splitlines() if line.startswith(f"| {where} |")]
     accepted, refused = row.split("; never ")

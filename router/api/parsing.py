@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, get_args
 
-from pydantic import GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from pdserve.errors import BadRequest, InvalidParameter
-from pdserve.router.api.schemas import ANY, MAX_MESSAGES, MESSAGE_NO_OPS, Body, Message, NoOps
 
 ADVICE = {
     "request_id": "send it in the X-Request-Id header",
@@ -30,7 +29,42 @@ MAX_UNKNOWN = 32  # unknown fields of one body
 MAX_NAMES = 100  # that are logged
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # items of a page
 STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")  # of a field's path, such as tools[0].function.name
+MAX_FIELDS = 128  # of an object with fixed fields, unknown ones included: each of these is an error of its own
+MAX_MESSAGES = 16_384
+NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
+ANY = object()  # among these values: all are without effect
 log = logging.getLogger(__name__)
+
+
+def check_size(value: object, most: int) -> object:
+    """Return the value. Raises PydanticCustomError if it is an object with more keys: for each, an error may be built."""
+    if isinstance(value, dict) and len(value) > most:
+        raise PydanticCustomError("too_many_keys", "an object with at most {most} fields", {"most": most})
+    return value
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown fields are errors.
+
+    Attributes:
+        no_ops: unsupported fields and their values without effect.
+        message: of what its messages are; None: it has none.
+        has_raw_messages: its messages are not checked here, and may have fields without effect all the same.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    no_ops: ClassVar[NoOps] = {}
+    message: ClassVar["type[Body] | None"] = None
+    has_raw_messages: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_num_fields(cls, fields: object) -> object:
+        if isinstance(fields, dict) and len(fields) > MAX_FIELDS:
+            check_size(fields, MAX_FIELDS)
+        return fields
+
+
 BodyType = TypeVar("BodyType", bound=Body)
 
 
@@ -151,8 +185,13 @@ def _validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
     known = model.model_fields.keys()
     fields = _drop_no_ops(body, known, model.no_ops)
     messages = fields.get("messages")
-    if "messages" in known and isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-        fields = {**fields, "messages": [_drop_message_no_ops(item, i) for i, item in enumerate(messages)]}
+    if model.message is not None and isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+        of_message, no_ops = model.message.model_fields.keys(), model.message.no_ops
+        dropped = [
+            _drop_no_ops(one, of_message, no_ops, f"messages[{i}].") if isinstance(one, dict) else one
+            for i, one in enumerate(messages)
+        ]
+        fields = {**fields, "messages": dropped}
     with checked_fields(known):
         return model.model_validate(fields)
 
@@ -181,12 +220,6 @@ def _drop_no_ops(body: dict[str, Any], known: Set[str], no_ops: NoOps, prefix: s
         message = f"{prefix}{name} is not supported; {ADVICE.get(name, default)}"
         raise BadRequest(message, kind="unsupported_parameter", param=f"{prefix}{name}")
     return {name: value for name, value in body.items() if name in known or name not in no_ops}
-
-
-def _drop_message_no_ops(message: object, index: int) -> object:
-    if not isinstance(message, dict):
-        return message
-    return _drop_no_ops(message, Message.model_fields.keys(), MESSAGE_NO_OPS, f"messages[{index}].")
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:

@@ -18,9 +18,9 @@ from pdserve.request import SamplingParams, check_length
 from pdserve.router.api.answers import Answer
 from pdserve.router.api.generation import Generation, Json, read
 from pdserve.router.api.http_responses import CLIENT_GONE, json_response
-from pdserve.router.api.parsing import BodyType, JsonBody, or_default
+from pdserve.router.api.parsing import Body, BodyType, JsonBody, or_default
 from pdserve.router.api.requests import build_requests, check_model, check_token_ids, prompt_forms
-from pdserve.router.api.schemas import IDS, LISTS, TEXT, Array, Body, Short, untyped
+from pdserve.router.api.schemas import IDS, LISTS, TEXT, Array, Short, untyped
 from pdserve.router.backend import Backend, ModelInfo, TokenStream
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.tokenizer import Tokenizer
