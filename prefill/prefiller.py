@@ -132,8 +132,9 @@ class Prefiller:
     def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
         """Store the new blocks after an engine step that computed part of the prompt."""
         state, seq, now = self._states[job], job.seq, self._context.now()
+        running = state.running
         self._store_computed(state)
-        for one in state.running:
+        for one in running:
             one.stamp(Stage.PREFILL_STARTED, step_started)
         if accepted.tokens:
             job.report_tokens(accepted, now)
@@ -229,7 +230,11 @@ class Prefiller:
                 announcement.final = final
                 if final:
                     job.stamp(Stage.KV_STORED, self._context.now())
-        if not state.unsampled and not any(job.open_transfers for job in state.jobs):
-            for job in state.jobs:
-                if self._states.pop(job, None) is not None:
-                    self._context.close_job(job)
+        if state.unsampled:
+            return
+        for job in state.jobs:
+            if job.open_transfers:
+                return
+        for job in state.jobs:
+            if self._states.pop(job, None) is not None:
+                self._context.close_job(job)

@@ -29,9 +29,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 if importlib.util.find_spec("hypothesis"):  # the kernels are also tested on machines without it
     import hypothesis
 
-    # On a busy machine any example can be slow.
+    # On a busy machine any example can be slow. Each run draws others; `make slow` is thorough.
     slow = hypothesis.HealthCheck.too_slow
-    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[slow])
+    for profile, examples in (("thorough", 500), ("patient", 40)):
+        hypothesis.settings.register_profile(
+            profile, deadline=None, suppress_health_check=[slow], max_examples=examples
+        )
     hypothesis.settings.load_profile("patient")
 
 # A job in the background of a shell ignores SIGINT, and so would the processes of tests, which are stopped by it.

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -291,6 +292,33 @@ def test_the_site_is_built_without_other_hosts(tmp_path: Path) -> None:
         assert not re.search(
             r"""<(script|img|iframe)[^>]* src="https?:|<link[^>]*stylesheet[^>]* href="http""", page.read_text()
         )
+
+
+SCHEMAS = {
+    "vendor.github-workflows": ".github/workflows/*.yml",
+    "vendor.dependabot": ".github/dependabot.yml",
+    "vendor.github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
+    "vendor.github-issue-forms": ".github/ISSUE_TEMPLATE/[!c]*.yml",
+}
+
+
+def test_what_workflows_run_exists() -> None:
+    for path in sorted(ROOT.glob(".github/workflows/*.yml")):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            for run in (step["run"] for step in job["steps"] if "run" in step):
+                for script in re.findall(r"(?<!\S)(?:scripts|\.ci|tests|deploy)/[\w./]+", run):
+                    assert (ROOT / script).exists(), f"{path.name}: {script}"
+                for target in re.findall(r"(?<!\S)make ([a-z-]+)", run):
+                    check_make([target])
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_workflows_are_valid(schema: str) -> None:
+    pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed: pip install -e '.[docs]'")
+    files = sorted(ROOT.glob(SCHEMAS[schema]))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, files)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert files and checked.returncode == 0, checked.stdout
 
 
 @pytest.mark.parametrize(

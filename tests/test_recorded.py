@@ -55,6 +55,7 @@ def project(tmp_path: Path) -> Path:
     for folder in ("code", "tests/code"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "code" / "a.py").write_text("a = 1\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # else pytest looks for settings in the folders above
     (tmp_path / "keys.txt").write_text("1\n")
     (tmp_path / "constraints.txt").write_text("torch==2.9\n")
     (tmp_path / "tests" / "code" / "test_a.py").write_text(SOURCE)

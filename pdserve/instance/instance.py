@@ -132,7 +132,6 @@ class Instance:
         self._heartbeat_updated_at = 0.0
         self._integrity_checked_at = 0.0
         self._stores_probed_at = 0.0
-        self._update_heartbeat()
 
     @classmethod
     def start(cls, config: InstanceConfig, send: Send) -> "Instance":
@@ -275,7 +274,13 @@ class Instance:
             self._check_idle(started)
         if result.idle or started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
             self._heartbeat_updated_at = started
-            self._update_heartbeat()
+            now = self.now()
+            if now - self._stores_probed_at > PROBE_S:
+                self._stores_probed_at = now
+                self.transfers.probe()
+                self.layout_converter.probe()
+            waiting = len(self.engine.scheduler.waiting) + len(self.decoder.unreserved)
+            self.reporter.update(self._by_sequence.values(), waiting, now)
         return result.idle and not self._has_unsent
 
     def _check_idle(self, now: float) -> None:
@@ -377,15 +382,6 @@ class Instance:
             self._cancel(job)
         error = RequestError(f"the answer takes {size} bytes at once, more than a frame holds", kind="answer_too_large")
         return Output(request_id=job.seq.request_id, error=failure(error))
-
-    def _update_heartbeat(self) -> None:
-        now = self.now()
-        if now - self._stores_probed_at > PROBE_S:
-            self._stores_probed_at = now
-            self.transfers.probe()
-            self.layout_converter.probe()
-        waiting = len(self.engine.scheduler.waiting) + len(self.decoder.unreserved)
-        self.reporter.update(self._by_sequence.values(), waiting, now)
 
     def _attach(self, connector: Connector) -> Connector:
         kv = self.engine.runner.kv

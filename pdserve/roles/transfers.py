@@ -23,7 +23,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, Result, request_cancel
 from pdserve.roles.break_even import BreakEven, Reason
@@ -291,16 +291,11 @@ class Fetcher:
         seq = job.seq
         fetch = _Fetch(job, seq.kv.full_keys()[: seq.num_usable_hits], on_cancelled)
         keys = fetch.keys
-        if self._connector.in_place or self._num_local(fetch) >= len(keys):
+        if self._connector.in_place or seq.kv.num_local(self._engine.pool, keys) >= len(keys):
             self._engine.add(seq)
             return
         job.open_transfers += 1
         when_done(self._context, self._connector.match(keys), partial(self._on_match, fetch))
-
-    def _num_local(self, fetch: _Fetch) -> int:
-        """Return the number of leading blocks that the pool has."""
-        seq = fetch.job.seq
-        return seq.kv.num_registered if seq.kv.block_ids else len(self._engine.pool.match(fetch.keys))
 
     def _on_match(self, fetch: _Fetch, stored: int) -> None:
         """Load blocks if the store has more than the pool and loading pays, else queue the sequence.
@@ -316,7 +311,7 @@ class Fetcher:
         if fetch.job.ended:
             fetch.on_cancelled()
             return
-        local = self._num_local(fetch)
+        local = fetch.job.seq.kv.num_local(self._engine.pool, fetch.keys)
         if stored > local and self._should_load(fetch, local, stored):
             self._load(fetch, local, stored)
         else:

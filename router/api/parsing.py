@@ -1,4 +1,4 @@
-"""Reads, parses and validates JSON bodies of requests, with errors in the router's own format.
+"""Parses and validates JSON bodies of requests, with errors in the router's own format.
 
 No field is ignored silently: an unknown field is an error, with a suggestion where one is close.
 """
@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar, get_args
 
 from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails
-from starlette.requests import Request
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.schemas import ANY, MAX_MESSAGES, MESSAGE_NO_OPS, Body, Message, NoOps
@@ -80,54 +79,6 @@ class UnknownFields:
             self._names.add(name)
             log.warning("requests have the unknown field %r, which is ignored (--unknown-fields)", name)
         return True
-
-
-class UnsupportedMediaType(BadRequest):
-    """The body is not JSON, or compressed."""
-
-    status = 415
-
-
-async def read_json(request: Request) -> bytes:
-    """Return the raw body; raise UnsupportedMediaType if its content type is not JSON, or it is compressed.
-
-    A missing content type and the one that `curl -d` sends by default are accepted as JSON, but not from a web page, which
-    could send them to other origins without asking.
-    """
-    if "content-encoding" in request.headers:
-        check_not_compressed(request)
-    media_type = content_type(request)
-    accepted = media_type == "application/json" or media_type.endswith("+json")
-    if not accepted and media_type in ("", "application/x-www-form-urlencoded"):
-        accepted = "origin" not in request.headers
-    if not accepted:
-        message = "the body must be JSON, with Content-Type: application/json"
-        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
-    return await request.body()
-
-
-def require_json(request: Request) -> None:
-    """Raise UnsupportedMediaType unless the content type is exactly JSON.
-
-    This prevents cross-site requests to a router without keys: a page of another origin cannot send this header without a
-    preflight, which the router refuses.
-    """
-    if content_type(request) != "application/json":
-        message = "this path requires the header Content-Type: application/json"
-        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
-
-
-def check_not_compressed(request: Request) -> None:
-    """Raise UnsupportedMediaType for a body in a content coding such as gzip: a few kilobytes of one can be gigabytes."""
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("identity", ""):
-        message = f"the body must not be compressed: leave out Content-Encoding ({quote(coding)})"
-        raise UnsupportedMediaType(message, kind="unsupported_content_encoding", param="Content-Encoding")
-
-
-def content_type(request: Request) -> str:
-    """Return the media type of the body in lower case, without parameters."""
-    return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def _reject_constant(name: str) -> NoReturn:

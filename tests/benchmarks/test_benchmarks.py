@@ -159,6 +159,7 @@ def test_pd(run: Callable[..., Any]) -> None:
     assert {"output_tok_per_s", "ttft_ms_p50", "itl_ms_p99"} <= {one["figure"] for one in content["against_best"]}
 
 
+@while_benchmarks_change
 def test_router(run: Callable[..., Any]) -> None:
     content = run("router.py")
     rows = content["rows"]

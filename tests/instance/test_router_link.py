@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.cli.deployment import free_port
 from pdserve.control.frame_connection import FrameConnection
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import MAX_KEYS_PER_FRAME, MAX_RENEWALS, RouterLink, RouterLinks
 from pdserve.proto import pdserve_pb2 as pb

@@ -85,7 +85,7 @@ def test_decoding_continues_while_prefill_is_throttled(
     instance = both.instance
     assert instance.transfers.has_waiting_stores and not any(both.tokens(str(i)) for i in range(3))
     assert instance.transfers.in_flight <= LIMIT
-    instance._update_heartbeat()
+    assert instance.run_once(wait=False), "nothing can be done, so the heartbeat is updated"
     assert instance.reporter.heartbeat.counters["kv_transfer_bytes_waiting"] > 0
     assert instance.reporter.heartbeat.counters["store_back_skipped_blocks"] > 0
     resume.set()

@@ -37,7 +37,7 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
         while not done():
             instance.run_once(wait=not instance.engine.has_work)
         instance.reporter.costs_updated_at = 0.0
-        instance._update_heartbeat()
+        instance.reporter.update(instance._by_sequence.values(), 0, instance.now())
 
     sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 

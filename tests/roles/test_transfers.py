@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.keys import token_array
 from pdserve.kv_transfer.connector import Connector, OperationFuture, Outcome, PoolMemory, Result, Stats

@@ -28,6 +28,7 @@ class StepBudget:
         scored_tokens: limit over all prompts whose log probabilities are due: each token needs a large row of logits.
         base: seconds of the step, whatever it computes.
         shares: time that each tenant may add to the step; one that is missing is not limited.
+        kept: tokens and seconds that are set aside for long prompts.
     """
 
     costs: Costs
@@ -37,6 +38,7 @@ class StepBudget:
     scored_tokens: int = 128
     base: float = 0.0
     shares: dict[Tenant, float] = field(default_factory=dict)
+    kept: dict[Sequence, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
     def for_step(
@@ -72,24 +74,46 @@ class StepBudget:
         """Return for how many tokens of a prompt behind `cached` ones there is time."""
         return _tokens_within(self.costs, self.prompt_seconds, cached)
 
-    def allocate(self, seq: Sequence) -> int:
-        """Return how many tokens of a sequence the step computes, and take them off the budget."""
+    def room(self, seq: Sequence) -> int:
+        """Return for how many tokens of a sequence there is room in the step, and time."""
         share = self.shares.get(seq.tenant, math.inf)
         if share <= 0:
             return 0
-        count = min(seq.kv.num_uncomputed, self.tokens)
+        room = self.tokens
         if seq.features and seq.reads_logits:
-            count = min(count, self.scored_tokens)
-            self.scored_tokens -= count
+            room = min(room, self.scored_tokens)
         if not seq.kv.is_decoding:
             affordable = max(self.min_chunk, self.affordable(seq.kv.num_computed))
-            count = min(count, affordable, max(1, _tokens_within(self.costs, share, seq.kv.num_computed)))
-            self.prompt_seconds -= _added_seconds(self.costs, count, seq.kv.num_computed)
-            self.min_chunk = 0
-        self.tokens -= count
-        if share < math.inf:
-            self.shares[seq.tenant] = share - self.seconds(seq, count)
+            room = min(room, affordable, max(1, _tokens_within(self.costs, share, seq.kv.num_computed)))
+        return room
+
+    def allocate(self, seq: Sequence) -> int:
+        """Return how many tokens of a sequence the step computes, and take them off the budget."""
+        if (kept := self.kept.pop(seq, None)) is not None:
+            self._take(seq, -kept[0], -kept[1])
+            self.min_chunk = max(self.min_chunk, kept[0])
+        count = min(seq.kv.num_uncomputed, self.room(seq))
+        if count:
+            if seq.features and seq.reads_logits:
+                self.scored_tokens -= count
+            if not seq.kv.is_decoding:
+                self.min_chunk = 0
+            self._take(seq, count, self.seconds(seq, count))
         return count
+
+    def keep_half(self, seq: Sequence) -> None:
+        """Set aside for a long prompt half of what it could have now, until it is allocated."""
+        tokens = (self.room(seq) + 1) // 2
+        self.min_chunk //= 2
+        self.kept[seq] = tokens, self.seconds(seq, tokens)
+        self._take(seq, *self.kept[seq])
+
+    def _take(self, seq: Sequence, tokens: int, seconds: float) -> None:
+        self.tokens -= tokens
+        if not seq.kv.is_decoding:
+            self.prompt_seconds -= seconds
+        if seq.tenant in self.shares:
+            self.shares[seq.tenant] -= seconds
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""

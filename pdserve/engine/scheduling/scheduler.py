@@ -8,6 +8,10 @@ Order within a step:
     2. loaded sequences, which hold blocks already (their KV was loaded, or they are forks), and waiting ones, by rank.
        Prompts do not hold up a sequence that only decodes, and one that lacks blocks does not hold up one that has its own.
 
+A prompt that would fill the rest of a step leaves half of that to shorter ones of its tenant: those that fit into the step or
+are at most half as long as what is left of it (for longer ones, sharing costs more time than it saves). The shortest goes
+first. So short prompts do not wait for long ones, and long ones take at most twice their time, however many short ones come.
+
 When a running sequence needs a block and none is free, the running sequence of the highest rank is preempted. Its blocks are
 copied to host memory if there is room and copying takes less time than computing them again; otherwise they are recomputed
 later, except for what is still in the prefix cache or is worth loading from the store.
@@ -36,15 +40,16 @@ from itertools import islice
 from operator import attrgetter
 
 from pdserve.costs import Costs
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import StepPlan
-from pdserve.request import SamplingParams, Tenant
+from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
 Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
 Order = Callable[[Sequence], Place]
+MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
 _RANK = attrgetter("rank")
 
 
@@ -130,6 +135,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
         self._by_tenant.setdefault(seq.tenant, {})[seq] = None
+        if not seq.kv.block_ids:
+            seq.size = len(seq) - len(self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])) * self.pool.block_size
         insort(self.loaded if seq.kv.block_ids else self.waiting, seq, key=_RANK)
 
     def fork(
@@ -303,8 +310,10 @@ class Scheduler:
             self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
         )
         if len(self._by_tenant) < 2:
-            for seq in (*decoding, *prompts):
+            for seq in decoding:
                 self._schedule(seq, output, budget)
+            for seq in prompts:
+                self._schedule_prompt(seq, output, budget)
             return budget
         candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
         budget.share([*candidates, *self._queued()], self._credit.creditors(self._by_tenant.keys()))
@@ -317,9 +326,57 @@ class Scheduler:
         for seq in prompts:
             if not output.preempted:
                 self._admit(output, budget, below=order(seq)[0])
-            if seq not in output.paused and seq not in output.plan.counts:
-                self._schedule(seq, output, budget)
+            if seq not in output.paused:
+                self._schedule_prompt(seq, output, budget)
         return budget
+
+    def _schedule_prompt(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
+        """Schedule a prompt that has blocks; if it does not end in this step, behind shorter ones in half of the time."""
+        if seq in output.plan.counts or not (room := budget.room(seq)):
+            return
+        left = seq.kv.num_uncomputed
+        limit = max(left // 2, room if room < left else 0)
+        if 1 < room <= left and (shorter := self._shorter(seq, limit, output)):
+            budget.keep_half(seq)
+            for other in shorter:
+                if budget.room(other) and (other in self.running or self._overtakes(other, output)):
+                    self._schedule(other, output, budget)
+        self._schedule(seq, output, budget)
+
+    def _shorter(self, seq: Sequence, limit: int, output: SchedulerOutput) -> list[Sequence]:
+        """Return the prompts that go before one that does not end in this step, the shortest first."""
+        queued = [] if output.preempted else [*self.loaded, *self.waiting]
+        shorter = [
+            (size, other)
+            for other in (*self.running, *queued)
+            if 1 < (size := other.kv.num_uncomputed if other.kv.block_ids else other.size) <= limit
+            and other.tenant == seq.tenant
+            and other.rank < seq.rank + ARRIVALS_PER_PRIORITY
+            and other is not seq
+            and not (other in output.plan.counts or (output.storing_paused and other.stores_kv))
+            and not (other.reads_logits or other.kv.swapped is not None or other.kv.needs_refetch)
+        ]
+        return [other for _, other in sorted(shorter, key=lambda one: (one[0], one[1].rank))]
+
+    def _overtakes(self, seq: Sequence, output: SchedulerOutput) -> bool:
+        """Run a queued prompt if it has room, and if those that arrived before it and lack room have not waited too often."""
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        if seq.kv.block_ids:
+            if seq.kv.blocks_needed(self.pool) > self.pool.num_free:
+                return False
+            self.loaded.remove(seq)
+        else:
+            first = self.waiting[0]
+            if first is not seq and first.overtaken >= MAX_OVERTAKEN:
+                return False
+            if not self.reserve(seq, seq.num_usable_hits, len(seq), watermark=self._watermark(seq)):
+                return False
+            self.waiting.remove(seq)
+            if first is not seq and not self._fits(first):
+                first.overtaken += 1
+        self._run(seq, output)
+        return True
 
     def _schedule(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         if count := budget.allocate(seq):
@@ -396,16 +453,20 @@ class Scheduler:
                 continue
             if len(self.running) >= self.max_num_seqs and (victim := self._giving_way(seq.tenant)) is not None:
                 self._pause(victim, output, budget)
-            if seq.kv.swapped is not None:
-                output.swap_in += self.swap_space.swap_in(seq)
-                seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
-            output.block_copies += seq.kv.copy_on_write(self.pool)
-            seq.kv.grow(self.pool)
-            seq.kv.admit()
-            insort(self.running, seq, key=_RANK)
+            self._run(seq, output)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
-                self._schedule(seq, output, budget)
+                (self._schedule if seq.kv.is_decoding else self._schedule_prompt)(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
+
+    def _run(self, seq: Sequence, output: SchedulerOutput) -> None:
+        """Run a sequence that has left its queue, and has blocks for the tokens whose KV it has."""
+        if seq.kv.swapped is not None:
+            output.swap_in += self.swap_space.swap_in(seq)
+            seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
+        output.block_copies += seq.kv.copy_on_write(self.pool)
+        seq.kv.grow(self.pool)
+        seq.kv.admit()
+        insort(self.running, seq, key=_RANK)
 
     def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Take the slot of a running sequence, which keeps its blocks."""
@@ -468,7 +529,7 @@ class Scheduler:
             if seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 first_loaded = seq
                 break
-        if waiting is not None and (not computable or _overtakes(waiting, computable, first_loaded, order)):
+        if waiting is not None and (not computable or _goes_first(waiting, computable, first_loaded, order)):
             first = waiting.kv.swapped.first_block if waiting.kv.swapped is not None else 0
             most, watermark = waiting.num_usable_hits, self._watermark(waiting)
             if self.reserve(waiting, most, len(waiting), first_block=first, watermark=watermark):
@@ -515,7 +576,7 @@ def _place_alone(seq: Sequence) -> Place:
     return 0.0, seq.rank
 
 
-def _overtakes(waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None, order: Order) -> bool:
+def _goes_first(waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None, order: Order) -> bool:
     """Return whether a waiting sequence goes before `first_loaded`, the first of some loaded ones that has room.
 
     It overtakes none that is before it in the order, even if that lacks room, nor one of its level that only decodes.

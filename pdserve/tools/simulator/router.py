@@ -180,7 +180,7 @@ class SimulatedClient:
     def _enter(self) -> None:
         num_prompt, num_output, router = len(self.prompt), self.load.output_tokens, self.router
         try:
-            if (info := router.dispatcher.model()) is not None:
+            if (info := router.dispatcher.model) is not None:
                 check_length(num_prompt, num_output, info.max_model_len)
             slot = self.slot = router.admission.enter(ANONYMOUS, num_prompt, num_prompt + num_output)
         except RequestError as error:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.memory.sequence_kv import SequenceKV, SwappedKV
+from pdserve.engine.memory.blocks import BlockPool, SequenceKV, SwappedKV
 from pdserve.keys import KeyChain, token_array
 
 BLOCK = 4

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.budget import CREDIT_S, Credit, split, step_shares
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import TURN, Sequence
