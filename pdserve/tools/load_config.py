@@ -12,6 +12,7 @@ from pdserve.config import (
     PORTS,
     TTFT_TARGET_HELP,
     Settings,
+    UpConfig,
     flag,
     parse_size,
     policy_flag,
@@ -233,3 +234,28 @@ class BenchServeConfig(LoadConfig):
     result_filename: str = flag("name of the JSON file; empty: from rate, model and time", "")
     csv: str = flag("CSV file with a row per request; empty: none", "")
     html: str = flag("HTML report in one file; needs plotly; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig(UpConfig):
+    GROUP: ClassVar = "Benchmark"
+
+    prefill: int = flag("prefill instances", 0, least=0)
+    decode: int = flag("decode instances", 0, least=0)
+    both: int = flag("instances with the role both", 1, least=0)
+    input_len: int = flag("tokens of a prompt", 32, least=1)
+    output_len: int = flag("tokens of an answer", 128, least=1)
+    n: int = flag("answers to a prompt", 1, least=1)
+    output_json: str = flag("JSON file of the figures; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchLatencyConfig(OfflineConfig):
+    batch_size: int = flag("prompts of a batch", 8, least=1)
+    num_iters_warmup: int = flag("batches that do not count", 10, least=0)
+    num_iters: int = flag("batches that count", 30, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchThroughputConfig(OfflineConfig):
+    num_prompts: int = flag("prompts, all at once", 1000, least=1)

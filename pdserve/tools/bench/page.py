@@ -20,6 +20,7 @@ overflow-wrap:anywhere}pre{overflow-x:auto;font-size:.8rem;background:#f6f6f6;pa
 @media(prefers-color-scheme:dark){body{background:#16181c;color:#ddd}pre{background:#22252b}.warning{background:#4d3f10}}"""
 DRAW = """const DARK=matchMedia("(prefers-color-scheme:dark)").matches,GRID={gridcolor:DARK?"#3a3d44":"#e5e5e5"};
 for(const c of CHARTS){const l=c.layout;l.paper_bgcolor=l.plot_bgcolor="rgba(0,0,0,0)";l.font={color:DARK?"#ddd":"#222"};
+for(const s of l.shapes)s.line.color??=l.font.color;
 l.xaxis={...GRID,...l.xaxis};l.yaxis={...GRID,...l.yaxis};Plotly.newPlot(c.id,c.data,l,{responsive:true,displayModeBar:false})}"""
 
 

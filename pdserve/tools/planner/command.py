@@ -1,7 +1,10 @@
 """The command `pdserve plan`."""
 
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from pdserve.tools.simulator.command import as_dict, as_table, as_text, console_
 from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes, num_gpus
 
 WORTHLESS_PROFILE, NO_FLEET = 1, 3  # exit codes
+PROGRESS_S = 5.0  # between two lines about what is simulated
 
 
 def run(config: PlanConfig) -> int:
@@ -35,15 +39,15 @@ def run(config: PlanConfig) -> int:
     targets = load_targets(config.slo, config.slo_file)
     plotly = page.load_plotly() if config.html else ""
     degrees = fitting(config) if config.gpu and config.tensor_parallel_size == "auto" else []
-    with Console(stderr=True).status("simulating") as status:
+    with _progress() as show:
         if degrees:
 
             def smallest(own: PlanConfig) -> Trial:
-                return Planner(own, load_profile(own), targets, status).smallest()
+                return Planner(own, load_profile(own), targets, show).smallest()
 
             config = cheapest(config, degrees, smallest)
         profile = load_profile(config)
-        planner = Planner(config, profile, targets, status, degrees)
+        planner = Planner(config, profile, targets, show, degrees)
         requests = counted(draw_requests(config, planner.rate), config.warmup_requests)
         check_groups(targets, requests)
         correction = planner.correct(load_measured(config.measured, requests))
@@ -64,6 +68,22 @@ def run(config: PlanConfig) -> int:
         text = page.page(title, as_text(table), [], drawn, plotly, verdict=verdict, details=details)
         write_file(Path(config.html), text)
     return WORTHLESS_PROFILE if correction.is_worthless else NO_FLEET if plan.chosen is None else 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says what is simulated: on a terminal as it changes, otherwise a line every few seconds."""
+    console, last = Console(stderr=True), time.monotonic()
+    with console.status("simulating") as status:
+
+        def show(text: str) -> None:
+            nonlocal last
+            status.update(text)
+            if not console.is_terminal and time.monotonic() - last > PROGRESS_S:
+                last = time.monotonic()
+                print(text, file=sys.stderr)
+
+        yield show
 
 
 def notable(trials: Sequence[Trial]) -> list[Trial]:

@@ -71,16 +71,14 @@ def gpus_by_role(config: PlanConfig, fleet: Fleet) -> dict[str, int]:
 
 
 def costs(config: PlanConfig, trial: Trial) -> str:
-    """Return what a fleet costs, in a sentence. Prefill instances are paid for prompts, decode instances for answers, and
-    colocated ones for both."""
+    """Return what a fleet costs, in a sentence. Prefill instances are also paid for prompts, and decode instances
+    for answers."""
     fleet, figures = trial.fleet, trial.forecast.figures
     price = {role: getattr(fleet, role) * config.price * gpus for role, gpus in gpus_by_role(config, fleet).items()}
     prompts, answers = (
         figures[f"total_{kind}_tokens"] / figures["duration"] * 3600 / 1e6 for kind in ("input", "output")
     )
-    if fleet.both:
-        parts = f"{price['both'] / (prompts + answers):.3g} per million tokens"
-    else:
-        own = (price["prefill"] / prompts, price["decode"] / answers)
-        parts = "{:.3g} per million prompt tokens, {:.3g} per million of answers".format(*own)
-    return f"{fleet.shape} costs {sum(price.values()):.2f} per hour: {parts}."
+    total = sum(price.values())
+    text = f"{fleet.shape} costs {total:.2f} per hour, {total / (prompts + answers):.3g} per million tokens"
+    by_role = (price["prefill"] / prompts, price["decode"] / answers)
+    return text + ("." if fleet.both else " ({:.3g} of prompts, {:.3g} of answers).".format(*by_role))

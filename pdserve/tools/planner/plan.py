@@ -2,10 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-
-from rich.status import Status
 
 from pdserve.profile.profile import Profile
 from pdserve.tools.load_config import PlanConfig
@@ -66,6 +64,7 @@ class Planner:
     """Simulates what the search asks for, each run once, and shows how far it is.
 
     Args:
+        show: told what was simulated, after each run.
         degrees: numbers of GPUs that an instance may have; empty: as the settings say.
     """
 
@@ -74,14 +73,14 @@ class Planner:
         config: PlanConfig,
         profile: Profile,
         targets: Sequence[Target],
-        status: Status,
+        show: Callable[[str], None],
         degrees: Sequence[int] = (),
     ) -> None:
         self._config = config
         self._degrees = degrees
         self._profile = profile
         self._targets = targets
-        self._status = status
+        self._show = show
         self._stage = "fleets"
         self._started = time.monotonic()
         self._count = 0
@@ -97,7 +96,7 @@ class Planner:
             self._trials[config, forecast.fleet, rate] = judge(self._targets, forecast)
             self._count += 1
             elapsed = time.monotonic() - self._started
-            self._status.update(f"{self._stage}: run {self._count} was {forecast.fleet}, {elapsed:.0f} s")
+            self._show(f"{self._stage}: run {self._count} was {forecast.fleet}, {elapsed:.0f} s")
         return [self._trials[config, fleet, rate] for fleet in fleets]
 
     def correct(self, measured: Sequence[Measured]) -> Correction:

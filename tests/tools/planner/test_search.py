@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferModel
 from pdserve.tools.bench.requests import Request
@@ -346,7 +345,7 @@ def test_a_plan_changes_the_lengths_and_the_ramp_that_it_was_given(profile: Path
             return judge(TARGETS, make_forecast(fleet, 1, 1))
 
     config = PlanConfig(profile=str(profile), request_rate=5, stretch_prompts=2, num_prompts=10, random_input_len=100)
-    Recorder(config, Profile.load(profile), TARGETS, Console().status(""))._sensitivity(Fleet(1, 1))
+    Recorder(config, Profile.load(profile), TARGETS, lambda text: None)._sensitivity(Fleet(1, 1))
     assert sorted(set(seen)) == [1.6, 2, 2.4]
 
 

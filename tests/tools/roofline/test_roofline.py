@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from pdserve.errors import SetupError
 from pdserve.tools.load_config import PlanConfig, SimulateConfig
 from pdserve.tools.planner.command import run
-from pdserve.tools.planner.gpus import cheapest, thrifty
+from pdserve.tools.planner.gpus import cheapest, costs, thrifty
 from pdserve.tools.planner.plan import Planner
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
@@ -170,8 +169,7 @@ def test_ten_times_the_rate_needs_more_instances() -> None:
         config = PlanConfig(
             **load, model=SMALL, gpu="h100", slo="ttft.p90=150ms", request_rate=rate, itl_target_ms="off"
         )
-        status = Console(quiet=True).status("")
-        return Planner(config, load_profile(config), parse_targets(config.slo), status).smallest().fleet.size
+        return Planner(config, load_profile(config), parse_targets(config.slo), lambda text: None).smallest().fleet.size
 
     assert size(6) < size(60)
 
@@ -185,3 +183,19 @@ def test_only_a_plan_chooses_gpus() -> None:
         load_profile(SimulateConfig(model="Qwen/Qwen3-32B", gpu="l40s"))
     with pytest.raises(ValueError, match="--gpu needs --model"):
         SimulateConfig(gpu="h100")
+
+
+def test_costs_are_of_all_gpus_and_of_each_role() -> None:
+    def cost(fleet: Fleet) -> str:
+        figures = {
+            "total_input_tokens": 3_600_000,
+            "total_output_tokens": 400_000,
+            "duration": 3600.0,
+            "p99_ttft_ms": 1,
+        }
+        one = judge(parse_targets("ttft=1s"), Forecast(fleet, figures | {"failed": 0}, {}, 0, False, []))
+        return costs(replace(CONFIG, price=2.0), one)
+
+    assert cost(Fleet(both=2)) == "2 both costs 16.00 per hour, 4 per million tokens."
+    split = Fleet(1, 2, settings=(("prefill_tensor_parallel_size", 2),))
+    assert cost(split) == "1P+2D costs 20.00 per hour, 5 per million tokens (1.11 of prompts, 40 of answers)."
