@@ -34,7 +34,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Return all points, those that do not count last."""
-    lines = [line for line in POINTS.read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in POINTS.read_text().split("\n") if not line.startswith("#")]
     return [row_of(point) for point in csv.DictReader(lines)]
 
 

@@ -129,7 +129,7 @@ def _docstring(documented: Any) -> list[str]:
     text = inspect.getdoc(documented) or ""
     text = re.sub(r"^(Args|Raises|Attributes):$", r"**\1**\n", text, flags=re.M)
     text = re.sub(r"^    (\S[^:\n]*): ", r"- `\1`: ", text, flags=re.M)
-    return [re.sub(r"^    +", "  ", line) for line in text.splitlines()] + [""]
+    return [re.sub(r"^    +", "  ", line) for line in text.split("\n")] + [""]
 
 
 def metrics_page() -> str:

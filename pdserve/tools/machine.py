@@ -10,7 +10,7 @@ SAMPLES, SAMPLE_S = 20, 0.025
 def processor() -> str:
     """Return the processor's name, as Linux says it."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text().split("\n") if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
@@ -27,6 +27,6 @@ def busy_threads() -> float:
     total = 0
     for _ in range(SAMPLES):
         time.sleep(SAMPLE_S)
-        running = next(line for line in path.read_text().splitlines() if line.startswith("procs_running"))
+        running = next(line for line in path.read_text().split("\n") if line.startswith("procs_running"))
         total += int(running.split()[1]) - 1  # without this one
     return total / SAMPLES
