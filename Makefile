@@ -1,5 +1,6 @@
 # make demo: see it work · make test: the suite · make test-fast: its tests that start no processes · make check: lint, types,
-# tests · make slow: the tests that `make test` leaves out, and the integration tests in 16 bits. All set up .venv first.
+# tests · make format: as lint wants it · make slow: the tests that `make test` leaves out, random tests with many examples, and
+# the integration tests in 16 bits. All set up .venv first.
 # .ci/run is `make check` where nothing is missing that a test needs.
 PY ?= python3
 BIN := .venv/bin
@@ -9,7 +10,7 @@ PYTEST := $(BIN)/pytest -n 4 --dist worksteal --durations=40 --durations-min=1
 # Otherwise each process that a test starts, and each worker, compiles anew what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast slow check lint proto clean
+.PHONY: setup demo test test-fast slow check format lint proto clean
 
 setup: .venv/.ready
 
@@ -33,8 +34,13 @@ test-fast: setup
 
 slow: setup
 	$(BIN)/pytest -m slow --durations=40
+	$(PYTEST) -m 'hypothesis and not slow' --hypothesis-profile=thorough
 	$(PYTEST) -m 'integration and not slow' --dtype bfloat16
 	$(PYTEST) -m 'integration and not slow' --dtype float16
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 lint: setup
 	$(BIN)/ruff check .

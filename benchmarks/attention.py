@@ -95,6 +95,7 @@ def _measure(
             query_lens=[1] * sequences,
             kv_lens=[context] * sequences,
             kv_lens_S=torch.full((sequences,), context, device=device),
+            starts=torch.arange(sequences + 1, device=device),
             kernel=kernel,
         )
         return lambda layer: kernel.attend(q_THD, batch.caches[layer], batch, size**-0.5, None, None)

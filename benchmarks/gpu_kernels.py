@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,7 @@ def _case(
         query_lens=[new for new, _ in lengths],
         kv_lens=[kv for _, kv in lengths],
         kv_lens_S=torch.tensor([kv for _, kv in lengths], device=DEVICE, dtype=torch.int32),
+        starts=torch.tensor([0, *accumulate(new for new, _ in lengths)], device=DEVICE, dtype=torch.int32),
         kernel=reference,
     )
     return batch, q, k, v

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array

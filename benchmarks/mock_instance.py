@@ -100,7 +100,7 @@ class MockInstance:
 
     def __init__(self, step_s: float) -> None:
         self.kv_events = KVEventPublisher()
-        self.reporter = self.status = self
+        self.reporter = self
         self.num_heartbeats = 0
         self._step_s = step_s
         self._reserved: dict[tuple[str, str], Answer] = {}  # until prefill has the first token

@@ -3,7 +3,7 @@
 A router, a prefill and a decode instance run the demo model. Each request has a schema of its own, drawn at random: nested
 objects, lists, enums, constants, patterns, bounded numbers, and lists that are defined by recursion. The same requests run
 when their schemas are new to the deployment, again, and without schemas, with as many tokens each. `jsonschema` checks every
-answer.
+answer. A frequency penalty ends the recursive lists, which the small model would go on with for ever.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ async def _run(
     places = asyncio.Semaphore(settings.concurrency)
 
     async def ask(http: httpx.AsyncClient, number: int) -> dict[str, Any]:
-        body: dict[str, Any] = {"prompt": f"Request {number}, as JSON:", "seed": number}
+        body: dict[str, Any] = {"prompt": f"Request {number}, as JSON:", "seed": number, "frequency_penalty": 0.5}
         if lengths is None:
             wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schemas[number]}}
             body |= {"max_tokens": settings.max_tokens, "response_format": wanted}

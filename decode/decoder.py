@@ -30,14 +30,14 @@ from pdserve.beam_search import BeamSearch
 from pdserve.decode.layout_converter import ConvertedPrompt
 from pdserve.decode.load_machine import Action, Load, LoadMachine, Start
 from pdserve.engine.engine import Engine
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
 from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import InstanceContext, Job
-from pdserve.roles.transfers import Transfers
+from pdserve.roles.transfers import Fetcher, Transfers
 
 STEPS_PER_REPORT = 16  # of a beam search, so that routers see its progress
 TOO_FEW_ANSWERS = (
@@ -103,7 +103,7 @@ class Decoder:
             output if another turn may follow).
 
     Attributes:
-        unreserved: requests that have no blocks yet.
+        unreserved: requests that have no blocks yet, by sequence.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Decoder:
         self._context = context
         self._store_generated = store_generated
         self._states: dict[Job, _DecodeState] = {}
-        self.unreserved: list[_DecodeState] = []
+        self.unreserved: dict[Sequence, _DecodeState] = {}
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
         """Start a request: reserve its blocks or, in phase BOTH, fetch its prefix and queue it in the engine.
@@ -133,11 +133,15 @@ class Decoder:
         """
         if job.phase == pb.DECODE:
             job.keys = job.seq.kv.initial_keys()
+        limit: float = job.seq.kv.num_initial  # tokens whose KV later requests may load, if it is computed here
+        if self._store_generated == "off" or self._connector.in_place:
+            limit = 0
+        elif self._store_generated == "on" or job.multi_turn:
+            limit = math.inf
         leases = _Leases(1 + len(others))
         for one in (job, *others):
             loading = LoadMachine(len(job.keys), self._transfers.max_transfer_blocks, self._transfers.split)
             one.keys = job.keys
-            limit = self._store_limit(one)
             self._states[one] = _DecodeState(one, loading, leases, store_limit=limit, converted=converted)
         state, followers = self._states[job], [*map(self._states.__getitem__, others)]
         if job.phase == pb.BOTH:
@@ -149,7 +153,7 @@ class Decoder:
         else:
             if followers:
                 state.lead(followers)
-            self.unreserved.append(state)
+            self.unreserved[job.seq] = state
             self.reserve()
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
@@ -177,9 +181,7 @@ class Decoder:
         """Reserve blocks for waiting requests, in the scheduler's order. To be called whenever blocks were freed."""
         scheduler = self._engine.scheduler
         while self.unreserved:
-            order = scheduler.order()
-            state = min(self.unreserved, key=lambda one: order(one.job.seq))
-            seq = scheduler.unreserved = state.job.seq
+            seq = scheduler.unreserved = min(self.unreserved, key=scheduler.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
             first = scheduler.num_out_of_window(seq.kv.num_initial - 1)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
@@ -188,7 +190,7 @@ class Decoder:
                 seq, max_hit_blocks, seq.kv.num_initial + 1, first_block=first, respect_queue=True
             ):
                 return
-            self.unreserved.remove(state)
+            state = self.unreserved.pop(seq)
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.kv.num_registered))
@@ -207,20 +209,17 @@ class Decoder:
         if seq.group is not None and seq.group.search.num_steps:
             self._report_search(state, seq.group.search)
         if seq.features and job.report_embedding(now):
-            self._context.count_prompt_sources(job)
+            self._context.count_prompt_sources(job.report_prompt_sources())
             self._end(state)
         if not accepted.tokens:
             return
         if len(seq) - seq.kv.num_initial == len(accepted.tokens):
-            job.report_prompt_sources()
+            sources = job.report_prompt_sources()
             if job.phase == pb.BOTH:
-                self._context.count_prompt_sources(job)
+                self._context.count_prompt_sources(sources)
         job.stamp(Stage.DECODE_STARTED, now)
-        job.report_tokens(accepted)
-        self._context.count("generation_tokens", len(accepted.tokens))
-        reason = seq.output.finish_reason()
-        if reason is not None:
-            job.finish(reason, now)
+        job.report_tokens(accepted, now)
+        if job.ended:
             self._store_back(state)
             self._end(state)
 
@@ -228,8 +227,7 @@ class Decoder:
         """Report a step of a beam search. It has no tokens before its end, since later ones may change every choice."""
         job, now = state.job, self._context.now()
         if search.num_steps == 1 and job.phase == pb.BOTH:
-            job.report_prompt_sources()
-            self._context.count_prompt_sources(job)
+            self._context.count_prompt_sources(job.report_prompt_sources())
         job.stamp(Stage.DECODE_STARTED, now)
         if search.is_over or search.num_steps % STEPS_PER_REPORT == 1:
             job.pending_output().searching = True
@@ -266,19 +264,17 @@ class Decoder:
             self._end(state)
 
     def _carry_out(self, state: _DecodeState, actions: list[Action]) -> None:
+        job = state.job
         for action in actions:
-            if isinstance(action, Load):
-                self._load(state, action)
-            else:
+            if isinstance(action, Start):
                 self._start(state, action)
-
-    def _load(self, state: _DecodeState, load: Load) -> None:
-        job, on_done = state.job, partial(self._on_loaded, state, load)
-        keys, blocks = job.keys[load.first : load.stop], job.seq.kv.blocks(load.first, load.stop)
-        if load.follows:
-            self._transfers.follow(job, keys, blocks, on_done)
-        else:
-            self._transfers.load(job, keys, blocks, on_done, tuple(state.tickets), source=state.converted)
+                continue
+            keys, blocks = job.keys[action.first : action.stop], job.seq.kv.blocks(action.first, action.stop)
+            on_done = partial(self._on_loaded, state, action)
+            if action.follows:
+                self._transfers.follow(job, keys, blocks, on_done)
+            else:
+                self._transfers.load(job, keys, blocks, on_done, tuple(state.tickets), source=state.converted)
 
     def _on_loaded(self, state: _DecodeState, load: Load, result: Result) -> None:
         job, leading = state.job, result.leading
@@ -310,16 +306,16 @@ class Decoder:
             self._context.count("inexact_prompts", 1)
         if state.followers:
             self._share(state, start.num_blocks if num_tokens else 0)
-        if state.first_token is not None:
-            seq.output.append(state.first_token)
-        elif seq.kv.num_computed == seq.kv.num_initial:
+        if state.first_token is None and seq.kv.num_computed == seq.kv.num_initial:
             seq.kv.reopen_prompt()  # prefill failed before the first token
         state.submitted_blocks = seq.kv.num_computed // seq.kv.block_size
         seq.kv.register_full_blocks(self._engine.pool)
+        if state.first_token is not None:
+            seq.output.append(state.first_token)
         self._end_leases(state, state.tickets)
-        self._context.count_prompt_sources(job)
         job.report_transfers(self._engine.layout.bytes_on_all_ranks)
         job.stamp(Stage.KV_READY, self._context.now())
+        self._context.count_prompt_sources(job.prompt_sources())
         self._engine.add(seq)
 
     def _share(self, state: _DecodeState, num_blocks: int) -> None:
@@ -341,12 +337,6 @@ class Decoder:
         if keys or tickets:
             (state.converted or self._connector).release(keys, tickets=tuple(tickets))
 
-    def _store_limit(self, job: Job) -> float:
-        """Return the number of leading tokens whose KV later requests may load, if it is computed here."""
-        if self._store_generated == "off" or self._connector.in_place:
-            return 0
-        return math.inf if self._store_generated == "on" or job.multi_turn else job.seq.kv.num_initial
-
     def _store_back(self, state: _DecodeState, min_blocks: int = 1) -> None:
         """Store the full blocks computed here since the last call, if there are at least `min_blocks`.
 
@@ -357,7 +347,9 @@ class Decoder:
             self._context.count("store_back_skipped_blocks", seq.kv.num_dropped - first)
             state.store_limit = 0
         ready = int(min(seq.kv.num_computed, state.store_limit)) // seq.kv.block_size
-        stop = min(ready, first + min(self._transfers.free_capacity, self._transfers.max_transfer_blocks))
+        stop = ready
+        if ready > first:
+            stop = min(ready, first + min(self._transfers.free_capacity, self._transfers.max_transfer_blocks))
         if job.ended:
             self._context.count("store_back_skipped_blocks", max(0, ready - stop))
         if stop - first < min_blocks:
@@ -377,10 +369,9 @@ class Decoder:
         job = state.job
         if job not in self._states:
             return
-        if state in self.unreserved:
-            self.unreserved.remove(state)
-            if self._engine.scheduler.unreserved is job.seq:
-                self._engine.scheduler.unreserved = None
+        self.unreserved.pop(job.seq, None)
+        if self._engine.scheduler.unreserved is job.seq:
+            self._engine.scheduler.unreserved = None
         loading = state.loading
         loading.end()
         if state.loader is not None and state in state.loader.followers:
@@ -389,7 +380,7 @@ class Decoder:
             heir, *others = state.followers
             state.followers, state.has_heir, heir.loader = [], True, None
             heir.lead(others)
-            self.unreserved.append(heir)
+            self.unreserved[heir.job.seq] = heir
         if job.seq.kv.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:

@@ -1,19 +1,14 @@
-"""Entry point of paged attention: writes new K and V into the pool and attends over cached and new tokens.
-
-The kernel is part of the batch (`select_kernel` selects one at start-up); there is no global state.
-Shape legend: see batch.py.
-"""
+"""Selection of the attention kernel at start-up. It is part of each batch; there is no global state."""
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import cast
 
 import torch
 
 from pdserve.kernels import cpu, native, reference
-from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
+from pdserve.kernels.batch import Kernel, KVFormat
 
 log = logging.getLogger(__name__)
 
@@ -25,39 +20,6 @@ BATCH_INVARIANT = {"cpu": True, "cuda": False}
 
 class KernelUnavailable(Exception):
     """The requested kernel cannot run on this machine; the message gives the reason."""
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """Attention settings of one layer.
-
-    Attributes:
-        scale: factor of q·k.
-        window: a token attends to itself and the window - 1 tokens before it; None: to all.
-        softcap: scores become softcap · tanh(score / softcap); None: unchanged.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-
-
-def paged_attention(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
-    layer: int,
-    batch: PagedBatch,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Write the new KV and return causal attention of the new tokens over it, [T, H, D] in the dtype of the query."""
-    batch.kernel.write_kv(batch.caches[layer], k_TGD, v_TGD, batch.slots_T)
-    return attend(q_THD, layer, batch, options)
-
-
-def attend(q_THD: torch.Tensor, layer: int, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
-    """Return causal attention of the new tokens, whose KV is written, [T, H, D]."""
-    return batch.kernel.attend(q_THD, batch.caches[layer], batch, options.scale, options.window, options.softcap)
 
 
 def is_batch_invariant(setting: str, device: torch.device) -> bool:

@@ -102,8 +102,8 @@ class PagedBatch:
         query_lens: new tokens of each sequence.
         kv_lens: tokens of each sequence that have KV after this step, the new ones included.
         kv_lens_S: the same on the device, integers.
+        starts: index of each sequence's first new token in the flattened batch, then T: integers [S + 1] on the device.
         kernel: the back end that all layers use.
-        known_starts: `starts`, where the device has them already.
 
     The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
@@ -114,21 +114,12 @@ class PagedBatch:
     query_lens: list[int]
     kv_lens: list[int]
     kv_lens_S: torch.Tensor
+    starts: torch.Tensor
     kernel: Kernel
-    known_starts: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
         return self.caches[0].shape[3]
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        """Index of each sequence's first new token in the flattened batch, then T: integers [S + 1] on the device."""
-        if self.known_starts is not None:
-            return self.known_starts
-        starts = torch.zeros(len(self.query_lens) + 1, dtype=torch.long)
-        torch.cumsum(torch.tensor(self.query_lens), 0, out=starts[1:])
-        return starts.to(self.kv_lens_S.device, self.kv_lens_S.dtype)
 
     @cached_property
     def plans(self) -> dict[object, Any]:
@@ -149,8 +140,7 @@ class PagedBatch:
     def phases(self) -> tuple["PagedBatch", "PagedBatch"]:
         """The decoding sequences at the front, and all others, as views of this batch; either may be empty."""
         count = self.num_decoding  # of sequences, and of their tokens
-        starts = self.starts
-        parts = ((slice(None, count), starts[: count + 1]), (slice(count, None), starts[count:] - count))
+        parts = ((slice(None, count), self.starts[: count + 1]), (slice(count, None), self.starts[count:] - count))
         decoding, others = (
             replace(
                 self,
@@ -159,7 +149,7 @@ class PagedBatch:
                 query_lens=self.query_lens[part],
                 kv_lens=self.kv_lens[part],
                 kv_lens_S=self.kv_lens_S[part],
-                known_starts=starts,
+                starts=starts,
             )
             for part, starts in parts
         )

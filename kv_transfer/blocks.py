@@ -86,7 +86,6 @@ class Operation(OperationFuture[T]):
         make_result: "Callable[[Operation[T]], T]",
         expected: Set[Outcome] = frozenset(),
     ) -> None:
-        super().__init__()
         self.kind = kind
         self.keys, self.block_ids = list(keys), list(block_ids)
         self.outcomes = [Outcome.UNAVAILABLE] * len(block_ids)
@@ -99,6 +98,7 @@ class Operation(OperationFuture[T]):
         self.work: Callable[[], object] | None = None
         self.on_end: Callable[[Operation[T], T | None], None] | None = None
         self._make_result = make_result
+        super().__init__()
 
     def request_cancel(self) -> None:
         self.fence.cancelled = True

@@ -234,9 +234,8 @@ class BatchedConnector(Connector):
 
     def stats(self) -> Stats:
         with self._lock:
-            stats = self._stats.plus(Stats())
-            stats.is_out = self.__breaker is not None and self.__breaker.is_out
-        return stats
+            now, is_out = self._stats, self.__breaker is not None and self.__breaker.is_out
+            return Stats(dict(now.bytes), dict(now.blocks), dict(now.seconds), dict(now.failures), is_out=is_out)
 
     def skip_while_hanging(self) -> None:
         """Let operations fail at once while the store hangs, as `GuardedConnector` does. Called after `attach`."""

@@ -542,7 +542,7 @@ class ProfileConfig(TransferConfig):
     GROUP: ClassVar = "Profile"
 
     output: str = flag("file of the profile", "profile.json")
-    quick: bool = flag("fewer steps, and no deployment for start-up and router", False)
+    quick: bool = flag("fewer steps, and neither start-up nor role changes", False)
     repeat: int = flag("rounds over all steps, of which the medians count", 3, least=1)
     from_fleet: str = flag("URL of a router: take what its instances report, and measure nothing; empty: measure", "")
     compare: str = flag(

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -241,6 +241,17 @@ class KeyChain:
         if not rest:
             return self._unit_keys[units]
         return _token_key(self._unit_keys[units], pack_tokens(tokens[end - rest : end]))
+
+
+def prompt_keys(
+    prompt: Sequence[int], model_digest: bytes, salt: str, block_sizes: Collection[int]
+) -> tuple[dict[int, list[bytes]], bytes]:
+    """Return the keys of a prompt's full blocks by block size, and the hashes from which instances make them."""
+    chain = KeyChain(root_key(model_digest=model_digest, salt=salt))
+    packed, keys = chain.pack(prompt), dict[int, list[bytes]]()
+    for size in block_sizes:
+        keys[size] = chain.block_keys(prompt, size)
+    return keys, packed
 
 
 def block_ends(num_tokens: int, block_size: int, *, partial: bool = False) -> list[int]:

@@ -28,9 +28,8 @@ from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.engine.step import Accepted
 from pdserve.kv_transfer.connector import Result
 from pdserve.lifetime import Stage
-from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import InstanceContext, Job
-from pdserve.roles.transfers import Transfers
+from pdserve.roles.transfers import Fetcher, Transfers
 
 
 @dataclass(eq=False)
@@ -128,30 +127,28 @@ class Prefiller:
         if is_last_token and self._transfers.in_place:
             # No decode will read the blocks in place, and other prefills cannot: mark them as submitted.
             state.submitted_blocks = len(job.keys)
-        self._fetcher.fetch(job, on_cancelled=lambda: self._end_if_done(state))
+        self._fetcher.fetch(job, on_cancelled=lambda: self._announce(state))
 
     def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
         """Store the new blocks after an engine step that computed part of the prompt."""
-        state = self._states[job]
-        for one in state.running:
-            one.stamp(Stage.PREFILL_STARTED, step_started)
+        state, seq, now = self._states[job], job.seq, self._context.now()
+        running = state.running
         self._store_computed(state)
+        for one in running:
+            one.stamp(Stage.PREFILL_STARTED, step_started)
         if accepted.tokens:
-            self._report_first_token(state, job, accepted)
-        elif job.seq.features and job.report_embedding(self._context.now()):
-            self._context.count_prompt_sources(job)
-            self._end_prompt(state, job)
-        elif job.seq.group is not None and job.seq.kv.num_uncomputed == 0:
-            job.report_prompt_sources()
-            self._context.count_prompt_sources(job)
-            self._end_prompt(state, job)
-        else:
-            self._announce(state)
+            job.report_tokens(accepted, now)
+        is_searching = seq.group is not None and seq.kv.num_uncomputed == 0
+        if accepted.tokens or is_searching or (seq.features and job.report_embedding(now)):
+            self._context.count_prompt_sources(job.report_prompt_sources())
+            state.unsampled.discard(job)
+            self._engine.remove(seq)  # its stores continue
+        self._announce(state)
 
     def on_resumed(self, job: Job) -> None:
         """Reload a preempted prompt that has blocks again, as far as the store has it."""
         state = self._states[job]
-        self._fetcher.fetch(job, on_cancelled=lambda: self._end_if_done(state))
+        self._fetcher.fetch(job, on_cancelled=lambda: self._announce(state))
 
     def cancel(self, job: Job) -> None:
         """Stop computing. Blocks in use by a transfer are released when it ends."""
@@ -166,7 +163,7 @@ class Prefiller:
                 self._transfers.cancel(state.job)
                 if not self._transfers.in_place and state.lease_s:  # in place, decode may still be reading
                     self._transfers.end_leases(state.job.keys[: state.stored_blocks], b"")
-            self._end_if_done(state)
+            self._announce(state)
 
     def _store_computed(self, state: _PrefillState) -> None:
         """Store the full blocks that have KV by now, and the partial last one once the prompt is complete.
@@ -187,17 +184,14 @@ class Prefiller:
         if is_complete and seq.kv.num_initial % seq.kv.block_size:
             self._engine.runner.kv.clear_tail(seq.kv.block_ids[ready - 1], seq.kv.num_initial % seq.kv.block_size)
         state.submitted_blocks = ready
+        blocks = seq.kv.blocks(first, ready)
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
-            self._store(state, start, stop)
-
-    def _store(self, state: _PrefillState, first: int, stop: int) -> None:
-        job = state.job
-        part = _StorePart(stop - first)
-        state.parts.append(part)
-        state.open_stores += 1
-        keys, blocks = job.keys[first:stop], state.seq.kv.blocks(first, stop)
-        self._transfers.store(job, first, keys, blocks, state.lease_s, partial(self._on_stored, state, part, keys))
+            part, keys = _StorePart(stop - start), job.keys[start:stop]
+            state.parts.append(part)
+            state.open_stores += 1
+            on_done = partial(self._on_stored, state, part, keys)
+            self._transfers.store(job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done)
 
     def _on_stored(self, state: _PrefillState, part: _StorePart, keys: Sequence[bytes], result: Result) -> None:
         job = state.job
@@ -214,49 +208,28 @@ class Prefiller:
         for one in state.running:
             if result.ticket:
                 one.pending_stored().tickets.append(result.ticket)
-        self._announce(state)
         if job.ended and state.stores_are_over and not state.has_gap:  # decode followed, and finished before this
             job.report_transfers(self._engine.layout.bytes_on_all_ranks)
             job.stamp(Stage.KV_STORED, self._context.now())
-        self._end_if_done(state)
-
-    def _report_first_token(self, state: _PrefillState, job: Job, accepted: Accepted) -> None:
-        """Report the first token at once."""
-        job.report_tokens(accepted)
-        self._context.count("generation_tokens", 1)
-        job.report_prompt_sources()
-        self._context.count_prompt_sources(job)
-        reason = job.seq.output.finish_reason()
-        if reason is not None:
-            job.finish(reason, self._context.now())
-        self._end_prompt(state, job)
-
-    def _end_prompt(self, state: _PrefillState, job: Job) -> None:
-        """Remove the sequence from the engine. Its stores continue."""
-        state.unsampled.discard(job)
-        self._engine.remove(job.seq)
         self._announce(state)
-        self._end_if_done(state)
 
     def _announce(self, state: _PrefillState) -> None:
-        """Report to the router how many leading blocks decode may load or follow, and whether more will come."""
-        stored = state.stored_blocks
-        coming = state.submitted_blocks if self._transfers.follows and not state.has_gap else stored
-        final = state.stores_are_over
-        if coming <= state.announced_blocks and not final:
-            return
-        state.announced_blocks = coming
-        for job in state.running:
-            if job.transferred_blocks:
-                job.report_transfers(self._engine.layout.bytes_on_all_ranks)
-            announcement = job.pending_stored()
-            announcement.num_blocks, announcement.coming = stored, coming
-            announcement.final = final
-            if final:
-                job.stamp(Stage.KV_STORED, self._context.now())
+        """Report to the router how many leading blocks decode may load or follow, and whether more will come.
 
-    def _end_if_done(self, state: _PrefillState) -> None:
-        """Close the jobs once all have their first tokens or were cancelled, and no transfer is left."""
+        Then close the jobs, if all have their first tokens or were cancelled, and no transfer is left.
+        """
+        stored, final = state.stored_blocks, state.stores_are_over
+        coming = state.submitted_blocks if self._transfers.follows and not state.has_gap else stored
+        if coming > state.announced_blocks or final:
+            state.announced_blocks = coming
+            for job in state.running:
+                if job.transferred_blocks:
+                    job.report_transfers(self._engine.layout.bytes_on_all_ranks)
+                announcement = job.pending_stored()
+                announcement.num_blocks, announcement.coming = stored, coming
+                announcement.final = final
+                if final:
+                    job.stamp(Stage.KV_STORED, self._context.now())
         if state.unsampled:
             return
         for job in state.jobs:

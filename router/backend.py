@@ -1,7 +1,6 @@
 """The interface between the HTTP side (text) and dispatch (tokens): a backend opens one token stream per request."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,25 +60,6 @@ class TokenStream(Protocol):
         """
 
 
-async def read(stream: TokenStream) -> AsyncIterator[list[Output]]:
-    """Yield the outputs of a stream as they arrive, all that there are at once, up to the one with a finish reason.
-
-    Raises:
-        RequestError: the request has failed.
-    """
-    readable = asyncio.Event()
-    stream.on_readable = readable.set
-    while True:
-        outputs = stream.take()
-        if not outputs:
-            readable.clear()
-            await readable.wait()
-            continue
-        yield outputs
-        if outputs[-1].finish_reason is not None:
-            return
-
-
 class Backend(Protocol):
     """The HTTP side's view of the fleet, implemented by `dispatch.Dispatcher`."""
 
@@ -87,8 +67,9 @@ class Backend(Protocol):
     def num_instances(self) -> int:
         """Number of attached instances."""
 
+    @property
     def model(self) -> ModelInfo | None:
-        """Return the served model; None until the first instance has registered."""
+        """The served model; None until the first instance has registered."""
 
     def ready(self) -> tuple[bool, str]:
         """Return (True, ...) if a request can be served now, else (False, reason)."""

@@ -2,7 +2,6 @@
 
 from msgspec import field
 
-from pdserve.keys import KeyChain, root_key
 from pdserve.request import Request
 
 
@@ -24,14 +23,3 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
     client: str = ""
     session: str = ""
     received: float | None = None
-
-
-def prompt_keys(
-    prompt: list[int], model_digest: bytes, salt: str, block_sizes: frozenset[int]
-) -> tuple[dict[int, list[bytes]], bytes]:
-    """Return the keys of a prompt's full blocks by block size, and the hashes from which instances make them."""
-    chain = KeyChain(root_key(model_digest=model_digest, salt=salt))
-    packed, keys = chain.pack(prompt), dict[int, list[bytes]]()
-    for size in block_sizes:
-        keys[size] = chain.block_keys(prompt, size)
-    return keys, packed

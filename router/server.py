@@ -208,7 +208,7 @@ def _kv_event_subscribers(
         return []
 
     def root() -> bytes | None:
-        info = dispatcher.model()
+        info = dispatcher.model
         return None if info is None else root_key(model_digest=info.model_digest)
 
     subscribers: list[Subscriber] = plugins.extension("router-kv-events")(
@@ -228,7 +228,7 @@ def _grammar_checker(model: str, metrics: Metrics) -> GrammarChecker:
 
 async def _start_grammars(grammars: GrammarChecker, dispatcher: Dispatcher) -> None:
     """Have grammars ready to be checked, once there is an instance to tell the vocabulary."""
-    while (info := dispatcher.model()) is None:
+    while (info := dispatcher.model) is None:
         await asyncio.sleep(0.05)
     grammars.start(info)
     await asyncio.Event().wait()

@@ -1,5 +1,6 @@
 """Fixtures for all tests: small checkpoints of real architectures with a tokenizer, servers, and the `pdserve` command."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the cores of other tests
@@ -28,9 +29,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 if importlib.util.find_spec("hypothesis"):  # the kernels are also tested on machines without it
     import hypothesis
 
-    # On a busy machine any example can be slow.
+    # On a busy machine any example can be slow. Each run draws others; `make slow` is thorough.
     slow = hypothesis.HealthCheck.too_slow
-    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[slow])
+    for profile, examples in (("thorough", 500), ("patient", 40)):
+        hypothesis.settings.register_profile(
+            profile, deadline=None, suppress_health_check=[slow], max_examples=examples
+        )
     hypothesis.settings.load_profile("patient")
 
 # A job in the background of a shell ignores SIGINT, and so would the processes of tests, which are stopped by it.
@@ -213,6 +217,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if starts_processes(item):
             item.add_marker("processes")
+        if item.get_closest_marker("until_recorded"):
+            item.add_marker("slow")
     takes_slow, has_gpu = "slow" in config.option.markexpr, torch.cuda.is_available()
     recorded: Any = config.pluginmanager.get_plugin("recorded")
 
@@ -224,6 +230,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
     items[:] = [item for item in items if not is_left_out(item)]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without collecting garbage, and never look for any among them and what they import: it all stays.
+
+    That halves the seconds of CPU before a worker's first test.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

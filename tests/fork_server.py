@@ -130,6 +130,7 @@ class ForkServer:
 
 
 def main() -> None:
+    gc.enable()
     gc.freeze()  # otherwise each child spends a second at exit on collecting, and copying, the imported modules
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         arguments = wait_for_command(listener)
@@ -190,10 +191,11 @@ def wait_for_command(listener: socket.socket) -> list[str]:
     statuses: dict[int, int] = {}  # status pipes of running commands, by pid
 
     def reap(*_: object) -> None:
-        while statuses and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, code = ended
-            with suppress(BrokenPipeError), os.fdopen(statuses.pop(pid), "wb", 0) as status:
-                status.write(f"{os.waitstatus_to_exitcode(code)}\n".encode())
+        with suppress(ChildProcessError):  # a signal in here reaps another, perhaps the last
+            while statuses and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, code = ended
+                with suppress(BrokenPipeError), os.fdopen(statuses.pop(pid), "wb", 0) as status:
+                    status.write(f"{os.waitstatus_to_exitcode(code)}\n".encode())
 
     signal.signal(signal.SIGCHLD, reap)
     while True:
@@ -253,6 +255,7 @@ def _die_with_parent(by: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # while all that is made stays
     for name in IMPORTED:
         importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

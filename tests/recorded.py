@@ -1,7 +1,8 @@
-"""Pytest plugin: slow tests of a folder are left out only while its files are those with which the tests last passed.
+"""Pytest plugin: slow tests are left out only while the files that they depend on are those with which they last passed.
 
-A test marked `until_recorded("kernels/gpu")` belongs to `make slow`. `make test` runs it too, as long as recorded.json beside
-this file has not its name with the digest of kernels/gpu and tests/kernels/gpu. When it passes, its name is recorded.
+A test marked `until_recorded("kernels/gpu", "pdserve/keys.py")` belongs to `make slow`. `make test` runs it too, as long as
+recorded.json beside this file has not its name with the digest of kernels/gpu, tests/kernels/gpu, pdserve/keys.py, and the
+versions of all dependencies. When it passes, its name is recorded.
 """
 
 import hashlib
@@ -14,15 +15,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_name("recorded.json")
 MARKER = "until_recorded"
+DEPENDENCIES = "constraints.txt"
 
 
 @cache
-def digest(folder: str, root: Path = ROOT) -> str:
-    """Return the SHA-256 of the names and bytes of a folder's Python files and of its tests, in hexadecimal."""
-    files = [file for part in (root / folder, root / "tests" / folder) for file in sorted(part.rglob("*.py"))]
-    if not any(file.is_relative_to(root / folder) for file in files):
-        raise pytest.UsageError(f"{MARKER} names the folder {folder}, which has no Python file in {root}")
+def digest(*names: str, root: Path = ROOT) -> str:
+    """Return the SHA-256, in hexadecimal, of the names and bytes of files.
+
+    A name is that of a file, or of a folder, which stands for its Python files and those of its tests.
+    """
+    files = [root / DEPENDENCIES, *(file for name in names for file in _files(root, name))]
     return hashlib.sha256(b"".join(_line(file, root) for file in files)).hexdigest()
+
+
+def _files(root: Path, name: str) -> list[Path]:
+    if (root / name).is_file():
+        return [root / name]
+    code, tests = (sorted(folder.rglob("*.py")) for folder in (root / name, root / "tests" / name))
+    if not code:
+        raise pytest.UsageError(f"{MARKER} names {name}, which is no file, and no folder with a Python file, in {root}")
+    return code + tests
 
 
 def _line(file: Path, root: Path) -> bytes:

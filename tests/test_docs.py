@@ -1,44 +1,30 @@
-"""Consistency of the documents with the code: flags, metrics, request fields, error codes, paths, links, files."""
+"""Consistency of single documents with the code: flags, metrics, request fields, error codes, paths, the ten steps."""
 
+import importlib.util
+import json
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import Field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pdserve.cli.commands import app, bench_app, connector_app
-from pdserve.config import (
-    EngineConfig,
-    InstanceConfig,
-    ProfileConfig,
-    RouterConfig,
-    ServingConfig,
-    TransferConfig,
-    UpConfig,
-    describe,
-)
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
-from pdserve.router.api import schemas
+from pdserve.router.api import parsing, schemas
+from pdserve.router.api.field_texts import FIELDS
+from pdserve.router.api.openapi import openapi_document
 from pdserve.router.dialects.messages import schemas as messages
 from pdserve.router.dialects.responses import schemas as responses
-from pdserve.router.instances.fleet import Fleet
-from pdserve.router.telemetry.metrics import Metrics
-from pdserve.tools.load_config import (
-    AutoscaleConfig,
-    BenchServeConfig,
-    FleetConfig,
-    LoadConfig,
-    PlanConfig,
-    SimulateConfig,
-)
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("docs/**/*.md")})
+REFERENCE = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
+assert REFERENCE is not None and REFERENCE.loader is not None
+reference = importlib.util.module_from_spec(REFERENCE)
+REFERENCE.loader.exec_module(reference)
 CODE = ("pdserve", "kernels", "prefill", "decode", "kv_transfer", "router")
 
 
@@ -74,100 +60,96 @@ def first_column(text: str) -> list[str]:
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
-# ---- docs/operations.md -------------------------------------------------------------------------------------------
+# ---- flags and metrics ----------------------------------------------------------------------------------------------
 
 
-def flag_row(field: "Field[Any]") -> str:
-    default = "–" if field.default in (None, "") else f"`{field.default}`"
-    variable = f"; also `{field.metadata['variable']}`" if field.metadata["variable"] else ""
-    return f"| `--{field.name.replace('_', '-')}` | {default} | {describe(field)}{variable} |"
+def known_flags() -> set[str]:
+    return {flag for _, command in reference.all_commands() for option in command.params for flag in option.opts}
 
 
-@pytest.mark.parametrize(
-    ("heading", "config", "base"),
-    [
-        ("Engine: `prefill`, `decode`, `both`, `up`, `demo`", EngineConfig, None),
-        ("KV transfer: `prefill`, `decode`, `both`, `up`, `demo`", TransferConfig, EngineConfig),
-        ("Instances: `prefill`, `decode`, `both`", InstanceConfig, TransferConfig),
-        ("Everything on one machine: `up`, `demo`", UpConfig, (TransferConfig, ServingConfig)),
-        ("Router: `router`, `up`, `demo`", ServingConfig, None),
-        ("A router's ports: `router`", RouterConfig, ServingConfig),
-    ],
-)
-def test_flag_tables_match_the_config_classes(heading: str, config: type, base: Any) -> None:
-    assert_flags_listed("docs/operations.md", heading, config, *(base if isinstance(base, tuple) else [base]))
-
-
-def test_flag_table_of_the_benchmark_matches() -> None:
-    assert_flags_listed("docs/bench.md", "Flags of the load", LoadConfig, None)
-    assert_flags_listed("docs/bench.md", "Flags", BenchServeConfig, LoadConfig)
-
-
-def test_flag_tables_of_simulate_and_plan_match() -> None:
-    assert_flags_listed("docs/slo.md", "Flags of fleets", FleetConfig, LoadConfig)
-    assert_flags_listed("docs/slo.md", "Flags of `simulate`", SimulateConfig, FleetConfig)
-    assert_flags_listed("docs/slo.md", "Flags of `plan`", PlanConfig, FleetConfig)
-    assert_flags_listed("docs/scale.md", "Flags of `autoscale`", AutoscaleConfig, FleetConfig)
-
-
-def test_flag_table_of_the_profile_matches() -> None:
-    assert_flags_listed("docs/profile.md", "Flags", ProfileConfig, TransferConfig)
-
-
-def assert_flags_listed(document: str, heading: str, config: type, *bases: type | None) -> None:
-    inherited = {field.name for base in bases if base is not None for field in fields(base)}
-    expected = [flag_row(field) for field in fields(config) if field.name not in inherited]
-    rows = [line for line in section(document, heading).splitlines() if line.startswith("| `--")]
-    assert rows == expected, "the table should be:\n" + "\n".join(expected)
-
-
-def test_metrics_table_matches_the_code() -> None:
+def known_metrics() -> set[str]:
     names = {f"pdserve_{name}" + ("" if name in GAUGES else "_total") for name in HELP}
-    for family in Metrics(Fleet("router", "model", 1.0, lambda: 0.0)).registry.collect():
+    for family in reference.router_metrics():
         names.add(family.name + ("_total" if family.type == "counter" else ""))
-    assert set(first_column(section("docs/operations.md", "Metrics"))) == names
+    return names
+
+
+def test_every_flag_says_what_it_means() -> None:
+    silent = [
+        f"{name} {option.opts[0]}"
+        for name, command in reference.all_commands()
+        for option in command.params
+        if option.opts[0].startswith("--") and not (option.help or "").strip()
+    ]
+    assert len(list(reference.all_commands())) > 15 and not silent
+
+
+def test_every_metric_says_what_it_means() -> None:
+    families = reference.router_metrics()
+    assert len(families) > 30 and not [family.name for family in families if not family.documentation.strip()]
+    assert not [name for name, text in HELP.items() if not text.strip()]
+
+
+def test_the_reference_pages_have_every_flag_and_metric(tmp_path: Path) -> None:
+    reference.main(tmp_path)
+    flags = first_column((tmp_path / "flags.md").read_text())
+    assert set(flags) == {flag for flag in known_flags() if flag.startswith("--")} - {"--help"}
+    assert set(first_column((tmp_path / "metrics.md").read_text())) == known_metrics()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_metrics_in_documents_exist(document: Path) -> None:
+    named = set(re.findall(r"`(pdserve_[a-z0-9_]+)", document.read_text()))
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in named} <= known_metrics()
+
+
+def test_no_public_name_of_the_last_release_is_gone() -> None:
+    released, now = json.loads(read("tests/public.json")), reference.public_names()
+    for command, flags in released["flags"].items():
+        assert not set(flags) - set(now["flags"].get(command, [])), command
+    assert not released["metrics"].items() - now["metrics"].items()
+    assert not set(released["paths"]) - set(now["paths"])
 
 
 # ---- docs/api.md --------------------------------------------------------------------------------------------------
 
 
+def test_every_field_of_the_api_says_what_it_means() -> None:
+    document = openapi_document(reference.routes(), "demo", {})
+    named, silent = {"model"}, []
+    for schema, described in document["components"]["schemas"].items():
+        for field, properties in described["properties"].items():
+            named |= {field, f"{schema}.{field}"}
+            silent += [f"{schema}.{field}"] * ("description" not in properties)
+    for path, operations in document["paths"].items():
+        for parameter in (one for operation in operations.values() for one in operation.get("parameters", ())):
+            named.add(parameter["name"])
+            silent += [f"{path} {parameter['name']}"] * ("description" not in parameter)
+    assert not silent and len(named) > 200
+    assert not set(FIELDS) - named, "texts of fields that no schema has"
+
+
 @pytest.mark.parametrize(
-    ("heading", "expected"),
+    ("where", "no_ops"),
     [
-        ("Both endpoints", set(schemas.SamplingBody.model_fields) | set(schemas.StreamOptions.model_fields)),
-        ("Completions only", set(schemas.CompletionBody.model_fields) - set(schemas.SamplingBody.model_fields)),
-        (
-            "Chat only",
-            set(schemas.ChatBody.model_fields) - set(schemas.SamplingBody.model_fields)
-            | set(schemas.Message.model_fields),
-        ),
-        ("Not supported yet", set(schemas.NO_OPS)),
-        ("Not supported in messages", set(schemas.MESSAGE_NO_OPS)),
-        ("Responses", set(responses.ResponseBody.model_fields)),
-        ("Not supported in responses", set(responses.RESPONSES_NO_OPS)),
-        ("Messages", set(messages.MessagesBody.model_fields)),
-        ("Not supported in messages of this format", set(messages.MESSAGES_API_NO_OPS)),
-        ("Tokens", set(schemas.TokenizeBody.model_fields) | set(schemas.DetokenizeBody.model_fields)),
+        ("completions, chat", schemas.NO_OPS),
+        ("a message", schemas.MESSAGE_NO_OPS),
+        ("responses", responses.RESPONSES_NO_OPS),
+        ("messages", messages.MESSAGES_API_NO_OPS),
     ],
 )
-def test_field_tables_match_the_schemas(heading: str, expected: set[str]) -> None:
-    assert set(first_column(section("docs/api.md", heading))) == expected
-
-
-def test_accepted_values_of_unsupported_fields_are_listed() -> None:
-    table = section("docs/api.md", "Not supported yet")
-    for name, values in schemas.NO_OPS.items():
-        row = next(line for line in table.splitlines() if line.startswith("| `") and f"`{name}`" in line.split("|")[1])
-        accepted = re.findall(r"`([^`]+)`", row.split("|")[2])
-        assert len(accepted) == len({str(value) for value in values if not isinstance(value, float)}), row
+def test_fields_without_effect_are_listed_with_the_values_that_they_may_have(where: str, no_ops: parsing.NoOps) -> None:
+    table = section("docs/api.md", "Accepted without effect")
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| {where} |")]
+    accepted, refused = row.split("; never ")
+    for name, values in no_ops.items():
+        assert (f"`{name}`" in accepted) == bool(values) and (f"`{name}`" in refused) == (not values), name
+    assert set(re.findall("`([a-z_]+)`", row)) - {"true", "false"} == set(no_ops)
 
 
 def test_endpoint_table_lists_every_path() -> None:
-    code = "".join(read(name) for name in source_files() if name.startswith("router/"))
-    paths = re.findall(r'(?:@endpoint\(\s*"\w+",\s*|@admitted\(|\bpath=)"([^"]+)"', code)
-    paths += re.findall(r'"(/[^"]*)": (?:PAGE|SWAGGER_UI) /', code)
     listed = {name.split()[-1] for name in first_column(section("docs/api.md", "Endpoints"))}
-    assert listed == {path.replace("{model:path}", "{model}") for path in paths}
+    assert listed == {path.replace("{model:path}", "{model}") for path in reference.paths()}
 
 
 def test_error_table_lists_every_code() -> None:
@@ -227,32 +209,7 @@ def test_every_stage_is_explained() -> None:
     assert not [stage for stage in Stage if f"`{stage}`" not in text]
 
 
-# ---- all documents ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_relative_links_exist(document: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
-    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
-    assert not missing
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_exist(document: Path) -> None:
-    commands = {str(command.name) for command in app.registered_commands} | {"connector", "bench"}
-    used = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve ([a-z]+)\b", document.read_text(), re.MULTILINE))
-    assert used <= commands
-    subcommands = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve connector ([a-z]+)\b", document.read_text(), re.MULTILINE))
-    assert subcommands <= {str(command.name) for command in connector_app.registered_commands}
-    benchmarks = set(re.findall(r"(?:`|^|^\s+|bin/)pdserve bench ([a-z]+)\b", document.read_text(), re.MULTILINE))
-    assert benchmarks <= {str(command.name) for command in bench_app.registered_commands}
-
-
-def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
-    for document in DOCUMENTS:
-        assert set(re.findall(r"(?:`|^)make ([a-z-]+)", document.read_text(), re.MULTILINE)) <= targets
+# ---- all files -----------------------------------------------------------------------------------------------------
 
 
 HOMES = ("work", "root", "Users", r"home(?!/pdserve\b)")  # /home/pdserve is the home of the image's user

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.keys import HASH_TOKENS, KeyChain, Layout, block_ends, block_keys, pack_tokens, root_key, unpack_tokens
+from pdserve.keys import (
+    HASH_TOKENS,
+    KeyChain,
+    Layout,
+    block_ends,
+    block_keys,
+    pack_tokens,
+    prompt_keys,
+    root_key,
+    unpack_tokens,
+)
 
 LAYOUT = Layout(
     model_fingerprint="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16", itemsize=2
@@ -111,3 +121,12 @@ def test_the_hash_unit_is_the_default_block_size() -> None:
     from pdserve.config import EngineConfig
 
     assert EngineConfig.block_size == HASH_TOKENS, "a default block is one hash unit, so none is hashed twice"
+
+
+def test_instances_can_make_the_keys_of_a_prompt_from_what_they_are_sent() -> None:
+    prompt = [7 * i % 250 for i in range(70)]
+    keys, packed = prompt_keys(prompt, b"model", "salt", frozenset({16, 32}))
+    root = root_key(model_digest=b"model", salt="salt")
+    assert len(packed) == 16 * (len(prompt) // 16), "a hash of each 16 tokens"
+    assert {size: KeyChain(root, packed).block_keys(prompt, size) for size in (16, 32)} == keys
+    assert {size: len(found) for size, found in keys.items()} == {16: 4, 32: 2}

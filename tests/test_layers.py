@@ -27,7 +27,7 @@ CORE = names("""
     request output keys kv_spec config costs counters errors lifetime slo sizes plugins parent model_path
     reasoning pooling beam_search logits_processors grammars lines
     proto kernels kv_transfer engine roles prefill decode instance control profile
-    router.api router.text router.web router.parse_server router.limits router.routed_request router.client_connection
+    router.api router.text router.web router.parse_server router.limits router.routed_request
     router.backend router.dispatch router.scheduling router.instances router.telemetry router.server
 """)
 # Everything else. Core runs it only by name: through an entry point of pyproject.toml, or as a command.
@@ -71,10 +71,9 @@ UNORDERED = ("pdserve/engine", "kernels", "proto", "pdserve/demo_model")  # pack
 
 # Decision logic: plain Python on plain data. The time, random numbers and connections come from the caller.
 DECISION_FILES = (
-    "pdserve/control/awake_clock",
     "pdserve/costs",
     "pdserve/engine/scheduling/budget",
-    "pdserve/engine/memory/block_pool",
+    "pdserve/engine/memory/blocks",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",
     "pdserve/engine/sequence",

@@ -1,4 +1,4 @@
-"""The plugin that leaves slow tests out while the folder that they belong to is as recorded."""
+"""The plugin that leaves slow tests out while the files that they depend on are as recorded."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import os
 import pytest
 
 @pytest.mark.slow
-@pytest.mark.until_recorded("code")
+@pytest.mark.until_recorded("code", "keys.txt")
 @pytest.mark.parametrize("part", ["good", "bad"])
 def test_all(part):
     assert part == "good" or "PASSES" in os.environ
@@ -37,7 +37,7 @@ sys.path.insert(0, {str(TESTS)!r})
 from recorded import Recorded
 
 def pytest_configure(config):
-    for marker in ("slow", "until_recorded(folder)"):
+    for marker in ("slow", "until_recorded(names)"):
         config.addinivalue_line("markers", marker)
     here = Path(__file__).parent
     recorded = Recorded("GPU" in os.environ, here / "recorded.json", here)
@@ -55,6 +55,9 @@ def project(tmp_path: Path) -> Path:
     for folder in ("code", "tests/code"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "code" / "a.py").write_text("a = 1\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # else pytest looks for settings in the folders above
+    (tmp_path / "keys.txt").write_text("1\n")
+    (tmp_path / "constraints.txt").write_text("torch==2.9\n")
     (tmp_path / "tests" / "code" / "test_a.py").write_text(SOURCE)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     return tmp_path
@@ -80,6 +83,14 @@ def test_a_slow_test_runs_until_it_has_passed_and_again_after_a_change(project: 
     assert run(project, PASSES="1") == "3 passed", "a changed test"
 
 
+@pytest.mark.parametrize("name", ["keys.txt", "constraints.txt"])
+def test_they_run_again_after_a_change_of_a_file_and_of_dependencies(name: str, project: Path) -> None:
+    assert run(project, PASSES="1") == "3 passed"
+    (project / name).write_text("2\n")
+    assert run(project, PASSES="1") == "3 passed"
+    assert run(project) == "1 passed"
+
+
 def test_what_passes_in_workers_is_recorded(project: Path) -> None:
     workers = ("-p", "xdist", "-n", "2")
     assert run(project, *workers, PASSES="1") == "3 passed"
@@ -93,8 +104,7 @@ def test_a_gpu_runs_all_of_them_and_records_none(project: Path) -> None:
     assert not (project / "recorded.json").exists()
 
 
-def test_a_folder_without_code_is_an_error(project: Path, load_test_module: Any) -> None:
-    with pytest.raises(
-        pytest.UsageError, match="until_recorded names the folder kernels/old, which has no Python file"
-    ):
-        load_test_module("recorded").digest("kernels/old", project)
+def test_what_is_not_there_is_an_error(project: Path, load_test_module: Any) -> None:
+    said = "until_recorded names kernels/old, which is no file, and no folder with a Python file"
+    with pytest.raises(pytest.UsageError, match=said):
+        load_test_module("recorded").digest("code", "kernels/old", root=project)

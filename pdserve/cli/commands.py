@@ -24,7 +24,14 @@ from pdserve.cli.signals import exit_on_signals
 from pdserve.config import DEFAULT_PORT, ROLES, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.parent import end_with_parent
-from pdserve.tools.load_config import AutoscaleConfig, BenchServeConfig, PlanConfig, SimulateConfig
+from pdserve.tools.load_config import (
+    AutoscaleConfig,
+    BenchLatencyConfig,
+    BenchServeConfig,
+    BenchThroughputConfig,
+    PlanConfig,
+    SimulateConfig,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -34,7 +41,7 @@ ROUTER_OPTION = typer.Option(
     f"http://127.0.0.1:{DEFAULT_PORT}", help="URL of a router of the instance; its --admin-key from PDSERVE_ADMIN_KEY"
 )
 connector_app = typer.Typer(help="List, check and benchmark KV connectors.", no_args_is_help=True)
-bench_app = typer.Typer(help="Measure a server from outside.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure a server from outside, or a deployment of its own.", no_args_is_help=True)
 
 
 def up(config: UpConfig) -> None:
@@ -197,6 +204,13 @@ def bench_serve(config: BenchServeConfig) -> None:
         raise typer.Exit(1)
 
 
+def bench_offline(config: BenchLatencyConfig | BenchThroughputConfig) -> None:
+    """Send batches of random prompts to a deployment of its own, and report in the lines of `vllm bench`."""
+    from pdserve.tools.offline_bench import run
+
+    run(config)
+
+
 def simulate(config: SimulateConfig) -> None:
     """Forecast what fleets would do with a load, from a profile, by simulating them."""
     from pdserve.tools.simulator.command import run
@@ -205,11 +219,12 @@ def simulate(config: SimulateConfig) -> None:
 
 
 def plan(config: PlanConfig) -> None:
-    """Find the smallest fleet that meets an SLO, and tell whether disaggregation pays. Exit code 3: none meets it."""
+    """Find the smallest fleet that meets an SLO, and tell whether disaggregation pays. Exit code 3: none meets it; 1:
+    --measured says that the profile is more than half off."""
     from pdserve.tools.planner.command import run
 
-    if not run(config):
-        raise typer.Exit(3)
+    if code := run(config):
+        raise typer.Exit(code)
 
 
 def autoscale(config: AutoscaleConfig) -> None:
@@ -288,6 +303,8 @@ CONFIGURED: list[tuple[str, type, Callable[..., None], str]] = [
 for _name, _config, _run, _panel in CONFIGURED:
     _help = ROLE_HELP.format(_name) if _name in ROLES else None
     app.command(_name, help=_help, cls=GroupedCommand, rich_help_panel=_panel)(command_from_config(_config, _run))
+for _name, _config in (("latency", BenchLatencyConfig), ("throughput", BenchThroughputConfig)):
+    bench_app.command(_name, cls=GroupedCommand)(command_from_config(_config, bench_offline))
 bench_app.command("serve", cls=GroupedCommand)(command_from_config(BenchServeConfig, bench_serve))
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 app.command("batch", rich_help_panel=START)(batch)

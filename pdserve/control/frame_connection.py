@@ -1,4 +1,4 @@
-"""Connection between an instance and a router: length-prefixed protobuf frames over TCP or TLS.
+"""Connection between an instance and a router: length-prefixed protobuf frames over TCP or TLS, and the peer's clock.
 
 gRPC is not used, because each of its messages wakes three threads in turn. Here a frame is read, parsed and handled in one
 turn of the event loop, and all frames sent in one turn leave in a single write.
@@ -7,9 +7,8 @@ turn of the event loop, and all frames sent in one turn leave in a single write.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from typing import Generic, Protocol, Self, TypeVar, cast
-
-from pdserve.control.coalescing_transport import CoalescingTransport
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +29,39 @@ class Message(Protocol):
 
 In = TypeVar("In", bound=Message)
 Out = TypeVar("Out", bound=Message)
+
+
+class CoalescingTransport:
+    """Wraps an asyncio transport and delays its writes to the end of the turn. Everything else is delegated unchanged.
+
+    All writes of a turn of the event loop become one: each write wakes the peer, which costs more than its bytes.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._pending: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Flush pending writes, then close the transport."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        if pending and not self._transport.is_closing():
+            self._transport.write(b"".join(pending))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class FrameConnection(asyncio.Protocol, ABC, Generic[In, Out]):
@@ -124,3 +156,34 @@ class FrameConnection(asyncio.Protocol, ABC, Generic[In, Out]):
     def connection_lost(self, error: Exception | None) -> None:
         self.writable.set()
         self.closed.set_result(self.error or error)
+
+
+class AwakeClock:
+    """Clock for the leases and time-outs of peers. It advances by ticks.
+
+    Each tick adds the time since the last one, but at most `interval_s`.
+
+    While a process is busy, stopped or starved of CPU, the frames of its peers wait unread in its sockets. Its own stall
+    must not count as their silence. A lease measured by this clock ends only after several ticks, and between two ticks the
+    event loop reads its sockets.
+
+    Attributes:
+        time: the sum of the ticks, in seconds.
+    """
+
+    def __init__(self, interval_s: float, now: Callable[[], float]) -> None:
+        """`interval_s` is the intended interval of the ticks, and `now` a monotonic clock."""
+        self.time = 0.0
+        self._interval_s, self._now = interval_s, now
+        self._ticked_at = now()
+
+    def read(self) -> float:
+        """Return the time between two ticks."""
+        return self.time + min(self._now() - self._ticked_at, self._interval_s)
+
+    def tick(self) -> float:
+        """Advance to now, and return `time`."""
+        now = self._now()
+        self.time += min(now - self._ticked_at, self._interval_s)
+        self._ticked_at = now
+        return self.time

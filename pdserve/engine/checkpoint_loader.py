@@ -17,10 +17,8 @@ from pdserve.engine.architectures import adapters, chunked_attention
 from pdserve.engine.architectures.class_head import num_labels
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion import experts
-from pdserve.engine.cpu_fusion.fused_mlp import fuse_mlps
-from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
-from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
-from pdserve.engine.cpu_fusion.prepack import prepack
+from pdserve.engine.cpu_fusion.fused_layers import fuse_mlps, fuse_norms, fuse_rotary
+from pdserve.engine.cpu_fusion.linear_method import prepack
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.kv_probe import UnsupportedAttention, probe
 from pdserve.engine.parallel.rank_group import RankGroup

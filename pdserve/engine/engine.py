@@ -14,13 +14,13 @@ from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.features import features_of
 from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Feature, Sequence
 from pdserve.engine.step import Drafter, StepOutcome
 from pdserve.errors import SetupError
-from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, root_key, token_array
+from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, root_key, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
 
@@ -140,27 +140,12 @@ class Engine:
             BadRequest: a logits processor is not installed, or refuses its arguments.
             ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
         """
-        if not prompt:
-            raise ValueError("the prompt is empty")
-        if len(prompt) + sampling.max_tokens > self.max_model_len:
-            raise ValueError(
-                f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
-                f"{self.max_model_len} that fit"
-            )
         tokens = token_array(prompt)
-        if np.frombuffer(tokens, np.uint32).max() >= self.checkpoint.vocab_size:
-            raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
+        self._check(tokens, sampling, packed_keys)
         tokens.extend(output)
-        if len(packed_keys) > len(prompt) // HASH_TOKENS * KEY_BYTES:
-            raise ValueError(f"{len(packed_keys)} bytes of keys are more than those of {len(prompt)} tokens")
-        pooling = self.checkpoint.pooling
-        if sampling.embed and pooling is None:
-            raise ValueError("this model has no embeddings")
-        if not sampling.embed and pooling is not None and pooling.num_classes:
-            raise ValueError("this model is a classifier, which generates nothing")
         features: tuple[Feature, ...] = ()
         if not sampling.needs_only_logits:
-            pooling = pooling if sampling.embed else None
+            pooling = self.checkpoint.pooling if sampling.embed else None
             features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
         root = root_key(model_digest=self.layout.model_digest, salt=salt)
         stops = frozenset(sampling.stop_token_ids)
@@ -186,6 +171,25 @@ class Engine:
             how = sampling.length_penalty, sampling.early_stopping
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
         return seq
+
+    def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:
+        """Raise ValueError if a request is none that this engine could ever serve."""
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if len(prompt) + sampling.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
+                f"{self.max_model_len} that fit"
+            )
+        if np.frombuffer(prompt, np.uint32).max() >= self.checkpoint.vocab_size:
+            raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
+        if len(packed_keys) > len(prompt) // HASH_TOKENS * KEY_BYTES:
+            raise ValueError(f"{len(packed_keys)} bytes of keys are more than those of {len(prompt)} tokens")
+        pooling = self.checkpoint.pooling
+        if sampling.embed and pooling is None:
+            raise ValueError("this model has no embeddings")
+        if not sampling.embed and pooling is not None and pooling.num_classes:
+            raise ValueError("this model is a classifier, which generates nothing")
 
     def beams_fault(self, num_tokens: int, width: int) -> str:
         """Return why this engine cannot search with so many beams of up to `num_tokens` tokens; empty if it can."""
@@ -292,6 +296,7 @@ class Engine:
         for seq, accepted in outcome.items():
             if accepted.tokens:
                 seq.output.append(accepted.tokens[-1])
+                accepted.finish_reason = seq.output.finish_reason()
         return StepResult(
             advanced=[*advanced],
             outcome=outcome,

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import add
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,8 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.kv_probe import UnsupportedAttention
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
+from pdserve.engine.memory.blocks import BlockTable, block_table
 from pdserve.engine.memory.kv_memory import KVMemory
-from pdserve.engine.memory.sequence_kv import BlockTable, block_table
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens
 from pdserve.engine.sequence import Sequence
@@ -35,12 +35,13 @@ from pdserve.errors import SetupError
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 from pdserve.kernels.memory import keep_freed_memory
-from pdserve.kernels.packed import packed_copy
 from pdserve.plugins import extension
 
 log = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.uint32]
+Arrays: TypeAlias = "SequenceABC[npt.NDArray[np.integer[Any]]]"
+ALIGNMENT = 4  # elements of a packed array: kernels read 16 bytes at a time
 
 
 @dataclass(frozen=True)
@@ -293,12 +294,43 @@ class ModelRunner:
             query_lens=counts,
             kv_lens=kv_lens,
             kv_lens_S=kv_lens_S,
+            starts=starts_on_device,
             kernel=self.kernel,
-            known_starts=starts_on_device,
         )
         # In this order, too: rows of scored prompts come behind those of all sequences.
         is_decode_step = len(counts) == len(ids_T) and logit_rows == [*range(len(ids_T))]
         return StepInputs(ids_1T, positions_1T, batch, rows_on_device, is_decode_step)
+
+
+def packed_copy(arrays: Arrays, device: torch.device) -> list[torch.Tensor]:
+    """Return integer arrays on a device, as int64 on a CPU, where they may share memory, and as int32 elsewhere.
+
+    On a GPU, one copy from pinned memory moves them, and nothing waits for it: torch's allocator of pinned memory reuses a
+    buffer once the copies out of it have ended.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array).to(torch.long) for array in arrays]
+    return unpack(pack(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Arrays, *, pinned: bool) -> torch.Tensor:
+    """Return arrays one after the other, int32 in host memory, each from a multiple of ALIGNMENT on."""
+    staging = torch.zeros(sum(map(_padded, arrays)), dtype=torch.int32, pin_memory=pinned)
+    host, begin = staging.numpy(), 0
+    for array in arrays:
+        host[begin : begin + array.size] = array.reshape(-1)
+        begin += _padded(array)
+    return staging
+
+
+def unpack(packed: torch.Tensor, like: Arrays) -> list[torch.Tensor]:
+    """Return views of what `pack` made of these arrays."""
+    parts = packed.split([_padded(array) for array in like])
+    return [part[: array.size].view(array.shape) for part, array in zip(parts, like, strict=True)]
+
+
+def _padded(array: npt.NDArray[np.integer[Any]]) -> int:
+    return -(-array.size // ALIGNMENT) * ALIGNMENT
 
 
 def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:

@@ -15,7 +15,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.costs import Work
 from pdserve.engine.checkpoint import Checkpoint
-from pdserve.engine.memory.block_pool import BlockPairs
+from pdserve.engine.memory.blocks import BlockPairs
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.errors import SetupError
 from pdserve.keys import Layout

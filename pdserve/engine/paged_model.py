@@ -10,7 +10,6 @@ import torch
 from transformers import AttentionInterface
 
 from pdserve.engine.kv_probe import KVProbe, UnsupportedAttention
-from pdserve.kernels.attention import AttentionOptions, attend, paged_attention
 from pdserve.kernels.batch import PagedBatch
 
 if TYPE_CHECKING:
@@ -66,15 +65,14 @@ def attention_forward(
         return y_1THD if absorbed is None else absorbed.values(y_1THD), None
     if (k_1GTD.shape[1], k_1GTD.shape[3]) != paged.caches[layer].shape[2::2]:
         raise UnsupportedAttention(f"the keys of layer {layer} have another shape than its model's KVSpec says")
-    options = AttentionOptions(
-        scale=scaling if scaling is not None else q_1HTD.shape[-1] ** -0.5, window=sliding_window, softcap=softcap
-    )
-    num_tokens = len(paged.slots_T)
-    q_THD, k_TGD, v_TGD = (x[0, :, :num_tokens].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
+    scale = scaling if scaling is not None else q_1HTD.shape[-1] ** -0.5
+    cache_N2GBD, num_tokens = paged.caches[layer], len(paged.slots_T)
+    q_THD = q_1HTD[0, :, :num_tokens].transpose(0, 1)
+    k_TGD, v_TGD = k_1GTD[0, :, :num_tokens].transpose(0, 1), v_1GTD[0, :, :num_tokens].transpose(0, 1)
     if deferred is not None:
-        q_THD = deferred.rotate_and_write(q_THD, k_TGD, v_TGD, paged.caches[layer], paged.slots_T)
-        y_THD = attend(q_THD, layer, paged, options)
+        q_THD = deferred.rotate_and_write(q_THD, k_TGD, v_TGD, cache_N2GBD, paged.slots_T)
     else:
-        y_THD = paged_attention(q_THD, k_TGD, v_TGD, layer, paged, options)
+        paged.kernel.write_kv(cache_N2GBD, k_TGD, v_TGD, paged.slots_T)
+    y_THD = paged.kernel.attend(q_THD, cache_N2GBD, paged, scale, sliding_window, softcap)
     y_1THD = y_THD.expand(q_1HTD.shape[2], -1, -1)[None]
     return y_1THD if absorbed is None else absorbed.values(y_1THD), None

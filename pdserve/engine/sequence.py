@@ -1,6 +1,6 @@
 """State of one sequence in the engine: where it stands in the queues, its KV, its output, and the sequences beside it.
 
-`Sequence.kv` (`memory/sequence_kv.py`) has its blocks and what of it is computed, `Sequence.output` its tokens and when they
+`Sequence.kv` (`memory/blocks.py`) has its blocks and what of it is computed, `Sequence.output` its tokens and when they
 end. Plain data: only methods of these classes change it; other modules call them and read the attributes.
 """
 
@@ -9,8 +9,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
-from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.memory.sequence_kv import BlockTable, SequenceKV, SwappedKV
+from pdserve.engine.memory.blocks import BlockPool, BlockTable, SequenceKV, SwappedKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens
 from pdserve.logits_processors import LogitsProcessor
@@ -206,6 +205,8 @@ class Sequence:
         tenant: whose request it is.
         gave_way_at: its length when it last gave way to another tenant; None if it never has.
         last_turn: the last step that computed it, among those that were too short for all sequences of its tenant.
+        size: tokens to compute when it was queued without blocks.
+        overtaken: how often shorter prompts went before it when it lacked blocks.
         stores_kv: its role stores its KV as it is computed; the scheduler pauses it while the store is behind.
         siblings: sequences of the same request that wait for this one's prompt, to share its KV.
         leader: the sequence for whose prompt this one waits.
@@ -221,6 +222,8 @@ class Sequence:
     tenant: Tenant = NO_TENANT
     gave_way_at: int | None = None
     last_turn: int = 0
+    size: int = 0
+    overtaken: int = 0
     stores_kv: bool = False
     siblings: list["Sequence"] = field(default_factory=list)
     leader: "Sequence | None" = None

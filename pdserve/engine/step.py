@@ -25,11 +25,13 @@ class Accepted(msgspec.Struct, gc=False):
         tokens: that follow it. None while its prompt is not complete; several if drafts were accepted, of which all but
             the last have KV.
         logprobs: of these tokens, if the request asks for them.
+        finish_reason: why the last of them ends the sequence; None if it does not.
     """
 
     computed: int = 0
     tokens: list[int] = msgspec.field(default_factory=list)
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
+    finish_reason: str | None = None
 
     def cut_at_end(self, seq: Sequence) -> None:
         """Drop the tokens behind one that ends the sequence, which has none of them yet."""

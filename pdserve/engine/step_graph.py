@@ -148,8 +148,6 @@ class StepGraph:
         self._batch = replace(
             batch, slots_T=batch.slots_T.clone(), kv_lens_S=batch.kv_lens_S.clone(), tables_SM=tables_SM
         )
-        # A cached property, the same for all steps: computed now, outside of the recording.
-        _ = self._batch.starts
         self._copy_inputs(ids_1S, positions_1S, batch)
         recorder, detector = _OperatorRecorder(), _HostReadDetector()
         with detector, recorder, native.record_calls(recorder.calls.append):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
@@ -37,9 +37,8 @@ from pdserve.output import Output, pack
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request
-from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job, failure
-from pdserve.roles.transfers import Transfers
+from pdserve.roles.transfers import Fetcher, Transfers
 
 if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from pdserve.ranks.leader import Ranks
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 HEARTBEAT_UPDATE_S = 0.1  # between two updates of the heartbeat while the engine is busy
 IDLE_HEARTBEAT_UPDATE_S = 1.0  # the same while it waits: stores work in the background, hang, and come back
 PROBE_S = 5.0  # between two probes of KV stores that are out
@@ -88,6 +86,7 @@ class Instance:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = inbox or SimpleQueue[Callable[[], None]]()
+        self.post = self._inbox.put
         self._send = send
         self.now = now
         self.kv_events = KVEventPublisher()
@@ -114,7 +113,7 @@ class Instance:
         )
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, now)
-        # What the roles report, for `InstanceContext`.
+        # With `now` and `close_job`, what the roles call: `InstanceContext`.
         self.count, self.count_prompt_sources = self.reporter.count, self.reporter.count_prompt_sources
         self.record_transfer = self.reporter.record_transfer
         self._roles: dict[int, Prefiller | Decoder] = {
@@ -133,7 +132,6 @@ class Instance:
         self._heartbeat_updated_at = 0.0
         self._integrity_checked_at = 0.0
         self._stores_probed_at = 0.0
-        self._update_heartbeat()
 
     @classmethod
     def start(cls, config: InstanceConfig, send: Send) -> "Instance":
@@ -241,12 +239,18 @@ class Instance:
         Returns:
             Whether the engine was idle and all outputs are sent. Then only a new inbox entry can give it work.
         """
-        self._run_inbox(wait)
+        try:
+            if wait:
+                self._inbox.get(timeout=IDLE_HEARTBEAT_UPDATE_S)()
+            while True:
+                self._inbox.get_nowait()()
+        except Empty:
+            pass
         if self.decoder.unreserved:
             self.decoder.reserve()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
-        stopped = self.now()
+        stopped, generated = self.now(), 0
         for seq in result.resumed:
             job = self._by_sequence[seq]
             self._roles[job.phase].on_resumed(job)
@@ -257,7 +261,11 @@ class Instance:
                 self._reject(job.link, seq.request_id, failure)
                 self._cancel(job)
                 continue
-            self._roles[job.phase].on_step(job, result.outcome.get(seq) or Accepted(), started)
+            accepted = result.outcome.get(seq) or Accepted()
+            self._roles[job.phase].on_step(job, accepted, started)
+            generated += len(accepted.tokens)
+        if generated:
+            self.count("generation_tokens", generated)
         self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         if self._event_publisher is not None:
             self._event_publisher.flush()
@@ -266,7 +274,13 @@ class Instance:
             self._check_idle(started)
         if result.idle or started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
             self._heartbeat_updated_at = started
-            self._update_heartbeat()
+            now = self.now()
+            if now - self._stores_probed_at > PROBE_S:
+                self._stores_probed_at = now
+                self.transfers.probe()
+                self.layout_converter.probe()
+            waiting = len(self.engine.scheduler.waiting) + len(self.decoder.unreserved)
+            self.reporter.update(self._by_sequence.values(), waiting, now)
         return result.idle and not self._has_unsent
 
     def _check_idle(self, now: float) -> None:
@@ -278,15 +292,6 @@ class Instance:
             self._integrity_checked_at = now
             self.engine.pool.check_integrity()
             self.count("integrity_checks", 1)
-
-    def _run_inbox(self, wait: bool) -> None:
-        try:
-            if wait:
-                self._inbox.get(timeout=IDLE_HEARTBEAT_UPDATE_S)()
-            while True:
-                self._inbox.get_nowait()()
-        except Empty:
-            return
 
     def _submit(self, link: str, message: pb.Submit) -> None:
         try:
@@ -352,7 +357,7 @@ class Instance:
             for stage, at in output.stamps.items():
                 output.stamps[stage] = now - at
             packed: Output | Raw = output
-            if job.may_be_large:
+            if job.seq.features:  # else it has tokens only
                 packed = Raw(pack(output))
                 size = len(packed)
                 if size > MAX_FRAME_BYTES // 2:
@@ -366,7 +371,7 @@ class Instance:
             self._send(link, pb.InstanceFrame(outputs=pack(outputs)))
         self._has_unsent = False
         for job in [*self._by_sequence.values(), *self._closed_jobs]:
-            if job.has_unsent:
+            if job.urgent and job.output is not None:  # it waits for pieces of a prompt's log probabilities
                 self._has_unsent = True
             else:
                 self._closed_jobs.pop(job, None)
@@ -378,15 +383,6 @@ class Instance:
         error = RequestError(f"the answer takes {size} bytes at once, more than a frame holds", kind="answer_too_large")
         return Output(request_id=job.seq.request_id, error=failure(error))
 
-    def _update_heartbeat(self) -> None:
-        now = self.now()
-        if now - self._stores_probed_at > PROBE_S:
-            self._stores_probed_at = now
-            self.transfers.probe()
-            self.layout_converter.probe()
-        waiting = len(self.engine.scheduler.waiting) + len(self.decoder.unreserved)
-        self.reporter.update(self._by_sequence.values(), waiting, now)
-
     def _attach(self, connector: Connector) -> Connector:
         kv = self.engine.runner.kv
         connector.may_start_out = True
@@ -395,11 +391,6 @@ class Instance:
             attached = self._ranks.connector(attached)
         attached.has_started_out = connector.has_started_out
         return guard(attached, self._inbox.put, self.now)
-
-    # ---- InstanceContext, the interface for the roles -------------------------------------------------------------
-
-    def add_done_callback(self, future: Future[T], callback: Callable[[T], None]) -> None:
-        future.add_done_callback(lambda done: self._inbox.put(lambda: callback(done.result())))
 
     def close_job(self, job: Job) -> None:
         del self._by_sequence[job.seq]

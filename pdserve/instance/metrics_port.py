@@ -118,7 +118,7 @@ class _InstanceCollector(Collector):
         self._vllm_model = vllm_model
 
     def collect(self) -> Iterable[Metric]:
-        families = [*metric_families([({}, dict(self._instance.reporter.status.heartbeat.counters))])]
+        families = [*metric_families([({}, dict(self._instance.reporter.heartbeat.counters))])]
         yield from families
         if self._vllm_model:
             yield from plugins.extension("instance-vllm-metrics")(families, self._vllm_model)

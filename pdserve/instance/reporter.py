@@ -1,9 +1,9 @@
 """Status of an instance: counters, metrics, cost models, the heartbeat, and the work that its requests still need."""
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 from pdserve.costs import CostMeter, Work
 from pdserve.counters import series
@@ -26,27 +26,6 @@ FAILURES = {("store", Outcome.FULL), ("store", Outcome.UNAVAILABLE)} | {
 LOAD_FIELDS = tuple(pb.Load.DESCRIPTOR.fields_by_name)
 
 
-@dataclass(frozen=True)
-class Status:
-    """Content of a heartbeat. Its message is built on demand: a busy instance changes it more often than it sends it."""
-
-    waiting: int
-    running: int
-    free_blocks: int
-    costs: pb.Costs
-    counters: dict[str, float]
-
-    @cached_property
-    def heartbeat(self) -> pb.Heartbeat:
-        return pb.Heartbeat(
-            waiting=self.waiting,
-            running=self.running,
-            free_blocks=self.free_blocks,
-            costs=self.costs,
-            counters=self.counters,
-        )
-
-
 class Reporter:
     """Collects what an instance reports. Runs on the engine thread, except that any thread may call `other_load`.
 
@@ -56,7 +35,8 @@ class Reporter:
         now: monotonic clock in seconds.
 
     Attributes:
-        status: content of the current heartbeat. `update` replaces it and never modifies it, so any thread may read it.
+        heartbeat: the current one. `update` replaces it and never modifies it, so any thread may read it.
+        costs_updated_at: when the cost models were fitted, on the clock.
         counts: counters of `pdserve.counters`, by series.
         meter: fits the cost models.
     """
@@ -69,7 +49,7 @@ class Reporter:
         layout_converter: LayoutConverter,
         now: Callable[[], float],
     ) -> None:
-        self.status = Status(0, 0, 0, pb.Costs(), {})
+        self.costs_updated_at = -math.inf
         self.counts: dict[str, float] = {}
         self.meter = CostMeter()
         self._engine = engine
@@ -84,16 +64,16 @@ class Reporter:
             self.meter.calibrate_step(work, seconds)
         for blocks, seconds in measure_swaps(engine):
             self.meter.calibrate_swap(blocks, seconds)
-        self._update_costs(made_at)
+        self.update((), 0, made_at)
 
     def count(self, name: str, value: float, **labels: str) -> None:
         """Add `value` to a counter of `pdserve.counters`."""
         key = series(name, **labels)
         self.counts[key] = self.counts.get(key, 0) + value
 
-    def count_prompt_sources(self, job: Job) -> None:
+    def count_prompt_sources(self, sources: dict[str, int]) -> None:
         """Count the tokens of a prompt by the source of their KV."""
-        for source, tokens in job.prompt_sources().items():
+        for source, tokens in sources.items():
             self.count("prompt_tokens_by_source", tokens, source=source)
 
     def watch(self, profile: Profile) -> None:
@@ -112,7 +92,8 @@ class Reporter:
             self.count("engine_steps", 1)
         if result.storing_paused:
             self.count("prefill_steps_held_back", 1)
-        self.meter.record_step(result.work, result.num_tokens > 0, seconds, now)
+        if result.work:
+            self.meter.record_step(result.work, result.num_tokens > 0, seconds, now)
         for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
             if blocks:
                 self.meter.record_swap(blocks, result.swap_seconds, now)
@@ -132,35 +113,33 @@ class Reporter:
                     total[field] += getattr(load, field)
         return pb.Load(**total)
 
-    def has_old_costs(self, now: float) -> bool:
-        """Return True if the next update fits the cost models again."""
-        return now - self._costs_updated_at > COSTS_UPDATE_S
-
     def update(self, jobs: Collection[Job], num_waiting: int, now: float) -> None:
-        """Replace the status and the remaining load. Attribute assignment is atomic.
+        """Replace the heartbeat and the remaining load. Attribute assignment is atomic.
 
         Args:
             num_waiting: jobs that have no blocks yet.
         """
-        if self.has_old_costs(now):
-            self._update_costs(now)
+        if now - self.costs_updated_at > COSTS_UPDATE_S:
+            self.costs_updated_at = now
+            self._engine.scheduler.costs = costs = self.meter.costs(now)
+            self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
         num_running = len(jobs) - num_waiting
         counters = self.counts | self._metrics()
         counters |= {"num_requests_waiting": num_waiting, "num_requests_running": num_running}
         if self._watch is not None:
             counters |= {series("profile_ratio", phase=phase): ratio for phase, ratio in self._watch.ratios.items()}
-        self.status = Status(num_waiting, num_running, self._engine.pool.num_free, self._costs, counters)
+        self.heartbeat = pb.Heartbeat(
+            waiting=num_waiting,
+            running=num_running,
+            free_blocks=self._engine.pool.num_free,
+            costs=self._costs,
+            counters=counters,
+        )
         remaining: dict[str, list[pb.Load]] = {}
         for job in jobs:
             if not job.ended:
                 remaining.setdefault(job.link, []).append(job.remaining_load())
         self._remaining_load = remaining
-
-    def _update_costs(self, now: float) -> None:
-        costs = self.meter.costs(now)
-        self._costs_updated_at = now
-        self._engine.scheduler.use_costs(costs)
-        self._costs = pb.Costs(prefill=costs.prefill, decode=costs.decode, transfer=costs.transfer)
 
     def _metrics(self) -> dict[str, float]:
         """Return the metrics of pool, scheduler, step pipeline, transfers and each store, by series."""

@@ -12,9 +12,8 @@ import random
 import ssl
 from itertools import count
 
-from pdserve.control.awake_clock import AwakeClock
 from pdserve.control.certificates import describe_failure
-from pdserve.control.frame_connection import FrameConnection
+from pdserve.control.frame_connection import AwakeClock, FrameConnection
 from pdserve.control.registry import POLL_INTERVAL_S, Registry
 from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events import PendingKVEvents
@@ -92,7 +91,7 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
             await self.writable.wait()
             now = self._loop.time()
             if now >= next_heartbeat_at:
-                heartbeat = self._instance.reporter.status.heartbeat
+                heartbeat = self._instance.reporter.heartbeat
                 renewals = renewals + 1 if heartbeat == last_heartbeat and renewals < MAX_RENEWALS else 0
                 if renewals:
                     self.send(pb.InstanceFrame(others=last_sent))
@@ -117,11 +116,11 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
         Aborts it after `SILENCE_TIMEOUT_S` of silence. The time in which this instance was stalled itself does not count.
         """
         interval_s = SILENCE_TIMEOUT_S / TICKS_PER_TIMEOUT
-        clock = AwakeClock(interval_s, self._loop.time())
+        clock = AwakeClock(interval_s, self._loop.time)
         received_at, heard_at = self.last_received_at, clock.time
         while not self.closed.done():
             await asyncio.wait([self.closed], timeout=interval_s)
-            now = clock.tick(self._loop.time())
+            now = clock.tick()
             if self.last_received_at != received_at:
                 received_at, heard_at = self.last_received_at, now
             elif now - heard_at > SILENCE_TIMEOUT_S:

@@ -40,7 +40,7 @@ class _Client:
         model: a directory, a hub id or `demo`.
         prefill, decode, both: instances of each role; by default one with the role both.
         max_in_flight: requests that are sent to the router at once.
-        settings: further flags of `pdserve up`, with underscores (docs/operations.md).
+        settings: further flags of `pdserve up`, with underscores (`pdserve up --help`).
 
     Raises:
         SetupError: a process cannot start.

@@ -28,7 +28,7 @@ class _Fields(BodyParams, frozen=True, kw_only=True):
 
 
 class SamplingParams(_Fields, frozen=True, kw_only=True):
-    """The fields are those of /v1/completions (docs/api.md), and mean the same.
+    """The fields are those of /v1/completions (its /docs), and mean the same.
 
     Raises:
         TypeError: a field is unknown.

@@ -43,6 +43,7 @@ class Machine:
     device: str = ""
     torch: str = ""
     numerics: str = ""  # class of `pdserve.engine.numerics`; empty for float32
+    cores: int = 0  # that there are for all; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,13 @@ class StepModel:
         if sequences < TABLE_SIZE:
             return table[sequences] + self.context_s * context
         return _interpolate(self.decode, sequences) + self.context_s * context
+
+    @property
+    def saturation(self) -> int:
+        """The batch whose decode step takes twice as long as that of one sequence, without context; 0: beyond the knots."""
+        limit = 2 * self.decode_seconds(1, 0)
+        most = self.decode[-1][0]
+        return next((batch for batch in range(1, most + 1) if self.decode_seconds(batch, 0) >= limit), 0)
 
     def prefill_seconds(self, tokens: float, pairs: float, prompts: int = 1, cached: float = 0) -> float:
         """Return the seconds of a step that computes parts of prompts only."""

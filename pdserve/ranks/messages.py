@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.engine.memory.block_pool import BlockPairs
+from pdserve.engine.memory.blocks import BlockPairs
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.ranks.table_changes import TableChange
 

@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from pdserve.beam_search import Hypothesis
 from pdserve.costs import attention_pairs
@@ -19,8 +17,6 @@ from pdserve.lifetime import Stage
 from pdserve.output import Failure, Moved, Output, Sources, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import TokenLogprobs
-
-T = TypeVar("T")
 
 LOGPROBS_PER_OUTPUT = 4096  # of a prompt, the top tokens included: some 40 KB and 2 ms
 BATCHED_TOKENS = 16  # tokens per frame of an answer that the client reads only at its end
@@ -74,13 +70,6 @@ class Job:
             self.output = Output(request_id=self.seq.request_id)
         return self.output
 
-    @cached_property
-    def may_be_large(self) -> bool:
-        """True if its outputs hold more than tokens."""
-        sampling = self.seq.sampling
-        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        return has_logprobs or sampling.embed or sampling.beam_width > 0
-
     def take_output(self) -> Output | None:
         """Return what the next frame has of this request; None if nothing is due.
 
@@ -97,11 +86,6 @@ class Job:
             self.output.prompt_logprobs = piece
         output, self.output, self.urgent = self.output, None, False
         return output
-
-    @property
-    def has_unsent(self) -> bool:
-        """True if an output is due that has to wait for pieces of a prompt's log probabilities."""
-        return self.urgent and self.output is not None
 
     def mark_cancelled(self) -> None:
         """Drop unsent tokens. Unsent stamps, as of a store that ended just before, still complete the timeline."""
@@ -140,11 +124,12 @@ class Job:
         computed = self.seq.kv.num_initial - hit - loaded - unneeded
         return {"computed": computed, "local_hit": hit, "loaded": loaded, "unneeded": unneeded}
 
-    def report_prompt_sources(self) -> None:
-        """Report the sources to the router. Only the instance that prefills the prompt does so."""
+    def report_prompt_sources(self) -> dict[str, int]:
+        """Report the sources to the router, and return them. Only the instance that prefills the prompt reports them."""
         sources = self.prompt_sources()
-        sources["loaded"] += sources.pop("unneeded")  # to the router, both are cached tokens
-        self.pending_output().sources = Sources(**sources)
+        cached = sources["loaded"] + sources["unneeded"]  # to the router, both are cached tokens
+        self.pending_output().sources = Sources(sources["computed"], sources["local_hit"], cached)
+        return sources
 
     def remaining_load(self) -> pb.Load:
         """Return the work that the request still needs on this instance."""
@@ -154,15 +139,15 @@ class Job:
         awaits_kv = self.phase == pb.DECODE and not seq.kv.admitted  # another instance computes the prompt
         if not has_sampled and not awaits_kv:
             load.prefills = 1
-            load.prefill_tokens = seq.kv.num_uncomputed
-            load.attended_tokens = int(attention_pairs(seq.kv.num_uncomputed, seq.kv.num_computed))
+            load.prefill_tokens = len(seq) - seq.kv.num_computed
+            load.attended_tokens = int(attention_pairs(load.prefill_tokens, seq.kv.num_computed))
         if self.phase != pb.PREFILL:
             load.output_tokens = seq.sampling.max_tokens - seq.output.num_generated
             load.context_tokens = len(seq)
         return load
 
-    def report_tokens(self, accepted: Accepted) -> None:
-        """Report the tokens that a step has appended, with their log probabilities if requested."""
+    def report_tokens(self, accepted: Accepted, now: float) -> None:
+        """Report the tokens that a step has appended, with their log probabilities if requested, and the end if it is."""
         output = self.pending_output(urgent=not self.whole)
         output.token_ids.extend(accepted.tokens)
         is_first = len(self.seq) == self.seq.kv.num_initial + len(accepted.tokens)
@@ -171,6 +156,8 @@ class Job:
         output.logprobs.extend(accepted.logprobs)
         if is_first and self.seq.features and self.leader is None and (found := find(PromptScores, self.seq)):
             self.scores = [of_prompt for _, of_prompt in sorted(found.scores.items())]
+        if accepted.finish_reason is not None:
+            self.finish(accepted.finish_reason, now)
 
     def report_answers(self, answers: SequenceABC[Hypothesis]) -> None:
         """Report the answers of a beam search that is over."""
@@ -186,7 +173,6 @@ class Job:
         found = find(Embedding, self.seq)
         if found is None or not found.vector:
             return False
-        self.report_prompt_sources()
         self.pending_output().embedding = found.vector
         self.finish("stop", now)
         return True
@@ -209,8 +195,8 @@ class InstanceContext(Protocol):
     def now(self) -> float:
         """Return the time in seconds, monotonic."""
 
-    def add_done_callback(self, future: Future[T], callback: Callable[[T], None]) -> None:
-        """Call `callback(result)` on the engine thread once the future is done."""
+    def post(self, work: Callable[[], None]) -> None:
+        """Run a function on the engine thread. May be called from any thread."""
 
     def close_job(self, job: Job) -> None:
         """Forget a job of which nothing is held any more, once its last output is sent."""
@@ -221,5 +207,5 @@ class InstanceContext(Protocol):
     def record_transfer(self, blocks: int, seconds: float) -> None:
         """Add a finished transfer to the cost model. `seconds` excludes time in the queue."""
 
-    def count_prompt_sources(self, job: Job) -> None:
+    def count_prompt_sources(self, sources: dict[str, int]) -> None:
         """Add a prompt to `pdserve_prompt_tokens_by_source_total`, once per instance that held it."""

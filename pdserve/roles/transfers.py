@@ -1,10 +1,17 @@
-"""Queue of KV stores and loads, with a limit on the blocks in flight, so that a slow store cannot occupy the whole pool.
+"""Transfers of KV: the queue of stores and loads, and loading the prefix of a prompt that the KV store already has.
+
+The queue limits the blocks in flight, so that a slow store cannot occupy the whole pool.
 
 Each transfer holds its blocks until it ends, even if its request ends first. Transfers over the limit wait in order of
 arrival. While stores wait, prefill pauses sequences that would have to be stored.
 
 No transfer waits for ever, because every connector operation ends by its deadline. After an operation that the store did
 not answer, queued transfers fail immediately for as long as that operation took, instead of running into the same timeout.
+
+A prefix is loaded before its sequence is queued in the engine:
+
+    fetch ─► match: the store's number of leading blocks ─► load the blocks that the pool lacks, if that is cheaper than
+             computing them ─► queue the sequence in the engine, which computes the rest
 """
 
 import math
@@ -13,17 +20,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.engine import Engine
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, Result, request_cancel
+from pdserve.roles.break_even import BreakEven, Reason
 from pdserve.roles.job import InstanceContext, Job
 
+T = TypeVar("T")
 OnDone = Callable[[Result], None]
 SPLIT_PARTS = 4  # into which blocks that become ready together are split
 MIN_PART_BYTES = 8 << 20  # so that the overhead of a part's messages is small beside its bytes
 FOLLOW_PATIENCE_S = 0.1  # wait of a following load for each next block
+
+
+def when_done(context: InstanceContext, future: Future[T], callback: Callable[[T], None]) -> None:
+    """Call `callback(result)` on the engine thread once the future is done."""
+    future.add_done_callback(lambda done: context.post(lambda: callback(done.result())))
 
 
 class Source(Protocol):
@@ -144,18 +159,13 @@ class Transfers:
         start = partial(self._connector.follow, keys, blocks, patience_s=FOLLOW_PATIENCE_S)
         self._add(_Transfer(job, blocks, len(blocks), False, start, on_done, True, self._context.now()))
 
-    def report_missing(self, keys: Iterable[bytes]) -> None:
-        """Tell the listener that the store lacks these blocks."""
-        if self.listener is not None:
-            self.listener.on_missing(keys)
-
     def probe(self) -> None:
         """Ask a store that is out for a block that no store has: its answer shows that it is back, also without requests."""
         if self._connector.stats().any_out and self._pool.num_free:
             blocks = self._pool.allocate(1)
             self.num_holding += 1
             future = self._connector.load([PROBE_KEY], blocks)
-            self._context.add_done_callback(future, lambda _: self._release_blocks(blocks))
+            when_done(self._context, future, lambda _: self._release_blocks(blocks))
 
     def end_leases(self, keys: Sequence[bytes], ticket: bytes) -> None:
         """End the leases of a finished store that no instance will load."""
@@ -198,7 +208,7 @@ class Transfers:
         self.in_flight += transfer.num_moved
         transfer.future = transfer.start()
         self._active.add(transfer)
-        self._context.add_done_callback(transfer.future, partial(self._on_done, transfer))
+        when_done(self._context, transfer.future, partial(self._on_done, transfer))
 
     def _start_or_fail_waiting(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
@@ -218,13 +228,13 @@ class Transfers:
         self._active.discard(transfer)
         transfer.future = None  # it refers to the transfer: such a cycle would keep the request until a collection
         self.in_flight -= transfer.num_moved
-        if transfer.num_moved:
-            self._context.record_transfer(result.outcomes.count(Outcome.OK), result.seconds)
         if Outcome.OK in result.outcomes:
             self._unresponsive_until = -math.inf
         elif Outcome.UNAVAILABLE in result.outcomes:
             self._unresponsive_until = self._context.now() + result.seconds
         self._end(transfer, replace(result, seconds=result.seconds + transfer.queue_seconds))
+        if transfer.num_moved:
+            self._context.record_transfer(result.outcomes.count(Outcome.OK), result.seconds)
         if self._waiting:
             self._start_or_fail_waiting()
 
@@ -233,14 +243,14 @@ class Transfers:
         for transfer in transfers:
             future: Future[Result] = Future()
             future.set_result(Result([Outcome.UNAVAILABLE] * len(transfer.blocks), 0.0))
-            self._context.add_done_callback(future, partial(self._end, transfer))
+            when_done(self._context, future, partial(self._end, transfer))
 
     def _end(self, transfer: _Transfer, result: Result) -> None:
         transfer.job.open_transfers -= 1
         if result.held is None:
             self._release_blocks(transfer.blocks)
         else:
-            self._context.add_done_callback(result.held, lambda _: self._release_blocks(transfer.blocks))
+            when_done(self._context, result.held, lambda _: self._release_blocks(transfer.blocks))
         transfer.on_done(result)
 
     def _release_blocks(self, blocks: list[int]) -> None:
@@ -249,6 +259,105 @@ class Transfers:
 
     def _fits(self, transfer: _Transfer) -> bool:
         return self.in_flight == 0 or self.in_flight + transfer.num_moved <= self._max_blocks
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """One prompt: the keys of the blocks that may be loaded, and the callback for a job that ends in the meantime."""
+
+    job: Job
+    keys: list[bytes]
+    on_cancelled: Callable[[], None]
+
+
+class Fetcher:
+    """Loads stored prefixes for both roles. Runs on the engine thread."""
+
+    def __init__(self, engine: Engine, connector: Connector, transfers: Transfers, context: InstanceContext) -> None:
+        self._engine = engine
+        self._connector = connector
+        self._transfers = transfers
+        self._context = context
+        self._break_even = BreakEven()
+
+    def fetch(self, job: Job, on_cancelled: Callable[[], None]) -> None:
+        """Load what the store has of the job's sequence, then queue the sequence in the engine.
+
+        A sequence that already has blocks, as after a preemption, is loaded into these.
+
+        Args:
+            on_cancelled: called instead of queueing if the job has ended in the meantime.
+        """
+        seq = job.seq
+        fetch = _Fetch(job, seq.kv.full_keys()[: seq.num_usable_hits], on_cancelled)
+        keys = fetch.keys
+        if self._connector.in_place or seq.kv.num_local(self._engine.pool, keys) >= len(keys):
+            self._engine.add(seq)
+            return
+        job.open_transfers += 1
+        when_done(self._context, self._connector.match(keys), partial(self._on_match, fetch))
+
+    def _on_match(self, fetch: _Fetch, stored: int) -> None:
+        """Load blocks if the store has more than the pool and loading pays, else queue the sequence.
+
+        Args:
+            stored: number of leading blocks that the store has.
+        """
+        fetch.job.open_transfers -= 1
+        if self._transfers.listener is not None:
+            self._transfers.listener.on_missing(
+                fetch.keys[stored : stored + 1]
+            )  # of those that follow, nothing is known
+        if fetch.job.ended:
+            fetch.on_cancelled()
+            return
+        local = fetch.job.seq.kv.num_local(self._engine.pool, fetch.keys)
+        if stored > local and self._should_load(fetch, local, stored):
+            self._load(fetch, local, stored)
+        else:
+            self._engine.add(fetch.job.seq)
+
+    def _should_load(self, fetch: _Fetch, local: int, stored: int) -> bool:
+        """Decide whether to load blocks [local, stored). If so, the sequence has blocks reserved in the pool."""
+        seq, scheduler = fetch.job.seq, self._engine.scheduler
+        has_blocks = bool(seq.kv.block_ids)
+        blocks, costs = stored - local, scheduler.costs
+        # The constant term is left out: a step is made in both cases.
+        compute_s = costs.prefill_seconds(
+            blocks * seq.kv.block_size, local * seq.kv.block_size
+        ) - costs.prefill_seconds(0)
+        reason = self._break_even.decide(blocks, compute_s, self._context.now())
+        loads = reason is not Reason.DEARER
+        # Respect the queue, or new requests with prefix hits would take every block that a long prompt waits for.
+        if (
+            loads
+            and not has_blocks
+            and not scheduler.reserve(seq, len(fetch.keys), seq.kv.num_initial, respect_queue=True)
+        ):
+            self._context.count("store_hits", 1, decision="no_room")
+            return False
+        self._context.count("store_hits", 1, decision=reason)
+        return loads
+
+    def _load(self, fetch: _Fetch, first: int, stop: int) -> None:
+        end = min(stop, first + self._transfers.max_transfer_blocks)
+        keys, blocks = fetch.keys[first:end], fetch.job.seq.kv.blocks(first, end)
+        self._transfers.load(fetch.job, keys, blocks, lambda result: self._on_loaded(fetch, first, stop, result))
+
+    def _on_loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:
+        loaded = result.outcomes.count(Outcome.OK)
+        if loaded or Outcome.UNAVAILABLE in result.outcomes:
+            self._break_even.record_load(loaded, result.seconds, self._context.now())
+        if fetch.job.ended:
+            fetch.on_cancelled()
+            return
+        seq, end = fetch.job.seq, first + result.leading
+        if end < stop and result.leading == len(result.outcomes):
+            self._load(fetch, end, stop)
+            return
+        seq.kv.mark_loaded(end * seq.kv.block_size)
+        seq.kv.register_full_blocks(self._engine.pool)
+        self._engine.add(seq)
 
 
 def _report_stored(

@@ -12,10 +12,12 @@ from pdserve.config import (
     PORTS,
     TTFT_TARGET_HELP,
     Settings,
+    UpConfig,
     flag,
     parse_size,
     policy_flag,
 )
+from pdserve.tools.roofline.devices import DEVICES, WEIGHTS
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
 
@@ -60,6 +62,18 @@ class FleetConfig(LoadConfig):
     GROUP: ClassVar = "Fleets"
 
     profile: str = flag("profile of the model on the machine, from `pdserve profile`", "profile.json")
+    model: str = flag(
+        "with --gpu: directory with a config.json, or name of a built-in shape; nothing is downloaded", ""
+    )
+    gpu: str | None = flag(
+        "GPU whose data sheet gives the profile of --model; default: --profile", None, choices=tuple(DEVICES)
+    )
+    weights: str = flag("with --gpu: format of the weights", "bf16", choices=tuple(WEIGHTS))
+    tensor_parallel_size: str = flag(
+        "with --gpu: GPUs of an instance; auto: `pdserve plan` compares 1, 2, 4 and 8", "1"
+    )
+    prefill_tensor_parallel_size: int | None = flag("the same of prefill instances; default: as above", None, least=1)
+    decode_tensor_parallel_size: int | None = flag("the same of decode instances; default: as above", None, least=1)
     connector: str = flag("scheme of a connector of the profile; empty: its first", "")
     num_blocks: int | None = flag("KV blocks per instance; default: as in the profile", None, least=1)
     block_size: int | None = flag(
@@ -79,6 +93,10 @@ class FleetConfig(LoadConfig):
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     routers: int = flag("router processes", 1, least=1)
+    cores: int | None = flag(
+        "cores of a machine that instances, routers and client share; default: each has its own", None, least=1
+    )
+    busy_threads: float = flag("threads of other programs that compute all the time on --cores", 0.0, least=0)
     store_size: str = flag("bytes of the KV store", "64GiB")
     stretch_prompts: float = flag("factor of all prompt lengths", 1.0, above=0)
     stretch_answers: float = flag("factor of all answer lengths", 1.0, above=0)
@@ -89,6 +107,10 @@ class FleetConfig(LoadConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         parse_size(self.store_size)
+        if self.gpu and not self.model:
+            raise ValueError("--gpu needs --model")
+        if self.tensor_parallel_size != "auto" and not self.tensor_parallel_size.isdecimal():
+            raise ValueError(f"--tensor-parallel-size must be a number or auto, not {self.tensor_parallel_size}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +137,7 @@ class PlanConfig(FleetConfig):
         "results of `pdserve bench serve --save-result` to compare, by fleet, such as 1P+1D=a.json,2B=b.json; empty: none",
         "",
     )
-    price: float = flag("of one instance per hour; 0: unknown", 0.0, least=0)
+    price: float = flag("of one instance per hour, with --gpu of one GPU; 0: unknown", 0.0, least=0)
     json: str = flag("JSON file with all figures; empty: none", "")
     html: str = flag("HTML report in one file; needs plotly; empty: none", "")
 
@@ -212,3 +234,28 @@ class BenchServeConfig(LoadConfig):
     result_filename: str = flag("name of the JSON file; empty: from rate, model and time", "")
     csv: str = flag("CSV file with a row per request; empty: none", "")
     html: str = flag("HTML report in one file; needs plotly; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig(UpConfig):
+    GROUP: ClassVar = "Benchmark"
+
+    prefill: int = flag("prefill instances", 0, least=0)
+    decode: int = flag("decode instances", 0, least=0)
+    both: int = flag("instances with the role both", 1, least=0)
+    input_len: int = flag("tokens of a prompt", 32, least=1)
+    output_len: int = flag("tokens of an answer", 128, least=1)
+    n: int = flag("answers to a prompt", 1, least=1)
+    output_json: str = flag("JSON file of the figures; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchLatencyConfig(OfflineConfig):
+    batch_size: int = flag("prompts of a batch", 8, least=1)
+    num_iters_warmup: int = flag("batches that do not count", 10, least=0)
+    num_iters: int = flag("batches that count", 30, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchThroughputConfig(OfflineConfig):
+    num_prompts: int = flag("prompts, all at once", 1000, least=1)

@@ -1,14 +1,34 @@
-"""Chat bodies: messages in the form that chat templates expect, and how these are rendered."""
+"""Chat bodies: what they ask for, their messages in the form that chat templates expect, and how these are rendered."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from pdserve.errors import BadRequest, InvalidParameter
+from pdserve.grammars.limits import check_grammar
+from pdserve.request import MAX_LOGPROBS
+from pdserve.router.api.generation import Generation
+from pdserve.router.api.grammars import check_grammar_support
 from pdserve.router.api.parsing import json_type, or_default, quote
-from pdserve.router.api.schemas import ChatBody, Message, ToolCall
+from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoning_state
+from pdserve.router.api.requests import (
+    build,
+    check_model,
+    grammar_of,
+    most_tokens_with_logprobs,
+    num_choices,
+    sampling_params,
+    truncate,
+)
+from pdserve.router.api.schemas import ChatBody, Message, TokenizeBody, ToolCall
+from pdserve.router.api.tools import AllowedTools, parse_tools
+from pdserve.router.backend import ModelInfo
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.parsers.json_object import mended
 from pdserve.router.text.parsers.output import parse_json
-from pdserve.router.text.tokenizer import REASONING_VARIABLES, TemplateOptions, Tokenizer
+from pdserve.router.text.tokenizer import PLAIN, REASONING_VARIABLES, TemplateOptions, Tokenizer
 
 TEXT = {"role", "content"}  # the fields of a plain message,
 ROLES = frozenset({"system", "user", "assistant"})  # and the roles that need nothing else
@@ -19,6 +39,84 @@ OPTIONS = frozenset(
         *("reasoning_effort", "thinking"),
     }
 )
+
+
+def parse_chat(body: ChatBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Generation:
+    """Parse a body of /v1/chat/completions; it may ask for at most `max_n` choices.
+
+    Raises:
+        BadRequest: the served model cannot do what the body asks for.
+        NotFound: the body names another model.
+    """
+    if body.model != info.name:
+        check_model(body.model, info.name)
+    n = 1 if body.n is None else num_choices(body.n, 1, max_n)
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.max_tokens is not None and body.max_tokens != max_tokens:
+        message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
+        raise InvalidParameter("max_tokens", message)
+    prompt, tools = render(body, tokenizer)
+    if body.truncate_prompt_tokens is not None:
+        prompt = truncate(prompt, body, max_tokens or 1, info)
+    asks_logprobs = body.logprobs or body.top_logprobs
+    if max_tokens is None:
+        # What the context leaves on every instance, so that any may be selected, unless the prompt fits on some only.
+        length = info.common_model_len if len(prompt) < info.common_model_len else info.max_model_len
+        max_tokens = max(1, length - len(prompt))
+        if asks_logprobs:
+            max_tokens = min(max_tokens, most_tokens_with_logprobs(_chat_logprobs(body), n, bool(body.stream)))
+    structured = grammar_of(body, info)
+    grammar = structured if tools is None else _tool_grammar(body, tools, structured, info)
+    logprobs = _chat_logprobs(body) if asks_logprobs else None
+    sampling = sampling_params(body, max_tokens, logprobs, grammar, info, tokenizer)
+    if tools is None and tokenizer.parsers.reasoning is None and body.thinking_token_budget is None:
+        return build(body, draft, [prompt], n, sampling, info, chat=True, multi_turn=True)
+    state = reasoning_state(body, prompt, tokenizer)
+    may_reason = tools is not None and tools.may_reason(structured)
+    span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar), may_reason=may_reason)
+    sampling = sampling if span is None else structs.replace(sampling, reasoning=span)
+    # If the next turn's prompt goes on otherwise after this prompt, the KV of the output is of no use to it.
+    is_open = state in (ReasoningState.OPEN, ReasoningState.UNDECIDED)
+    multi_turn = not (is_open and tools is None and tokenizer.strips_reasoning)
+    generation = build(body, draft, [prompt], n, sampling, info, chat=True, multi_turn=multi_turn)
+    generation.open_parser = partial(
+        tokenizer.parsers.open,
+        tools.parser if tools else None,
+        tools.tools if tools else None,
+        begins_in_reasoning=state is ReasoningState.OPEN,
+        shows_reasoning=body.include_reasoning is not False,
+    )
+    generation.finds_reasoning = tokenizer.parsers.reasoning is not None
+    return generation
+
+
+def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:
+    """Return the token ids of a conversation, and the tools that the model may call. Raises `BadRequest`."""
+    tools, shown = None, []
+    if body.tools or body.tool_choice is not None:
+        tools = parse_tools(body, tokenizer)
+        hidden: Any = {"cache_control": True, "function": {"strict"}}
+        shown = [tool.model_dump(exclude_none=True, exclude=hidden) for tool in body.tools or () if tools]
+    options = PLAIN if OPTIONS.isdisjoint(body.model_fields_set) else template_options(body, tokenizer)
+    return tokenizer.render_chat(template_messages(body.messages), tools=[*shown], options=options), tools
+
+
+def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of the body's text or, through the chat template, of its messages.
+
+    Raises:
+        BadRequest: the body has both or neither, or invalid messages.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidParameter("prompt", "send either prompt or messages")
+    if body.messages is not None:
+        names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
+        return render(ChatBody(**{name: getattr(body, name) for name in names}), tokenizer)[0]
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise InvalidParameter(name, f"{name} needs messages: a prompt has no chat template")
+    assert body.prompt is not None
+    return tokenizer.encode(body.prompt, add_special_tokens=or_default(body.add_special_tokens, True))
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
@@ -75,6 +173,29 @@ def template_options(body: ChatBody, tokenizer: Tokenizer) -> TemplateOptions:
         variables = tokenizer.thinking_variables(template, is_on=is_on) | variables
     adds_prompt = or_default(body.add_generation_prompt, not continues)
     return TemplateOptions(adds_prompt, continues, variables, body.chat_template or "")
+
+
+def _tool_grammar(body: ChatBody, tools: AllowedTools, structured: str, info: ModelInfo) -> str:
+    """Return the grammar of forced or strict tool calls and of structured output; empty if none is requested."""
+    # A response_format holds answers without a call, of which there are none, and some clients send both.
+    in_format = body.response_format is not None and body.response_format.type != "text"
+    if structured and tools.forced and not in_format:
+        message = "tool_choice forces a tool call, and another field asks for structured output; send one of the two"
+        raise InvalidParameter("tool_choice", message)
+    if spec := tools.grammar(structured):
+        check_grammar_support(body, info, "tool_choice" if tools.forced else "tools")
+        check_grammar(spec, "tools")
+    return spec
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    """Return the number of top tokens to report per position, or None for no logprobs."""
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidParameter("top_logprobs", "top_logprobs requires logprobs: true")
+    if not 0 <= or_default(body.top_logprobs, 0) <= MAX_LOGPROBS:
+        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}"
+        raise InvalidParameter("top_logprobs", message)
+    return or_default(body.top_logprobs, 0) if body.logprobs else None
 
 
 def _check_role(message: Message, index: int) -> None:

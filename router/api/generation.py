@@ -5,7 +5,7 @@ those still running, so that no instance generates tokens that nothing reads.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from msgspec import structs
 from pdserve.output import Output
 from pdserve.request import TokenLogprobs
 from pdserve.router.api.beams import answer_streams
-from pdserve.router.backend import Backend, TokenStream, read
+from pdserve.router.backend import Backend, TokenStream
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.detokenizer import TextStream
 from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
@@ -49,15 +49,12 @@ class Delta:
     reasoning: str = ""
 
 
-Emit = Callable[[Iterable[Delta]], Awaitable[None]]  # consumes deltas of one choice
-
-
 @dataclass
 class Choice:
     """One running choice: its token stream and the state that turns tokens into deltas.
 
     Attributes:
-        echo: text to emit before the generated text.
+        echo, echo_length: text to emit before the generated text, and its characters.
         echo_only: emit nothing else.
         num_tokens: tokens emitted so far.
     """
@@ -65,29 +62,13 @@ class Choice:
     index: int
     stream: TokenStream
     text: TextStream
-    echo: str = ""
-    parser: OutputParser | None = None
-    echo_only: bool = False
+    echo: str
+    echo_length: int
+    parser: OutputParser | None
+    echo_only: bool
     num_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        self.echo_length = len(self.echo)
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far; for a choice that was cut short this includes tokens that were never emitted."""
-        return self.num_tokens if self.text.finish_reason else max(self.num_tokens, self.stream.timeline.output_tokens)
-
-    async def run(self, emit: Emit) -> None:
-        """Emit deltas until the choice ends; a stop string may end it before its token stream ends."""
-        async for chunks in read(self.stream):
-            await emit(self._deltas(chunks))
-            if self.text.finish_reason is not None:
-                if chunks[-1].finish_reason is None:
-                    self.stream.cancel(self.text.finish_reason)
-                return
-
-    def _deltas(self, chunks: list[Output]) -> Iterator[Delta]:
+    def deltas(self, chunks: list[Output]) -> Iterator[Delta]:
         """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances."""
         for chunk in chunks:
             if self.parser is not None:
@@ -196,44 +177,45 @@ class Generation:
                     streams: Sequence[TokenStream] = answer_streams(backend.open(asked[0]), n)
                 else:
                     streams = backend.open_choices(asked)
+                echo = self.echo[first // n] if self.echo else ""
                 for index, stream in enumerate(streams, first):
-                    self.choices.append(self._choice(index, stream))
+                    parser = self.open_parser() if self.open_parser is not None else None
+                    text = TextStream(
+                        self.tokenizer,
+                        self.stops,
+                        include_stop=self.include_stop,
+                        min_tokens=self.requests[index].sampling.min_tokens,
+                        track_offsets=self.logprobs,
+                        skip_special_tokens=self.skip_special_tokens,
+                        replaced=parser.special_tokens if parser is not None else None,
+                    )
+                    self.choices.append(Choice(index, stream, text, echo, len(echo), parser, self.echo_only))
         except BaseException:
             self._release(0)
             self.close()
             raise
 
-    def _choice(self, index: int, stream: TokenStream) -> Choice:
-        parser = self.open_parser() if self.open_parser is not None else None
-        text = TextStream(
-            self.tokenizer,
-            self.stops,
-            include_stop=self.include_stop,
-            min_tokens=self.requests[index].sampling.min_tokens,
-            track_offsets=self.logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            replaced=parser.special_tokens if parser is not None else None,
-        )
-        echo = self.echo[index * len(self.echo) // len(self.requests)] if self.echo else ""
-        return Choice(index, stream, text, echo, parser, self.echo_only)
+    async def run(self) -> AsyncIterator[Iterator[Delta]]:
+        """Yield the deltas of the choices as they arrive, those of one at a time. A stop string may end one early.
 
-    async def run(self, emit: Emit) -> None:
-        """Run all choices, emitting their deltas as they arrive. The first error cancels the other choices."""
-        if len(self.choices) == 1:
-            return await self.choices[0].run(emit)
-        tasks = [asyncio.create_task(choice.run(emit)) for choice in self.choices]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await cancel_all(tasks)
+        Raises:
+            RequestError: a choice has failed.
+        """
+        running = {choice.index: choice.stream for choice in self.choices}
+        async for index, outputs in read(running):
+            choice = self.choices[index]
+            yield choice.deltas(outputs)
+            if choice.text.finish_reason is not None and index in running:
+                running.pop(index).cancel(choice.text.finish_reason)
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and release the request's admission."""
         used = self.prompt_tokens
         for choice in self.choices:
-            if choice.text.finish_reason is None:
+            used += choice.num_tokens
+            if choice.text.finish_reason is None:  # cut short, so there may be tokens that were never emitted
                 choice.stream.cancel()
-            used += choice.num_generated
+                used += max(0, choice.stream.timeline.output_tokens - choice.num_tokens)
         self._release(used)
 
     @property
@@ -274,6 +256,28 @@ class Generation:
     def prompt_of(self, choice: int) -> list[int]:
         """Return the token ids of the prompt of a choice."""
         return self.prompts[choice * len(self.prompts) // len(self.requests)]
+
+
+async def read(running: dict[int, TokenStream]) -> AsyncIterator[tuple[int, list[Output]]]:
+    """Yield the outputs of numbered streams as they arrive. A stream leaves the dict with its finish reason.
+
+    Raises:
+        RequestError: a request has failed.
+    """
+    readable = asyncio.Event()
+    for stream in running.values():
+        stream.on_readable = readable.set
+    while running:
+        readable.clear()
+        is_idle = True
+        for index, stream in list(running.items()):
+            if outputs := stream.take():
+                is_idle = False
+                if outputs[-1].finish_reason is not None:
+                    del running[index]
+                yield index, outputs
+        if is_idle:
+            await readable.wait()
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:

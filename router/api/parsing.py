@@ -1,4 +1,4 @@
-"""Reads, parses and validates JSON bodies of requests, with errors in the router's own format.
+"""Parses and validates JSON bodies of requests, with errors in the router's own format.
 
 No field is ignored silently: an unknown field is an error, with a suggestion where one is close.
 """
@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, get_args
 
-from pydantic import GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails
-from starlette.requests import Request
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from pdserve.errors import BadRequest, InvalidParameter
-from pdserve.router.api.schemas import ANY, MAX_MESSAGES, MESSAGE_NO_OPS, Body, Message, NoOps
 
 ADVICE = {
     "request_id": "send it in the X-Request-Id header",
@@ -31,7 +29,42 @@ MAX_UNKNOWN = 32  # unknown fields of one body
 MAX_NAMES = 100  # that are logged
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # items of a page
 STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")  # of a field's path, such as tools[0].function.name
+MAX_FIELDS = 128  # of an object with fixed fields, unknown ones included: each of these is an error of its own
+MAX_MESSAGES = 16_384
+NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
+ANY = object()  # among these values: all are without effect
 log = logging.getLogger(__name__)
+
+
+def check_size(value: object, most: int) -> object:
+    """Return the value. Raises PydanticCustomError if it is an object with more keys: for each, an error may be built."""
+    if isinstance(value, dict) and len(value) > most:
+        raise PydanticCustomError("too_many_keys", "an object with at most {most} fields", {"most": most})
+    return value
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown fields are errors.
+
+    Attributes:
+        no_ops: unsupported fields and their values without effect.
+        message: of what its messages are; None: it has none.
+        has_raw_messages: its messages are not checked here, and may have fields without effect all the same.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    no_ops: ClassVar[NoOps] = {}
+    message: ClassVar["type[Body] | None"] = None
+    has_raw_messages: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_num_fields(cls, fields: object) -> object:
+        if isinstance(fields, dict) and len(fields) > MAX_FIELDS:
+            check_size(fields, MAX_FIELDS)
+        return fields
+
+
 BodyType = TypeVar("BodyType", bound=Body)
 
 
@@ -80,54 +113,6 @@ class UnknownFields:
             self._names.add(name)
             log.warning("requests have the unknown field %r, which is ignored (--unknown-fields)", name)
         return True
-
-
-class UnsupportedMediaType(BadRequest):
-    """The body is not JSON, or compressed."""
-
-    status = 415
-
-
-async def read_json(request: Request) -> bytes:
-    """Return the raw body; raise UnsupportedMediaType if its content type is not JSON, or it is compressed.
-
-    A missing content type and the one that `curl -d` sends by default are accepted as JSON, but not from a web page, which
-    could send them to other origins without asking.
-    """
-    if "content-encoding" in request.headers:
-        check_not_compressed(request)
-    media_type = content_type(request)
-    accepted = media_type == "application/json" or media_type.endswith("+json")
-    if not accepted and media_type in ("", "application/x-www-form-urlencoded"):
-        accepted = "origin" not in request.headers
-    if not accepted:
-        message = "the body must be JSON, with Content-Type: application/json"
-        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
-    return await request.body()
-
-
-def require_json(request: Request) -> None:
-    """Raise UnsupportedMediaType unless the content type is exactly JSON.
-
-    This prevents cross-site requests to a router without keys: a page of another origin cannot send this header without a
-    preflight, which the router refuses.
-    """
-    if content_type(request) != "application/json":
-        message = "this path requires the header Content-Type: application/json"
-        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
-
-
-def check_not_compressed(request: Request) -> None:
-    """Raise UnsupportedMediaType for a body in a content coding such as gzip: a few kilobytes of one can be gigabytes."""
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("identity", ""):
-        message = f"the body must not be compressed: leave out Content-Encoding ({quote(coding)})"
-        raise UnsupportedMediaType(message, kind="unsupported_content_encoding", param="Content-Encoding")
-
-
-def content_type(request: Request) -> str:
-    """Return the media type of the body in lower case, without parameters."""
-    return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def _reject_constant(name: str) -> NoReturn:
@@ -200,8 +185,13 @@ def _validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
     known = model.model_fields.keys()
     fields = _drop_no_ops(body, known, model.no_ops)
     messages = fields.get("messages")
-    if "messages" in known and isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-        fields = {**fields, "messages": [_drop_message_no_ops(item, i) for i, item in enumerate(messages)]}
+    if model.message is not None and isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+        of_message, no_ops = model.message.model_fields.keys(), model.message.no_ops
+        dropped = [
+            _drop_no_ops(one, of_message, no_ops, f"messages[{i}].") if isinstance(one, dict) else one
+            for i, one in enumerate(messages)
+        ]
+        fields = {**fields, "messages": dropped}
     with checked_fields(known):
         return model.model_validate(fields)
 
@@ -230,12 +220,6 @@ def _drop_no_ops(body: dict[str, Any], known: Set[str], no_ops: NoOps, prefix: s
         message = f"{prefix}{name} is not supported; {ADVICE.get(name, default)}"
         raise BadRequest(message, kind="unsupported_parameter", param=f"{prefix}{name}")
     return {name: value for name, value in body.items() if name in known or name not in no_ops}
-
-
-def _drop_message_no_ops(message: object, index: int) -> object:
-    if not isinstance(message, dict):
-        return message
-    return _drop_no_ops(message, Message.model_fields.keys(), MESSAGE_NO_OPS, f"messages[{index}].")
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:

@@ -1,5 +1,7 @@
 """Validates a parsed body against the served model and builds one `RoutedRequest` for each choice that it asks for.
 
+Completions are parsed here, chats in `chat.py`.
+
 A request begins as a draft: a `RoutedRequest` with what the HTTP request tells besides its body.
 """
 
@@ -9,34 +11,27 @@ import random
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from pdserve.errors import BadRequest, InvalidParameter, NotFound
-from pdserve.grammars.limits import check_grammar
-from pdserve.keys import KEY_BYTES
-from pdserve.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams, check_length
+from pdserve.keys import KEY_BYTES, prompt_keys
+from pdserve.request import MAX_BAD_WORDS, SamplingParams, check_length
 from pdserve.router.api.beams import HARMLESS, beam_settings, check_no_beam_settings
-from pdserve.router.api.chat import OPTIONS, template_messages, template_options
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.grammars import FIELDS as GRAMMAR_FIELDS
-from pdserve.router.api.grammars import check_grammar_support, parse_grammar
+from pdserve.router.api.grammars import parse_grammar
 from pdserve.router.api.parsing import or_default, quote
-from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoning_state
 from pdserve.router.api.schemas import (
     BODY_PARAMS,
-    ChatBody,
     CompletionBody,
     SamplingBody,
     StreamOptions,
-    TokenizeBody,
 )
-from pdserve.router.api.tools import AllowedTools, parse_tools
 from pdserve.router.backend import ModelInfo
-from pdserve.router.routed_request import RoutedRequest, prompt_keys
-from pdserve.router.text.tokenizer import PLAIN, Tokenizer
+from pdserve.router.routed_request import RoutedRequest
+from pdserve.router.text.tokenizer import Tokenizer
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -57,23 +52,23 @@ def parse_completion(
     """
     check_model(body.model, info.name)
     texts = prompt_forms(body.prompt, may_be_empty=bool(body.suffix))
-    n = _num_choices(body.n, len(texts), max_n)
+    n = num_choices(body.n, len(texts), max_n)
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size)
     if body.suffix:
         _check_suffix(body)
         prompts = [tokenizer.fill_in_middle(prompt, body.suffix) for prompt in prompts]
-    prompts = [_truncate(prompt, body, body.max_tokens or 1, info) for prompt in prompts]
+    prompts = [truncate(prompt, body, body.max_tokens or 1, info) for prompt in prompts]
     remaining = info.max_model_len - max(map(len, prompts))
     max_tokens, echo_only = body.max_tokens, bool(body.echo) and body.max_tokens == 0
     if max_tokens is None:
         max_tokens = max(1, min(DEFAULT_COMPLETION_TOKENS, remaining))
     max_tokens += echo_only
-    sampling = _sampling_params(body, max_tokens, body.logprobs, _grammar(body, info), info, tokenizer)
+    sampling = sampling_params(body, max_tokens, body.logprobs, grammar_of(body, info), info, tokenizer)
     if body.echo and body.logprobs is not None:
         sampling = structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    generation = _build(body, draft, prompts, n, sampling, info, chat=False)
+    generation = build(body, draft, prompts, n, sampling, info, chat=False)
     if body.echo:
         is_whole = body.truncate_prompt_tokens is None
         pairs = zip(texts, prompts, strict=True)
@@ -82,65 +77,6 @@ def parse_completion(
         )
         generation.echo_only = echo_only
     return generation
-
-
-def parse_chat(body: ChatBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Generation:
-    """Parse a body of /v1/chat/completions; it may ask for at most `max_n` choices.
-
-    Raises:
-        BadRequest: the served model cannot do what the body asks for.
-        NotFound: the body names another model.
-    """
-    check_model(body.model, info.name)
-    n = 1 if body.n is None else _num_choices(body.n, 1, max_n)
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if body.max_tokens is not None and body.max_tokens != max_tokens:
-        message = "max_tokens (deprecated) and max_completion_tokens contradict each other; send the latter only"
-        raise InvalidParameter("max_tokens", message)
-    prompt, tools = render(body, tokenizer)
-    if body.truncate_prompt_tokens is not None:
-        prompt = _truncate(prompt, body, max_tokens or 1, info)
-    asks_logprobs = body.logprobs or body.top_logprobs
-    if max_tokens is None:
-        # What the context leaves on every instance, so that any may be selected, unless the prompt fits on some only.
-        length = info.common_model_len if len(prompt) < info.common_model_len else info.max_model_len
-        max_tokens = max(1, length - len(prompt))
-        if asks_logprobs:
-            max_tokens = min(max_tokens, most_tokens_with_logprobs(_chat_logprobs(body), n, bool(body.stream)))
-    structured = _grammar(body, info)
-    grammar = structured if tools is None else _tool_grammar(body, tools, structured, info)
-    logprobs = _chat_logprobs(body) if asks_logprobs else None
-    sampling = _sampling_params(body, max_tokens, logprobs, grammar, info, tokenizer)
-    if tools is None and tokenizer.parsers.reasoning is None and body.thinking_token_budget is None:
-        return _build(body, draft, [prompt], n, sampling, info, chat=True, multi_turn=True)
-    state = reasoning_state(body, prompt, tokenizer)
-    may_reason = tools is not None and tools.may_reason(structured)
-    span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar), may_reason=may_reason)
-    sampling = sampling if span is None else structs.replace(sampling, reasoning=span)
-    # If the next turn's prompt goes on otherwise after this prompt, the KV of the output is of no use to it.
-    is_open = state in (ReasoningState.OPEN, ReasoningState.UNDECIDED)
-    multi_turn = not (is_open and tools is None and tokenizer.strips_reasoning)
-    generation = _build(body, draft, [prompt], n, sampling, info, chat=True, multi_turn=multi_turn)
-    generation.open_parser = partial(
-        tokenizer.parsers.open,
-        tools.parser if tools else None,
-        tools.tools if tools else None,
-        begins_in_reasoning=state is ReasoningState.OPEN,
-        shows_reasoning=body.include_reasoning is not False,
-    )
-    generation.finds_reasoning = tokenizer.parsers.reasoning is not None
-    return generation
-
-
-def render(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], AllowedTools | None]:
-    """Return the token ids of a conversation, and the tools that the model may call. Raises `BadRequest`."""
-    tools, shown = None, []
-    if body.tools or body.tool_choice is not None:
-        tools = parse_tools(body, tokenizer)
-        hidden: Any = {"cache_control": True, "function": {"strict"}}
-        shown = [tool.model_dump(exclude_none=True, exclude=hidden) for tool in body.tools or () if tools]
-    options = PLAIN if OPTIONS.isdisjoint(body.model_fields_set) else template_options(body, tokenizer)
-    return tokenizer.render_chat(template_messages(body.messages), tools=[*shown], options=options), tools
 
 
 def check_model(requested: str | None, served: str) -> None:
@@ -158,25 +94,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str = "prompt"
         raise BadRequest(message, kind="invalid_token_id", param=param)
 
 
-def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of the body's text or, through the chat template, of its messages.
-
-    Raises:
-        BadRequest: the body has both or neither, or invalid messages.
-    """
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidParameter("prompt", "send either prompt or messages")
-    if body.messages is not None:
-        names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
-        return render(ChatBody(**{name: getattr(body, name) for name in names}), tokenizer)[0]
-    for name in ("tools", "chat_template_kwargs"):
-        if getattr(body, name) is not None:
-            raise InvalidParameter(name, f"{name} needs messages: a prompt has no chat template")
-    assert body.prompt is not None
-    return tokenizer.encode(body.prompt, add_special_tokens=or_default(body.add_special_tokens, True))
-
-
-def _build(
+def build(
     body: SamplingBody,
     draft: RoutedRequest,
     prompts: list[list[int]],
@@ -186,6 +104,10 @@ def _build(
     chat: bool,
     multi_turn: bool = False,
 ) -> Generation:
+    """Return what the body asks for, once its values have been checked. Raises BadRequest."""
+    sampling.validate()
+    if sampling.stop_token_ids:
+        check_token_ids(sampling.stop_token_ids, info.vocab_size, "stop_token_ids")
     if info.classifies:
         message = f"{info.name} generates nothing, it classifies texts: use /classify, /score or /rerank"
         raise BadRequest(message, kind="not_generative", param="model")
@@ -232,7 +154,7 @@ def _build(
 Read = Callable[[Any, str, ModelInfo, Tokenizer], object]
 
 
-def _sampling_params(
+def sampling_params(
     body: SamplingBody,
     max_tokens: int,
     logprobs: int | None,
@@ -240,6 +162,7 @@ def _sampling_params(
     info: ModelInfo,
     tokenizer: Tokenizer,
 ) -> SamplingParams:
+    """Return the sampling parameters of a body, which `build` validates."""
     given, values = body.model_fields_set, dict[str, Any]()
     for name, read in FIELDS.items():
         if name in given and (value := getattr(body, name)) is not None:
@@ -255,38 +178,12 @@ def _sampling_params(
         sampling = structs.replace(sampling, **beam_settings(body, sampling, info))
     elif not given.isdisjoint(HARMLESS):
         check_no_beam_settings(body)
-    sampling.validate()
-    if sampling.stop_token_ids:
-        check_token_ids(sampling.stop_token_ids, info.vocab_size, "stop_token_ids")
     return sampling
 
 
-def _grammar(body: SamplingBody, info: ModelInfo) -> str:
+def grammar_of(body: SamplingBody, info: ModelInfo) -> str:
     """Return the grammar of structured output; empty if none is requested."""
     return "" if GRAMMAR_FIELDS.isdisjoint(body.model_fields_set) else parse_grammar(body, info)
-
-
-def _tool_grammar(body: ChatBody, tools: AllowedTools, structured: str, info: ModelInfo) -> str:
-    """Return the grammar of forced or strict tool calls and of structured output; empty if none is requested."""
-    # A response_format holds answers without a call, of which there are none, and some clients send both.
-    in_format = body.response_format is not None and body.response_format.type != "text"
-    if structured and tools.forced and not in_format:
-        message = "tool_choice forces a tool call, and another field asks for structured output; send one of the two"
-        raise InvalidParameter("tool_choice", message)
-    if spec := tools.grammar(structured):
-        check_grammar_support(body, info, "tool_choice" if tools.forced else "tools")
-        check_grammar(spec, "tools")
-    return spec
-
-
-def _chat_logprobs(body: ChatBody) -> int | None:
-    """Return the number of top tokens to report per position, or None for no logprobs."""
-    if body.top_logprobs and not body.logprobs:
-        raise InvalidParameter("top_logprobs", "top_logprobs requires logprobs: true")
-    if not 0 <= or_default(body.top_logprobs, 0) <= MAX_LOGPROBS:
-        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}"
-        raise InvalidParameter("top_logprobs", message)
-    return or_default(body.top_logprobs, 0) if body.logprobs else None
 
 
 def _logit_bias(biases: dict[str, float], _: str, info: ModelInfo, tokenizer: Tokenizer) -> dict[int, float]:
@@ -367,7 +264,7 @@ def _check_num_logprobs(prompts: list[list[int]], n: int, sampling: SamplingPara
         raise InvalidParameter("logprobs", message)
 
 
-def _truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: ModelInfo) -> list[int]:
+def truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: ModelInfo) -> list[int]:
     """Return the last tokens of a prompt; -1 keeps what fits into the context beside the answer."""
     length = body.truncate_prompt_tokens
     if length is None:
@@ -445,7 +342,7 @@ def _check_suffix(body: CompletionBody) -> None:
             raise BadRequest(message, kind="unsupported_parameter", param=name)
 
 
-def _num_choices(n: int | None, num_prompts: int, max_n: int) -> int:
+def num_choices(n: int | None, num_prompts: int, max_n: int) -> int:
     """Return the choices per prompt; raise BadRequest if all prompts together have more than `max_n`."""
     n = or_default(n, 1)
     if n < 1:

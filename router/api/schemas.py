@@ -5,31 +5,22 @@ A field of OpenAI or vLLM that this router does not support is accepted only at 
 `prompt_cache_key` and `user` name a session, for routing only.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from msgspec.structs import fields
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, create_model
 
 from pdserve.reasoning import MAX_BUDGET
 from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS, BodyParams, constraints
+from pdserve.router.api.parsing import ANY, MAX_MESSAGES, Body, NoOps, check_size
 
-MAX_FIELDS = 128  # of an object with fixed fields, unknown ones included: each of these is an error of its own
 MAX_ENTRIES = 1024  # of an object with any keys
-MAX_MESSAGES = 16_384
+
 MAX_TOOLS = 1024
 MAX_SHORT = 512  # characters of a name or an id
 MAX_METADATA = 16  # entries
 
 Item = TypeVar("Item")
-
-
-def _check_size(value: object, most: int) -> object:
-    """Return the value. Raises PydanticCustomError if it is an object with more keys: for each, an error may be built."""
-    if isinstance(value, dict) and len(value) > most:
-        raise PydanticCustomError("too_many_keys", "an object with at most {most} fields", {"most": most})
-    return value
 
 
 # All lists and objects of bodies are of these types, whose validation ends at the first error: pydantic builds gigabytes of
@@ -38,7 +29,7 @@ Array = Annotated[list[Item], Field(fail_fast=True)]
 Object = Annotated[
     dict[str, Item],
     Field(max_length=MAX_ENTRIES),
-    BeforeValidator(lambda value: _check_size(value, MAX_ENTRIES)),  # pydantic compares the length after all errors
+    BeforeValidator(lambda value: check_size(value, MAX_ENTRIES)),  # pydantic compares the length after all errors
 ]
 Short = Annotated[str, Field(max_length=MAX_SHORT)]
 Messages = Annotated[Array[Item], Field(max_length=MAX_MESSAGES)]
@@ -49,11 +40,10 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=MAX_METADATA),
-    BeforeValidator(lambda value: _check_size(value, MAX_METADATA)),
+    BeforeValidator(lambda value: check_size(value, MAX_METADATA)),
 ]
-NoOps = Mapping[str, tuple[object, ...]]  # unsupported field → values without effect; null and absence always are
 
-ANY = object()  # among these values: all are without effect
+
 SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale")
 NO_OPS: NoOps = {
     "add_special_tokens": (True,),
@@ -95,26 +85,6 @@ IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "intege
 LISTS: list[dict[str, Any]] = [{"type": "array", "minItems": 1, "items": item} for item in (TEXT, IDS)]
 PARTS: dict[str, Any] = {"type": "array", "items": {"type": "object", "required": ["type", "text"]}}
 MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object"}}
-
-
-class Body(BaseModel):
-    """Base of all bodies: unknown fields are errors.
-
-    Attributes:
-        no_ops: unsupported fields and their values without effect.
-        has_raw_messages: its messages are not checked here, and may have fields without effect all the same.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    no_ops: ClassVar[NoOps] = {}
-    has_raw_messages: ClassVar[bool] = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_num_fields(cls, fields: object) -> object:
-        if isinstance(fields, dict) and len(fields) > MAX_FIELDS:
-            _check_size(fields, MAX_FIELDS)
-        return fields
 
 
 class StreamOptions(Body):
@@ -221,6 +191,8 @@ class ToolCall(Body):
 
 
 class Message(Body):
+    no_ops: ClassVar = MESSAGE_NO_OPS
+
     role: str
     content: Any = untyped({"anyOf": [{"type": ["string", "null"]}, PARTS]})
     name: str | None = None
@@ -248,6 +220,8 @@ class Thinking(Body):
 
 
 class ChatBody(SamplingBody):
+    message: ClassVar = Message
+
     messages: Messages[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -266,6 +240,8 @@ class ChatBody(SamplingBody):
 
 
 class TokenizeBody(Body):
+    message: ClassVar = Message
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages[Message] | None = None

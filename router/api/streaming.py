@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from pydantic_core import to_json
@@ -15,7 +15,6 @@ from pdserve.request import TokenLogprobs
 from pdserve.router.api.generation import Delta, Generation, Json, cancel_all
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response, sliced_json
 from pdserve.router.api.logprobs import are_many, chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
-from pdserve.router.client_connection import ClientConnection
 from pdserve.router.text.parsers.output import ToolCallDelta
 
 BuildBody = Callable[[Generation, list[Delta]], Json]  # builds the response body from one merged delta per choice
@@ -26,16 +25,59 @@ ROLE_EVENT = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finis
 TEXT_EVENT = b',"delta":{"content":%b},"logprobs":null,"finish_reason":%b}]}\n\n'
 
 
+@dataclass(eq=False)
+class ClientConnection:
+    """The client's end of a request, as `request.state.client`: runs work for as long as the client can read the answer.
+
+    The server calls `disconnect`, from the event loop. A client that cannot disconnect, such as a batch, has one, too.
+
+    Attributes:
+        body_size: bytes of the request's body, once all of it has arrived.
+    """
+
+    body_size: int | None = None
+    is_connected: bool = True
+    _workers: list[asyncio.Task[object]] = field(default_factory=list)  # that run for the client
+
+    def disconnect(self) -> None:
+        """Cancel what runs for the client."""
+        self.is_connected = False
+        for worker in self._workers:
+            worker.cancel()
+
+    async def run(self, work: Coroutine[None, None, None]) -> bool:
+        """Run the work and cancel it as soon as the client disconnects. Return whether it ran to its end.
+
+        It runs in the caller's task, so a request needs no second one that waits for the disconnect.
+        """
+        if not self.is_connected:
+            work.close()
+            return False
+        worker = asyncio.current_task()
+        assert worker is not None
+        self._workers.append(worker)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if self.is_connected or worker.uncancel() > 0:  # the task is also being cancelled from elsewhere
+                raise
+            return False
+        finally:
+            self._workers.remove(worker)
+        return True
+
+
 async def whole_response(generation: Generation, client: ClientConnection, build_body: BuildBody) -> Response:
     """Run the generation to its end and return the whole answer; an empty response if the client disconnects first."""
     deltas: list[list[Delta]] = [[] for _ in generation.requests]
 
-    async def collect(new: Iterable[Delta]) -> None:
-        for delta in new:
-            deltas[delta.index].append(delta)
+    async def collect() -> None:
+        async for new in generation.run():
+            for delta in new:
+                deltas[delta.index].append(delta)
 
     try:
-        finished = await client.run(generation.run(collect))
+        finished = await client.run(collect())
     finally:
         generation.close()
     if not finished:
@@ -96,7 +138,7 @@ class EventStream(Response, ABC):
         self._unfinished = len(generation.requests)  # choices whose final event has not been built
         self._started = self._ended = False
         self._is_quiet = True  # since the last comment
-        self._sending = asyncio.Lock()  # choices send concurrently, and take turns if the client is slow
+        self._sending = asyncio.Lock()  # comments and events take turns if the client is slow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -124,25 +166,24 @@ class EventStream(Response, ABC):
                 self._is_quiet = True
 
     async def _stream_events(self, send: Send, beginning: Awaitable[bool] | None) -> None:
-        async def emit(deltas: Iterable[Delta]) -> None:
-            async with self._sending:
-                events: list[bytes] = []
-                for delta in deltas:
-                    scores = delta.logprobs or delta.prompt_logprobs
-                    if scores and are_many(*_all_logprobs([delta])):
-                        events += await asyncio.to_thread(self._large_events, delta)
-                    else:
-                        events += self.encoded_events(delta)
-                    self._unfinished -= delta.finish_reason is not None
-                last = not self._unfinished
-                if last:
-                    events += map(self.encode, self.final_events())
-                    await self.before_end()
-                await self._send(send, events, last)
-
         try:
-            if beginning is None or await beginning:
-                await self._generation.run(emit)
+            if beginning is not None and not await beginning:
+                return
+            async for deltas in self._generation.run():
+                async with self._sending:
+                    events: list[bytes] = []
+                    for delta in deltas:
+                        scores = delta.logprobs or delta.prompt_logprobs
+                        if scores and are_many(*_all_logprobs([delta])):
+                            events += await asyncio.to_thread(self._large_events, delta)
+                        else:
+                            events += self.encoded_events(delta)
+                        self._unfinished -= delta.finish_reason is not None
+                    last = not self._unfinished
+                    if last:
+                        events += map(self.encode, self.final_events())
+                        await self.before_end()
+                    await self._send(send, events, last)
         except Exception as error:
             async with self._sending:
                 self._ended = True

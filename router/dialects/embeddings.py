@@ -16,12 +16,12 @@ from starlette.responses import Response
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.request import SamplingParams, check_length
 from pdserve.router.api.answers import Answer
-from pdserve.router.api.generation import Generation, Json
+from pdserve.router.api.generation import Generation, Json, read
 from pdserve.router.api.http_responses import CLIENT_GONE, json_response
-from pdserve.router.api.parsing import BodyType, JsonBody, or_default
+from pdserve.router.api.parsing import Body, BodyType, JsonBody, or_default
 from pdserve.router.api.requests import build_requests, check_model, check_token_ids, prompt_forms
-from pdserve.router.api.schemas import IDS, LISTS, TEXT, Array, Body, Short, untyped
-from pdserve.router.backend import Backend, ModelInfo, TokenStream, read
+from pdserve.router.api.schemas import IDS, LISTS, TEXT, Array, Short, untyped
+from pdserve.router.backend import Backend, ModelInfo, TokenStream
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.dialect import Dialect, admitted
@@ -301,20 +301,14 @@ async def embed(generation: Generation, backend: Backend, release: Callable[[int
     try:
         for request in generation.requests:
             streams.append(backend.open(request))
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_embedding(stream)) for stream in streams]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        found = [b""] * len(streams)
+        async for index, outputs in read(dict(enumerate(streams))):
+            found[index] += b"".join(output.embedding for output in outputs)
     finally:
         for stream in streams:
             stream.cancel()
         release(generation.prompt_tokens if streams else 0)
-    return [task.result() for task in tasks]
-
-
-async def _embedding(stream: TokenStream) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    found = b"".join([chunk.embedding async for chunks in read(stream) for chunk in chunks])
-    return np.frombuffer(found, "<f4")
+    return [np.frombuffer(one, "<f4") for one in found]
 
 
 def embedding_body(body: EmbeddingBody, generation: Generation, vectors: Vectors) -> Json:

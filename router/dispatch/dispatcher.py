@@ -22,15 +22,15 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.backend import ModelInfo
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
 from pdserve.router.dispatch.request_state import RequestState
-from pdserve.router.dispatch.selector import InstanceSelector
+from pdserve.router.dispatch.selector import InstanceSelector, Selection
 from pdserve.router.dispatch.waiting import WaitingGroup, WaitingRequests
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import InvalidFrame, content_fault, output_fault, times_fault
 from pdserve.router.routed_request import RoutedRequest
-from pdserve.router.scheduling.policy import Load, PlacementRequest
+from pdserve.router.scheduling.policy import Load
 from pdserve.router.scheduling.slo_admission import check_slo
 from pdserve.router.telemetry.metrics import Metrics
-from pdserve.router.telemetry.timeline import Timeline, TimelineLog, p99
+from pdserve.router.telemetry.timeline import Timeline, TimelineLog
 from pdserve.slo import Slo
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,7 @@ class Dispatcher:
         self.fleet = fleet
         self.states: dict[str, RequestState] = {}
         self.timelines = TimelineLog(config.timelines)
-        self._model: ModelInfo | None = None
-        self._model_hellos: list[pb.Hello] = []  # the instances from which `_model` was built
+        self.model: ModelInfo | None = None
         self._open_ids: set[str] = set()  # of requests, which do not change with migrations
         self.finish_listeners = [metrics.record_finished]
         self._metrics = metrics
@@ -90,17 +89,9 @@ class Dispatcher:
         metrics.retry_budget.set_function(lambda: self._retry_budget)
         self.slo = Slo.parse(config.slo)
         fleet.listener = self
-        fleet.on_joined = self.on_joined
+        fleet.on_joined, fleet.on_change = self.on_joined, self._update_model
 
     # ---- Backend: called by the HTTP side ---------------------------------------------------------------------
-
-    def model(self) -> ModelInfo | None:
-        hellos = [instance.hello for instance in self.fleet.instances.values()]
-        if not hellos and self._waiting.timeout_s:
-            return self._model  # the last one: new requests wait for an instance of it
-        if hellos != self._model_hellos:
-            self._model_hellos, self._model = hellos, _common_model(self.config.name, hellos) if hellos else None
-        return self._model
 
     def ready(self) -> tuple[bool, str]:
         missing = self._selector.missing_roles()
@@ -150,21 +141,20 @@ class Dispatcher:
             BadRequest: they set a field that no attached instance knows.
             Unavailable: no instance is eligible.
         """
-        first, *others = states
+        first = states[0]
         if first.newest_field[0]:
             self._check_fields(first)
-        placement = self._route(first)
-        for other in others:
-            other.follow(first)
+        selection = self._select(states)
         if self.config.slo:
             waited = self._now() - first.timeline.stamps[Stage.RECEIVED]
-            rejection = check_slo(self.slo, first.prefill.candidate, first.final_instance.candidate, placement, waited)
+            prefill, final = selection.prefill, selection.decode or selection.prefill
+            rejection = check_slo(self.slo, prefill.candidate, final.candidate, selection.request, waited)
             if rejection is not None:
                 self._metrics.refusals.labels(reason=rejection.kind).inc()
                 return rejection
         for state in states:
             state.timeline.stamp(Stage.ADMITTED, self._now())
-        self._submit(first, others)
+        self._submit(selection, states)
         for state in states:
             state.timeline.stamp(Stage.ROUTED, self._now())
         return None
@@ -177,11 +167,8 @@ class Dispatcher:
         machine = HandOverMachine(
             self.fleet.awake_now(), self.config.handover_timeout_seconds, request.sampling.max_tokens
         )
-        earlier = self.timelines.get(request.request_id)
-        attempt = 0 if earlier is None else earlier.attempt + 1  # outputs of the earlier request may still arrive
-        state = RequestState(request, machine, attempt, lambda state: self.handle(state, Event.CANCELLED))
-        state.timeline.stamp(Stage.RECEIVED, request.received or now)
-        return state
+        timeline = self.timelines.new(request, now)
+        return RequestState(request, machine, timeline, lambda state: self.handle(state, Event.CANCELLED))
 
     def instances(self) -> list[dict[str, object]]:
         now = self._now()
@@ -213,7 +200,7 @@ class Dispatcher:
         if reason := self.fleet.conflict(hello):
             raise Conflict(f"{instance_id} cannot serve as {role}: {reason}", kind="role_refused")
         self.fleet.begin_drain(instance)  # at once; the instance will announce it to all routers
-        instance.send(pb.RouterFrame(drain=pb.Drain(role=role)))
+        instance.connection.send(pb.RouterFrame(drain=pb.Drain(role=role)))
 
     # ---- FleetListener: called by the fleet -------------------------------------------------------------------
 
@@ -222,17 +209,11 @@ class Dispatcher:
         if state is None or output.request_id not in instance.requests:
             self._record_late_output(instance, output)  # the request has finished, or was cancelled on this instance
             return
-        max_tokens = state.remaining_tokens if instance is state.final_instance else 1
-        fault = output_fault(output, instance.hello, max_tokens, state.num_tokens)
-        if not fault:
-            state.has_answered = True
-            try:
-                self._handle_output(state, instance, output)
-            except IllegalTransition as error:
-                fault = str(error)
-        if fault:
+        try:
+            self._handle_output(state, instance, output)
+        except (InvalidFrame, IllegalTransition) as fault:
             state.num_drops += 1
-            raise InvalidFrame(fault)
+            raise InvalidFrame(str(fault)) from None
 
     def _fail_for_content(self, state: RequestState, instance: InstanceHandle, reason: str) -> None:
         """End a request whose output is invalid by what the model computed. It may be due to the client's input."""
@@ -242,11 +223,17 @@ class Dispatcher:
         self.handle(state, Event.REJECTED, RequestError(message, kind="invalid_output"))
 
     def _handle_output(self, state: RequestState, instance: InstanceHandle, output: Output) -> None:
-        """Process an output that is possible, of an instance that runs the request.
+        """Process an output of an instance that runs the request.
 
         Raises:
-            IllegalTransition: the output is impossible in the state of the hand-over.
+            InvalidFrame: the output is impossible.
+            IllegalTransition: it is impossible in the state of the hand-over.
         """
+        now, is_final = self._now(), instance is state.final_instance
+        max_tokens = state.remaining_tokens if is_final else 1
+        if fault := output_fault(output, instance.hello, max_tokens, state.num_tokens):
+            raise InvalidFrame(fault)
+        state.has_answered = True
         has_scores = bool(output.logprobs or output.prompt_logprobs)
         has_answer = bool(output.hypotheses or output.embedding)
         if (has_scores or has_answer or output.searching or not state.is_plain) and (
@@ -254,14 +241,12 @@ class Dispatcher:
         ):
             self._fail_for_content(state, instance, fault)
             return
-        now, is_final = self._now(), instance is state.final_instance
-        if output.stamps or has_scores or output.sources is not None or output.moved is not None:
-            state.record_output(instance, output, now)
-        if instance is state.decode and Stage.KV_READY in output.stamps and state.timeline.loaded.seconds:
-            self._selector.record_handover(state.prefill.hello, instance.hello, state.timeline.loaded.blocks)
         if output.token_ids:
-            self.fleet.record_success(instance)
+            instance.last_token_at = self.fleet.awake_now()
+            if self.fleet.breakers.records:
+                self.fleet.record_success(instance)
         if output.error is not None:
+            state.record_output(instance, output, now)
             kind = BadRequest if output.error.kind in CLIENT_ERRORS else RequestError
             self.handle(state, Event.REJECTED, kind(output.error.message[:MAX_ERROR_CHARS], kind=output.error.kind))
             return
@@ -269,10 +254,16 @@ class Dispatcher:
             self._hand_over(state, instance, output)
         elif output.searching or (output.token_ids and state.machine.state is not State.DECODING):
             self.handle(state, Event.DECODED)
+        if output.stamps or has_scores or output.sources is not None or output.moved is not None:
+            state.record_output(instance, output, now)
         if output.token_ids or has_answer:
             gap = state.emit(output, now)
             if gap is not None:
                 self._metrics.inter_token_latency.observe(gap)
+        if instance is state.decode and Stage.KV_READY in output.stamps:
+            loaded = state.timeline.loaded
+            if loaded.seconds and (self._selector.failed_handovers or not loaded.blocks):
+                self._selector.record_handover(state.prefill.hello, instance.hello, loaded.blocks)
         if is_final and output.token_ids:
             instance.assign(state.id, state.remaining_load(pb.DECODE))
         if output.finish_reason is not None:
@@ -316,7 +307,6 @@ class Dispatcher:
         """Give the waiting requests to an instance that has attached. If it is the first one and computes something else,
         such as with other weights, they end: their tokens would not be those of one model.
         """
-        self.model()  # remembered, so that requests can be parsed when no instance is attached
         if len(self.fleet.instances) == 1:
             lost, self._lost_numerics = self._lost_numerics, set()
             if lost and _numerics(instance.hello) not in lost:
@@ -372,9 +362,9 @@ class Dispatcher:
                     self._migrate(state, error)
                 case Action.FINALIZE:
                     self._finalize(state, error.kind if error else event.value)
-                case Action.CANCEL_PREFILL:
+                case Action.CANCEL_PREFILL if state.id in state.prefill.requests:  # else it has already finished it
                     state.cancel_on(state.prefill)
-                case Action.CANCEL_DECODE if state.decode is not None:
+                case Action.CANCEL_DECODE if state.decode is not None and state.id in state.decode.requests:
                     state.cancel_on(state.decode)
                 case Action.FAIL:
                     assert error is not None
@@ -436,7 +426,8 @@ class Dispatcher:
         if self.states.pop(state.id, None) is None:
             return
         for instance in state.holders:
-            instance.unassign(state.id)
+            if state.id in instance.requests:
+                instance.unassign(state.id)
         if timeline.waits:
             self._waiting.record_end(state, "cancelled")
         self._open_ids.discard(state.request.request_id)
@@ -449,23 +440,26 @@ class Dispatcher:
 
     # ---- submission and migration -----------------------------------------------------------------------------
 
-    def _submit(self, state: RequestState, others: Sequence[RequestState] = ()) -> None:
-        """Submit the request in its current state, with the other choices of its prompt, to the selected instances."""
-        for one in (state, *others):
-            assert one.timeline.placement is not None
-            way, reason = one.timeline.placement.way, one.timeline.placement.reason
-            self._metrics.placements.labels(way=way, reason=reason).inc()
-            one.begin(self.fleet.awake_now())
-            self.states[one.id] = one
-        prefill, decode = state.prefill, state.decode
-        frame = state.submit_frame(others)
+    def _submit(self, selection: Selection, states: Sequence[RequestState]) -> None:
+        """Submit choices of one prompt, in their current state, to the selected instances."""
+        first, prefill, decode = states[0], selection.prefill, selection.decode
+        frame = pb.RouterFrame()  # the submission is built in it: copying a long prompt would take as long again
+        frame.submit.request_id, frame.submit.request = first.id, first.request.pack()
+        frame.submit.output.extend(first.emitted)
+        for state in states:
+            state.begin(selection, None if state is first else first, self.fleet.awake_now())
+            self.states[state.id] = state
+            if state is not first:
+                frame.submit.members.add(request_id=state.id, seed=state.request.sampling.seed)
+        placement = selection.placement
+        self._metrics.placements.labels(way=placement.way, reason=placement.reason).inc(len(states))
         if decode is not None:
             copy = pb.RouterFrame()
             copy.CopyFrom(frame)
-            state.submit(decode, pb.DECODE, copy, others)
-        one_token = state.remaining_tokens == 1 and not state.request.sampling.beam_width
+            first.submit(decode, pb.DECODE, copy, states)
+        one_token = first.remaining_tokens == 1 and not first.request.sampling.beam_width
         does_both = decode is None and (prefill.role != "prefill" or not one_token)
-        state.submit(prefill, pb.BOTH if does_both else pb.PREFILL, frame, others)
+        first.submit(prefill, pb.BOTH if does_both else pb.PREFILL, frame, states)
 
     def _migrate(self, state: RequestState, error: RequestError) -> None:
         """Move the request to other instances; its stream continues after the last emitted token."""
@@ -494,8 +488,7 @@ class Dispatcher:
         Raises:
             Unavailable: no other instance is eligible.
         """
-        self._route(state, avoid=failed)
-        self._submit(state)
+        self._submit(self._select([state], avoid=failed), [state])
         reason = state.timeline.migrations[-1].reason
         self._metrics.migrations.labels(kind=state.migrates_for).inc()
         extra = {"event": "moved", "instance": failed.id, "request_id": state.request.request_id}
@@ -512,17 +505,30 @@ class Dispatcher:
         self._resume(group.waiting[0], group.failed)
         return None
 
-    def _route(self, state: RequestState, avoid: InstanceHandle | None = None) -> PlacementRequest:
-        """Select instances and assign them to `state`. Return the request as the policies saw it.
+    def _select(self, states: Sequence[RequestState], avoid: InstanceHandle | None = None) -> Selection:
+        """Select instances for choices of one prompt.
 
         Raises:
             Unavailable: no instance is eligible.
         """
-        selection = self._selector.select(state, avoid)
-        state.use(selection.prefill, selection.decode, selection.request.cached)
-        state.timeline.placement = selection.placement
-        state.timeline.decisions += selection.decisions
-        return selection.request
+        selection = self._selector.select(states[0], avoid)
+        for state in states:
+            state.timeline.placement = selection.placement
+            state.timeline.decisions += selection.decisions
+        return selection
+
+    def _update_model(self) -> None:
+        """Look again at what is served. While requests wait for an instance, the last model stays that of new ones."""
+        hellos = [instance.hello for instance in self.fleet.instances.values()]
+        if hellos:
+            self.model = _common_model(self.config.name, hellos)
+        elif not self._waiting.timeout_s:
+            self.model = None
+
+
+def p99(gaps: Sequence[float]) -> float | None:
+    """Return the gap that 99 % of the gaps do not exceed; None if there are none."""
+    return sorted(gaps)[-1 - len(gaps) // 100] if gaps else None
 
 
 def _content_fault(state: RequestState, instance: InstanceHandle, output: Output) -> str:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError
@@ -14,7 +15,10 @@ from pdserve.router.dispatch.handover import OWNER, HandOverMachine
 from pdserve.router.instances.fleet import InstanceHandle
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import Load
-from pdserve.router.telemetry.timeline import Migration, Timeline, prompt_ids
+from pdserve.router.telemetry.timeline import NOTHING_MOVED, Migration, Timeline
+
+if TYPE_CHECKING:
+    from pdserve.router.dispatch.selector import Selection
 
 
 class RequestState:
@@ -49,24 +53,14 @@ class RequestState:
         self,
         request: RoutedRequest,
         machine: HandOverMachine,
-        attempt: int,
+        timeline: Timeline,
         on_cancel: "Callable[[RequestState], None]",
     ) -> None:
-        """`attempt` counts earlier submissions with this id. `on_cancel` is called when the HTTP side cancels the stream."""
+        """`on_cancel` is called when the HTTP side cancels the stream."""
         self.request = request
         self.machine = machine
-        block, ids = prompt_ids(request.keys)
-        self.timeline = Timeline(
-            request.request_id,
-            request.traceparent,
-            "chat" if request.multi_turn else "text_completion",
-            request.sampling.max_tokens,
-            attempt,
-            prompt_tokens=len(request.prompt),
-            prompt_block=block,
-            prompt_ids=ids,
-        )
-        self.id = self.timeline.submission_id
+        self.timeline = timeline
+        self.id = timeline.submission_id if timeline.attempt else request.request_id
         self.gaps = array("f")
         self.last_token_at: float | None = None
         self.is_follower = self.has_answered = False
@@ -110,22 +104,20 @@ class RequestState:
         """Tokens of the prompt whose log probabilities are still due."""
         return len(self.request.prompt) - 1 - len(self.prompt_scores) if self.scores_prompt else 0
 
-    def use(self, prefill: InstanceHandle, decode: InstanceHandle | None, cached: Mapping[str, int]) -> None:
-        """Take the instances that were selected for it."""
-        self.prefill, self.decode, self.cached = prefill, decode, cached
-        self.final_instance = decode or prefill
+    def begin(self, selection: "Selection", leader: "RequestState | None", now: float) -> None:
+        """Take the instances that were selected for the next submission, and forget what others have sent for the last one.
 
-    def follow(self, other: "RequestState") -> None:
-        """Use the instances that were selected for another choice of the same prompt."""
-        self.is_follower, self.leader = True, other
-        self.use(other.prefill, other.decode, other.cached)
-        self.timeline.placement = other.timeline.placement
-        self.timeline.decisions += other.timeline.decisions
-
-    def begin(self, now: float) -> None:
-        """Forget what instances have sent for the last submission, before the next one, at a time of the machine's clock."""
+        Args:
+            leader: the choice of the same prompt along with which it is submitted.
+            now: time of the machine's clock.
+        """
+        self.prefill, self.decode, self.cached = selection.prefill, selection.decode, selection.request.cached
+        self.final_instance = selection.decode or selection.prefill
+        self.leader, self.is_follower = leader, leader is not None
         self.has_answered, self.holders, self._own_scores = False, [], []
-        self.timeline.begin(self.prefill.id, self.final_instance.id)
+        timeline = self.timeline
+        timeline.prefill_instance, timeline.decode_instance = self.prefill.id, self.final_instance.id
+        timeline.stored = timeline.loaded = NOTHING_MOVED
         self.machine.restart(self.decode is not None, now)
 
     def move(self, error: RequestError, now: float) -> None:
@@ -150,51 +142,28 @@ class RequestState:
         pairs = int(attention_pairs(tokens, self.num_tokens - tokens))
         return Load(1, tokens, output, context, prefills=1, attended_tokens=pairs)
 
-    def submit_frame(self, others: "Sequence[RequestState]" = ()) -> pb.RouterFrame:
-        """Return a frame with the request in its current state, without the phase, and the other choices of its prompt.
-
-        The submission is built inside of the frame: copying a long prompt into it would take as long again.
-        """
-        frame = pb.RouterFrame()
-        submit, request = frame.submit, self.request
-        submit.request_id, submit.request = self.id, request.pack()
-        submit.output.extend(self.emitted)
-        for other in others:
-            submit.members.add(request_id=other.id, seed=other.request.sampling.seed)
-        return frame
-
     def submit(
-        self,
-        instance: InstanceHandle,
-        phase: "pb.Phase",
-        frame: pb.RouterFrame,
-        others: "Sequence[RequestState]" = (),
+        self, instance: InstanceHandle, phase: "pb.Phase", frame: pb.RouterFrame, choices: "Sequence[RequestState]"
     ) -> None:
-        """Assign the request to an instance and send it `frame` with the phase set.
-
-        Args:
-            frame: from `submit_frame`, not shared.
-            others: other choices of its prompt in the frame.
-        """
-        for one in (self, *others):
+        """Send an instance a frame with the phase added, and assign it the choices in it, of which this is the first."""
+        for one in choices:
             instance.assign(one.id, one.remaining_load(phase, self.cached.get(instance.id, 0)))
             one.holders.append(instance)
         frame.submit.phase = phase
         if phase == pb.DECODE and self.prefill.hello.namespace != instance.hello.namespace:
             frame.submit.writer.CopyFrom(self.prefill.hello.layout)
-        instance.send(frame)
+        instance.connection.send(frame)
 
     def send_handover(self, message: pb.HandOver) -> None:
         """Report prefill's progress to the decode instance, if there is a separate one."""
         if self.decode is not None:
             message.request_id = self.id
-            self.decode.send(pb.RouterFrame(hand_over=message))
+            self.decode.connection.send(pb.RouterFrame(hand_over=message))
 
     def cancel_on(self, instance: InstanceHandle) -> None:
-        """Cancel the request on one instance, unless that has already finished it."""
-        if self.id in instance.requests:
-            instance.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
-            instance.unassign(self.id)
+        """Cancel the request on an instance that runs it."""
+        instance.connection.send(pb.RouterFrame(cancel=pb.Cancel(request_id=self.id)))
+        instance.unassign(self.id)
 
     def emit(self, output: Output, now: float) -> float | None:
         """Pass a valid output to the client. Return the seconds since the last one, by token; None for the first tokens."""

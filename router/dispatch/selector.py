@@ -39,12 +39,17 @@ class Selection:
 
 
 class InstanceSelector:
-    """Selects instances for requests. It keeps no requests; it learns about failed hand-overs from `record_handover`."""
+    """Selects instances for requests. It keeps no requests; it learns about failed hand-overs from `record_handover`.
+
+    Attributes:
+        failed_handovers: those of `StoreReachability`.
+    """
 
     def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics, seed: int) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._reachability = StoreReachability()
+        self.failed_handovers = self._reachability.failed_handovers
         self._policies = {
             "prefill": config.prefill_policy or config.policy,
             "decode": config.decode_policy or config.policy,
@@ -106,7 +111,7 @@ class InstanceSelector:
 
     def record_handover(self, prefill: pb.Hello, decode: pb.Hello, blocks: int) -> None:
         """Record how many blocks `decode` loaded of those that `prefill` had stored, once it has tried to load any: it shows
-        whether they share a store.
+        whether they share a store. Some blocks are no news while there are no `failed_handovers`.
         """
         if not blocks:
             self._metrics.failed_handovers.labels(prefill=prefill.instance_id, decode=decode.instance_id).inc()
@@ -201,7 +206,7 @@ class InstanceSelector:
         """
         instances = [
             one
-            for one in self._fleet.serving(role, "both")
+            for one in self._fleet.serving[role]
             if one is not avoid and one.max_model_len >= context and one.hello.protocol_version >= version
         ]
         breakers = self._fleet.breakers
@@ -232,29 +237,30 @@ class StoreReachability:
     and one more failure makes it unreachable again.
 
     Attributes:
+        failed_handovers: of each pair, how many in a row; without those that shared a block last.
         unreachable_until: of the pairs that were unreachable since they last shared a block.
     """
 
     def __init__(self) -> None:
-        self._failed_handovers: dict[Pair, int] = {}
+        self.failed_handovers: dict[Pair, int] = {}
         self.unreachable_until: dict[Pair, float] = {}
 
     def record_handover(self, pair: Pair, blocks: int, now: float) -> bool:
         """Record how many stored blocks decode received. Return True if the pair becomes unreachable for the first time."""
         if blocks:
-            self._failed_handovers.pop(pair, None)
+            self.failed_handovers.pop(pair, None)
             self.unreachable_until.pop(pair, None)
             return False
-        self._failed_handovers[pair] = self._failed_handovers.get(pair, 0) + 1
-        if self._failed_handovers[pair] >= MAX_FAILED_HANDOVERS:
+        self.failed_handovers[pair] = self.failed_handovers.get(pair, 0) + 1
+        if self.failed_handovers[pair] >= MAX_FAILED_HANDOVERS:
             self.unreachable_until[pair] = now + RETRY_AFTER_S
-        return self._failed_handovers[pair] == MAX_FAILED_HANDOVERS
+        return self.failed_handovers[pair] == MAX_FAILED_HANDOVERS
 
     def is_unreachable(self, pair: Pair, now: float) -> bool:
         return now < self.unreachable_until.get(pair, now)
 
     def forget(self, instance_id: str) -> None:
         """Drop all pairs of an instance that left; it may come back with other settings."""
-        for pair in [pair for pair in self._failed_handovers if instance_id in pair]:
-            del self._failed_handovers[pair]
+        for pair in [pair for pair in self.failed_handovers if instance_id in pair]:
+            del self.failed_handovers[pair]
             self.unreachable_until.pop(pair, None)

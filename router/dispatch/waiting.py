@@ -78,7 +78,7 @@ class WaitingRequests:
 
     def place(self) -> None:
         """Submit those for which an instance is eligible, in order of arrival."""
-        if not self.groups or not self._fleet.serving("prefill", "decode", "both"):
+        if not self.groups or not any(self._fleet.serving.values()):
             return
         for group in self._unfinished():
             states = group.waiting

@@ -9,12 +9,11 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
-from pdserve.control.awake_clock import AwakeClock
-from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION
+from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION, AwakeClock
 from pdserve.costs import Costs
-from pdserve.keys import KEY_BYTES
 from pdserve.output import Output, unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.compatibility import conflict_between, kind_of
@@ -29,6 +28,9 @@ log = logging.getLogger(__name__)
 TICKS_PER_LEASE = 6  # number of times that leases are checked within one lease
 HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
 ACK_INTERVAL_S = 2.0  # a tenth of the silence after which instances take a router for lost; each frame wakes a process
+
+
+_PREFILL_TOKENS = attrgetter("prefill_tokens")
 
 
 class Connection(Protocol):
@@ -102,12 +104,20 @@ class InstanceHandle:
 
     def assign(self, request_id: str, remaining: Load) -> None:
         """Add a request, or update its remaining work."""
-        self.candidate.replace_load(self.requests.get(request_id, NO_LOAD), remaining)
-        self.requests[request_id] = remaining
+        old, self.requests[request_id] = self.requests.get(request_id, NO_LOAD), remaining
+        self._replace_load(old, remaining)
 
     def unassign(self, request_id: str) -> None:
         """Remove a request, if it is assigned."""
-        self.candidate.replace_load(self.requests.pop(request_id, NO_LOAD), NO_LOAD)
+        self._replace_load(self.requests.pop(request_id, NO_LOAD), NO_LOAD)
+
+    def _replace_load(self, old: Load, new: Load) -> None:
+        longest = self.candidate.longest
+        if new.prefill_tokens >= longest.prefill_tokens:
+            self.candidate.longest = new
+        elif old == longest:
+            self.candidate.longest = max(self.requests.values(), key=_PREFILL_TOKENS, default=NO_LOAD)
+        self.candidate.replace_load(old, new)
 
     def index_age(self, now: float) -> float:
         """Return how many seconds the prefix index lags behind this instance's pool."""
@@ -120,11 +130,9 @@ class InstanceHandle:
 
     def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Store a heartbeat, and its cost model if it carries one."""
-        if heartbeat.costs.prefill:
-            prefill, decode, transfer = (
-                tuple(getattr(heartbeat.costs, name)) for name in ("prefill", "decode", "transfer")
-            )
-            self.candidate.update_costs(Costs(prefill, decode, transfer))
+        costs: Any = heartbeat.costs
+        if costs.prefill:
+            self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), tuple(costs.transfer)))
         self.heartbeat = heartbeat
 
     def update_other_load(self, load: pb.Load) -> None:
@@ -167,9 +175,6 @@ class InstanceHandle:
             "last_heard_seconds": round(now - self.last_frame_at, 3),
         }
 
-    def send(self, frame: pb.RouterFrame) -> None:
-        self.connection.send(frame)
-
 
 class FleetListener(Protocol):
     """Receives the fleet's events. Implemented by the dispatcher."""
@@ -196,7 +201,10 @@ class Fleet:
         stored: blocks in the KV store, as far as publishers of KV events tell (`router/kv_events/`).
         now: the router's clock: returns the current time in seconds, and never goes back. Every time in the fleet and in the
             dispatcher is read from it.
+        awake_now: returns the time by which peers are judged, which leaves out that in which this router was stalled itself.
+        serving: role → the instances for it that accept new requests: lists that are replaced and never modified.
         on_joined: called with an instance that has attached, once it has been told so.
+        on_change: called when an instance has come, gone or changed.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
         is_closing: the router ends, so instances that leave are no news.
     """
@@ -210,6 +218,7 @@ class Fleet:
         self.listener: FleetListener | None = None
         self.is_closing = False
         self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
+        self.on_change: Callable[[], None] = lambda: None
         self.num_lost = 0
         self.num_invalid_frames = 0
         self.router_id = router_id
@@ -217,24 +226,19 @@ class Fleet:
         self.lease_check_interval_s = lease_seconds / TICKS_PER_LEASE
         self._model = model
         self._lease_seconds = lease_seconds
-        self._clock = AwakeClock(self.lease_check_interval_s, now())
-        self._serving: dict[tuple[str, ...], list[InstanceHandle]] = {}  # by roles, until an instance changes
-
-    def awake_now(self) -> float:
-        """Return the time by which peers are judged: it leaves out the time in which this router was stalled itself."""
-        return self._clock.read(self.now())
-
-    def serving(self, *roles: str) -> list[InstanceHandle]:
-        """Return the instances of these roles that accept new requests: a list that is replaced and never modified."""
-        if roles not in self._serving:
-            instances = self.instances.values()
-            self._serving[roles] = [one for one in instances if one.role in roles and not one.is_draining]
-        return self._serving[roles]
+        self._clock = AwakeClock(self.lease_check_interval_s, now)
+        self.awake_now = self._clock.read
+        self.serving: dict[str, list[InstanceHandle]] = {"prefill": [], "decode": []}
 
     def begin_drain(self, instance: InstanceHandle) -> None:
         """Give an instance no new requests."""
         instance.is_draining = True
-        self._serving.clear()
+        self._update()
+
+    def _update(self) -> None:
+        open_ones = [one for one in self.instances.values() if not one.is_draining]
+        self.serving = {role: [one for one in open_ones if one.role in (role, "both")] for role in self.serving}
+        self.on_change()
 
     def record_fault(self, instance: InstanceHandle, now: float) -> None:
         """Count a fault against the instance's circuit breaker."""
@@ -247,8 +251,7 @@ class Fleet:
 
     def record_success(self, instance: InstanceHandle) -> None:
         """Record that an instance has just produced a token, which closes its circuit breaker."""
-        instance.last_token_at = self.awake_now()
-        if self.breakers.records and not self._output_faults.is_suspect(instance.id, self.now()):
+        if not self._output_faults.is_suspect(instance.id, self.now()):
             self.breakers.record_success(instance.id)
 
     def record_invalid_output(self, instance: InstanceHandle, request_id: str, client: str) -> None:
@@ -265,7 +268,8 @@ class Fleet:
 
         The time in which this router was stalled itself does not count.
         """
-        now = self._clock.tick(self.now())
+        self._clock.tick()
+        now = self.awake_now()
         for instance in list(self.instances.values()):
             if now - instance.lease_renewed_at > self._lease_seconds:
                 instance.connection.abort()  # a frozen instance must not read the unsent frames when it wakes up
@@ -301,7 +305,7 @@ class Fleet:
             self.deregister(self.instances[hello.instance_id], "it has reconnected")
         instance = InstanceHandle(hello, connection, self.now(), self._clock.time)
         self.instances[hello.instance_id] = instance
-        self._serving.clear()
+        self._update()
         extra = {"event": "joined", "instance": instance.id}
         log.info("%s joined as %s with %d blocks", instance.id, hello.role, hello.num_blocks, extra=extra)
         return instance
@@ -311,7 +315,7 @@ class Fleet:
         if self.instances.get(instance.id) is not instance:
             return
         del self.instances[instance.id]
-        self._serving.clear()
+        self._update()
         self.index.forget(instance.id)
         self.num_lost += 1
         extra = {"event": "drained" if instance.is_draining else "left", "instance": instance.id}
@@ -351,7 +355,12 @@ class Fleet:
                 case "hello":
                     self._handle_role_change(instance, frame)
                 case "blocks":
-                    self._handle_kv_events(instance, frame.blocks)
+                    blocks, room = frame.blocks, instance.hello.num_blocks
+                    if self.index.update(instance.id, blocks.removed, blocks.added) > room:
+                        raise InvalidFrame(f"KV events of more keys than its pool of {room} blocks can hold")
+                    if blocks.untold and not instance.unpublished_blocks:
+                        instance.unpublished_since = instance.last_frame_at
+                    instance.unpublished_blocks = blocks.untold
                 case "others":
                     instance.update_other_load(frame.others)
                 case "heartbeat":
@@ -360,12 +369,12 @@ class Fleet:
                     instance.update_heartbeat(frame.heartbeat)
                     if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:
                         instance.acknowledged_at = instance.last_frame_at
-                        instance.send(HEARTBEAT_ACK)
+                        instance.connection.send(HEARTBEAT_ACK)
         except InvalidFrame as fault:
             reason = f"it sent an invalid frame: {fault}"
             self.num_invalid_frames += 1
             self.record_fault(instance, self.now())
-            instance.send(pb.RouterFrame(refused=pb.Refused(message=reason)))
+            instance.connection.send(pb.RouterFrame(refused=pb.Refused(message=reason)))
             self.deregister(instance, reason)
 
     def _handle_role_change(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
@@ -380,20 +389,7 @@ class Fleet:
             extra = {"event": "role", "instance": instance.id}
             log.info("%s now serves as %s", instance.id, frame.hello.role, extra=extra)
             instance.change_role(frame.hello)
-            self._serving.clear()
-
-    def _handle_kv_events(self, instance: InstanceHandle, blocks: pb.Blocks) -> None:
-        self.index.remove(instance.id, _split_keys(blocks.removed))
-        self.index.add(instance.id, _split_keys(blocks.added))
-        if self.index.num_blocks(instance.id) > instance.hello.num_blocks:
-            raise InvalidFrame(f"KV events of more keys than its pool of {instance.hello.num_blocks} blocks can hold")
-        if blocks.untold and not instance.unpublished_blocks:
-            instance.unpublished_since = instance.last_frame_at
-        instance.unpublished_blocks = blocks.untold
-
-
-def _split_keys(joined: bytes) -> list[bytes]:
-    return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+            self._update()
 
 
 def _is_same_process(attached: pb.Hello, joining: pb.Hello) -> bool:

@@ -100,33 +100,36 @@ def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> s
         case "outputs" | "hello" | "draining" | "failed":
             return ""
         case "heartbeat":
-            return _heartbeat_fault(frame.heartbeat, num_blocks)
+            beat = frame.heartbeat
+            if len(beat.counters) > MAX_COUNTERS:
+                return f"a heartbeat has {len(beat.counters)} counters; the limit is {MAX_COUNTERS}"
+            for key, value in beat.counters.items():
+                if reason := _series_fault(key):
+                    return reason
+                if not 0 <= value < math.inf:
+                    return f"the counter {key!r} is {value}; it must be finite and not negative"
+            if beat.free_blocks > num_blocks:
+                return f"a heartbeat reports {beat.free_blocks} free blocks of {num_blocks}"
+            costs = beat.costs
+            lengths = len(costs.prefill), len(costs.decode), len(costs.transfer)
+            if lengths not in ((3, 3, 2), (0, 0, 0)):
+                return f"its cost models have {lengths} coefficients instead of (3, 3, 2)"
+            for value in (*costs.prefill, *costs.decode, *costs.transfer):
+                if not 0 <= value <= MAX_SECONDS:
+                    return f"a coefficient of its cost models is not from 0 to {MAX_SECONDS:g} seconds"
+            return ""
         case "blocks":
-            return _blocks_fault(frame.blocks)
+            for keys in (frame.blocks.added, frame.blocks.removed):
+                if len(keys) % KEY_BYTES or len(keys) > KEY_BYTES * MAX_KEYS_PER_FRAME:
+                    most = f"up to {MAX_KEYS_PER_FRAME} keys of {KEY_BYTES} bytes"
+                    return f"KV events of {len(keys)} bytes; they must be {most}"
+            return ""
         case "others":
-            return _load_fault(frame.others)
+            load = frame.others
+            amounts = (load.prefill_tokens, load.output_tokens, load.context_tokens, load.attended_tokens)
+            return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
         case other:
             return f"a frame of an unknown kind ({other})"
-
-
-def _heartbeat_fault(heartbeat: pb.Heartbeat, num_blocks: int) -> str:
-    if len(heartbeat.counters) > MAX_COUNTERS:
-        return f"a heartbeat has {len(heartbeat.counters)} counters; the limit is {MAX_COUNTERS}"
-    for key, value in heartbeat.counters.items():
-        if reason := _series_fault(key):
-            return reason
-        if not 0 <= value < math.inf:
-            return f"the counter {key!r} is {value}; it must be finite and not negative"
-    if heartbeat.free_blocks > num_blocks:
-        return f"a heartbeat reports {heartbeat.free_blocks} free blocks of {num_blocks}"
-    costs = heartbeat.costs
-    lengths = len(costs.prefill), len(costs.decode), len(costs.transfer)
-    if lengths not in ((3, 3, 2), (0, 0, 0)):
-        return f"its cost models have {lengths} coefficients instead of (3, 3, 2)"
-    for value in (*costs.prefill, *costs.decode, *costs.transfer):
-        if not 0 <= value <= MAX_SECONDS:
-            return f"a coefficient of its cost models is not from 0 to {MAX_SECONDS:g} seconds"
-    return ""
 
 
 @lru_cache(4096)
@@ -139,18 +142,6 @@ def _series_fault(key: str) -> str:
     if name in HELP and tuple(sorted(labels)) != LABELS.get(name, ()):
         return f"the counter {name} has the labels {sorted(labels)}"
     return ""
-
-
-def _blocks_fault(blocks: pb.Blocks) -> str:
-    for keys in (blocks.added, blocks.removed):
-        if len(keys) % KEY_BYTES or len(keys) > KEY_BYTES * MAX_KEYS_PER_FRAME:
-            return f"KV events of {len(keys)} bytes; they must be up to {MAX_KEYS_PER_FRAME} keys of {KEY_BYTES} bytes"
-    return ""
-
-
-def _load_fault(load: pb.Load) -> str:
-    amounts = (load.prefill_tokens, load.output_tokens, load.context_tokens, load.attended_tokens)
-    return f"a load of more than {MAX_COUNT} tokens" if max(amounts) > MAX_COUNT else ""
 
 
 def _is_name(text: str, max_chars: int = MAX_NAME_CHARS) -> bool:

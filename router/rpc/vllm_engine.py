@@ -11,7 +11,6 @@ import math
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,16 +23,15 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, TooLarge, Unavailable
+from pdserve.errors import BadRequest, TooLarge
 from pdserve.interop.grpc_calls import parse
 from pdserve.model_path import model_folder
 from pdserve.request import SamplingParams
 from pdserve.router.api.generation import Delta, Generation
 from pdserve.router.api.logprobs import are_many
 from pdserve.router.api.requests import parse_completion
-from pdserve.router.api.streaming import merge
+from pdserve.router.api.streaming import ClientConnection, merge
 from pdserve.router.backend import Backend, ModelInfo
-from pdserve.router.client_connection import ClientConnection
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.rpc.generate_request import to_completion_body
 from pdserve.router.rpc.generate_response import chunk, complete
@@ -44,6 +42,7 @@ from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.application import ID_PATTERN
 from pdserve.router.web.dialect import SESSION_HEADER
 from pdserve.router.web.grammar_checker import GrammarChecker
+from pdserve.router.web.parse_queue import served
 
 SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 TOKENIZER_FILES = (
@@ -190,10 +189,7 @@ class VllmEngine:
         raise NotImplementedError(message)
 
     def _model(self) -> ModelInfo:
-        info = self._backend.model()
-        if info is None:
-            raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
-        return info
+        return served(self._backend.model)
 
     def _model_settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads((self._folder / "config.json").read_text())
@@ -208,7 +204,7 @@ class _Answer:
         self._call = call
         self._sending = asyncio.Lock()  # gRPC sends one message at a time
         self._deltas: list[list[Delta]] = [[] for _ in generation.requests]
-        self._running = asyncio.create_task(generation.run(self._emit))
+        self._running = asyncio.create_task(self._send())
         self._aborting: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -234,20 +230,21 @@ class _Answer:
         async with self._sending:
             self._running.cancel()
 
-    async def _emit(self, deltas: Iterable[Delta]) -> None:
+    async def _send(self) -> None:
         streams = self._generation.stream
-        async with self._sending:
-            for delta in deltas:
-                self._deltas[delta.index].append(delta)
-                if streams:
-                    await self._call.send(chunk(self._generation, delta))
-                if delta.finish_reason is not None:
-                    whole = delta if streams else merge(self._deltas[delta.index])
-                    if are_many(whole.logprobs, whole.prompt_logprobs or ()):
-                        message = await asyncio.to_thread(complete, self._generation, whole)
-                    else:
-                        message = complete(self._generation, whole)
-                    await self._call.send(message)
+        async for deltas in self._generation.run():
+            async with self._sending:
+                for delta in deltas:
+                    self._deltas[delta.index].append(delta)
+                    if streams:
+                        await self._call.send(chunk(self._generation, delta))
+                    if delta.finish_reason is not None:
+                        whole = delta if streams else merge(self._deltas[delta.index])
+                        if are_many(whole.logprobs, whole.prompt_logprobs or ()):
+                            message = await asyncio.to_thread(complete, self._generation, whole)
+                        else:
+                            message = complete(self._generation, whole)
+                        await self._call.send(message)
 
 
 def _parse(raw: bytes, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int) -> Generation:

@@ -69,6 +69,7 @@ class Candidate:
         capacity_tokens: size of the pool.
         itl_target: seconds that a step with decoding sequences should not exceed, whatever prompts it contains.
         block_size: tokens of a prompt that such a step computes at least.
+        longest: of this router's requests, the one with the most prompt tokens left.
     """
 
     instance_id: str
@@ -84,23 +85,29 @@ class Candidate:
     capacity_tokens: int = 1 << 62
     itl_target: float = math.inf
     block_size: int = 1
+    longest: Load = NO_LOAD
     # Cached: hundreds of candidates are scored for each request, and few have changed since the last one.
-    _prefill_terms: tuple[float, float, float] | None = field(default=None, init=False, repr=False)
+    _prefill_terms: tuple[float, float, float, float] | None = field(default=None, init=False, repr=False)
     _decode_terms: tuple[float, float, float, float, int] | None = field(default=None, init=False, repr=False)
 
-    def prefill_terms(self) -> tuple[float, float, float]:
-        """Return the terms of the TTFT forecast: (constant, per prompt token, per attended pair), in seconds.
+    def prefill_terms(self) -> tuple[float, float, float, float]:
+        """Return the terms of the TTFT forecast: (constant, per prompt token, per attended pair, longest), in seconds.
 
         The constant covers the queued prompts, one more prompt of no tokens, and one step of the running sequences. These
-        leave prompts a part of each step only, if the instance has an ITL target.
+        leave prompts a part of each step only, if the instance has an ITL target. The last term is the part of the constant
+        for the longest prompt.
         """
         if self._prefill_terms is None:
-            seconds = self.costs.total_prefill_seconds(self.prefills + 1, self.prefill_tokens, self.attended_tokens)
-            _, per_token, per_pair = self.costs.prefill
-            decoding = self.requests - self.prefills if self.context_tokens else 0
-            step = self.costs.step_seconds(decoding, self.context_tokens)
-            stretch = self._stretch(step)
-            self._prefill_terms = seconds * stretch + step, per_token * stretch, per_pair * stretch
+            per_prompt, per_token, per_pair = self.costs.prefill
+            seconds = (
+                per_prompt * (self.prefills + 1) + per_token * self.prefill_tokens + per_pair * self.attended_tokens
+            )
+            step, stretch = 0.0, 1.0
+            if self.context_tokens and (decoding := self.requests - self.prefills):
+                step = self.costs.step_seconds(decoding, self.context_tokens)
+                stretch = self._stretch(step)
+            longest = per_token * self.longest.prefill_tokens + per_pair * self.longest.attended_tokens
+            self._prefill_terms = seconds * stretch + step, per_token * stretch, per_pair * stretch, longest * stretch
         return self._prefill_terms
 
     def _stretch(self, step: float) -> float:
@@ -116,11 +123,12 @@ class Candidate:
         The first four are in seconds, and the step includes one more sequence of no tokens; the last is the room in the pool.
         """
         if self._decode_terms is None:
-            step = self.costs.step_seconds(self.requests + 1, self.context_tokens)
+            per_step, per_sequence, per_token = self.costs.decode
+            step = per_step + per_sequence * (self.requests + 1) + per_token * self.context_tokens
             per_transfer, per_byte = self.costs.transfer
             free_tokens = self.capacity_tokens - self.context_tokens
             per_transfer = per_transfer if self.token_bytes else 0.0
-            self._decode_terms = step, self.costs.decode[2], per_transfer, per_byte * self.token_bytes, free_tokens
+            self._decode_terms = step, per_token, per_transfer, per_byte * self.token_bytes, free_tokens
         return self._decode_terms
 
     @property
@@ -271,7 +279,8 @@ def auto(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
 def forecast_ttft(candidate: Candidate, request: PlacementRequest) -> float:
     """Forecast the TTFT in seconds: queued prompts, one step of the running sequences, and the uncached tokens.
 
-    Tokens that the KV store has are loaded, if that is faster than computing them.
+    Tokens that the KV store has are loaded, if that is faster than computing them. A prompt that is at most half as long as
+    the longest one shares steps with that, and does not wait for its end.
     """
     return _ttft_scores([candidate], request)[0][0]
 
@@ -281,7 +290,7 @@ def _ttft_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> 
     tokens, stored, cached_on = request.tokens, request.stored, request.cached.get
     scores = []
     for c in candidates:
-        queued, per_token, per_pair = c._prefill_terms or c.prefill_terms()
+        queued, per_token, per_pair, longest = c._prefill_terms or c.prefill_terms()
         cached = cached_on(c.instance_id, 0)
         uncached = tokens - cached
         # `attention_pairs`, inlined.
@@ -290,6 +299,8 @@ def _ttft_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> 
             rest = tokens - stored
             load = c.costs.transfer_seconds((stored - cached) * c.token_bytes)
             seconds = min(seconds, load + (per_token + per_pair * (stored + rest / 2)) * rest)
+        if 2 * uncached <= c.longest.prefill_tokens and longest > seconds:
+            queued -= longest - seconds
         scores.append((queued + seconds, c))
     return scores
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import and_
 
+from pdserve.keys import KEY_BYTES
+
 
 @dataclass
 class _Holder:
@@ -29,6 +31,12 @@ class PrefixIndex:
         self._holders: dict[str, _Holder] = {}  # by instance id
         self._ids: dict[int, str] = {}  # bit → instance id
         self._all_bits = 0
+
+    def update(self, instance_id: str, removed: bytes, added: bytes) -> int:
+        """Record an instance's KV events, joined keys, and return how many keys it then holds."""
+        self.remove(instance_id, _split(removed))
+        self.add(instance_id, _split(added))
+        return len(self._holders[instance_id].keys)
 
     def add(self, instance_id: str, keys: Iterable[bytes]) -> None:
         """Record that the instance holds these keys. An unknown instance is added."""
@@ -95,3 +103,7 @@ class PrefixIndex:
             self._bitmaps[key] = bits
         else:
             del self._bitmaps[key]
+
+
+def _split(joined: bytes) -> list[bytes]:
+    return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]

@@ -160,10 +160,10 @@ class Metrics:
 
     def record_finished(self, timeline: Timeline) -> None:
         """Add a finished request's timeline to the histograms and counters."""
+        stamps = timeline.stamps
         for name, (start, end) in LATENCY_METRICS.items():
-            seconds = timeline.span(start, end)
-            if seconds is not None:
-                self.spans[name].observe(seconds)
+            if start in stamps and end in stamps:
+                self.spans[name].observe(max(0.0, stamps[end] - stamps[start]))
         self.requests.labels(finish_reason=timeline.finish_reason or "stop").inc()
         self._prompt_tokens.inc(timeline.prompt_tokens)
         self.output_tokens.inc(timeline.output_tokens)

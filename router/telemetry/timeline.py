@@ -2,7 +2,6 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from msgspec.structs import asdict
 
 from pdserve.lifetime import TRACE_SPANS, Stage
 from pdserve.output import Moved
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import Decision, Placement
 
 log = logging.getLogger(__name__)
@@ -95,11 +95,6 @@ class Timeline:
         """Request id on the instances. It is new for each attempt: an instance may still run an earlier one."""
         return f"{self.request_id}#{self.attempt}" if self.attempt else self.request_id
 
-    def begin(self, prefill: str, decode: str) -> None:
-        """Record the instances to which the request is about to be submitted."""
-        self.prefill_instance, self.decode_instance = prefill, decode
-        self.stored = self.loaded = NOTHING_MOVED
-
     def stamp(self, stage: Stage, at: float) -> None:
         """Record the first stamp of a stage. A `KV_STORED` that is reported late is set back to `KV_READY` at the latest."""
         self.stamps.setdefault(stage, min(at, self.stamps.get(Stage.KV_READY, at)) if stage is Stage.KV_STORED else at)
@@ -175,11 +170,6 @@ def prompt_ids(keys: dict[int, list[bytes]]) -> tuple[int, bytes]:
     return size * stride, b"".join([key[:ID_BYTES] for key in keys[size][stride - 1 :: stride]])
 
 
-def p99(gaps: Sequence[float]) -> float | None:
-    """Return the gap that 99 % of the gaps do not exceed; None if there are none."""
-    return sorted(gaps)[-1 - len(gaps) // 100] if gaps else None
-
-
 def log_finished(timeline: Timeline) -> None:
     """Log one line for a finished request, also as the structured field `request`."""
     ttft = timeline.span(Stage.RECEIVED, Stage.FIRST_TOKEN)
@@ -205,6 +195,23 @@ class TimelineLog:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
+
+    def new(self, request: RoutedRequest, now: float) -> Timeline:
+        """Return the timeline of a new request, which is not in the log yet."""
+        earlier = self._timelines.get(request.request_id)
+        block, ids = prompt_ids(request.keys)
+        timeline = Timeline(
+            request.request_id,
+            request.traceparent,
+            "chat" if request.multi_turn else "text_completion",
+            request.sampling.max_tokens,
+            attempt=0 if earlier is None else earlier.attempt + 1,  # outputs of the earlier request may still arrive
+            prompt_tokens=len(request.prompt),
+            prompt_block=block,
+            prompt_ids=ids,
+        )
+        timeline.stamp(Stage.RECEIVED, request.received or now)
+        return timeline
 
     def add(self, timeline: Timeline) -> None:
         """Add a timeline, and drop the oldest one if there are too many."""

@@ -25,6 +25,9 @@ ALL_SENT = -1
 class Detokenizer:
     """Re-decodes a window of the latest ids for each new id and emits the text that the id added.
 
+    Attributes:
+        has_rest: there are ids whose text is not final; `flush` returns it.
+
     `tokenizers.decoders.DecodeStream` is similar, but it cannot be flushed, raises on some sequences, and decodes a long
     run of invalid bytes again from its start for each byte.
     """
@@ -44,6 +47,7 @@ class Detokenizer:
         self._window: list[int] = []
         self._context = 0  # number of ids at the start of the window that are context only
         self._sent = 0  # characters of the window's text already emitted, or ALL_SENT
+        self.has_rest = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add ids and return the text that has become final."""
@@ -71,6 +75,7 @@ class Detokenizer:
             else:
                 self._sent = len(self._decode(window))
         self._window += new_ids
+        self.has_rest = True
         text = self._decode(self._window)
         whole = text.rstrip(REPLACEMENT)
         if len(whole) == len(text):
@@ -79,6 +84,7 @@ class Detokenizer:
                 self._window = self._window[self._context :]
                 self._context = len(self._window)
                 self._sent = ALL_SENT
+                self.has_rest = False
             return new
         new = text[self._sent : max(len(whole), len(text) - UNDECIDED)]
         self._sent += len(new)
@@ -87,10 +93,10 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the remaining text at the end; an incomplete character becomes U+FFFD."""
-        if len(self._window) == self._context:
+        if not self.has_rest:
             return ""
         new = self._decode(self._window)[self._sent :]
-        self._window, self._context, self._sent = [], 0, 0
+        self._window, self._context, self._sent, self.has_rest = [], 0, 0, False
         return new
 
     def _shorten_window(self, text: str) -> None:
@@ -184,7 +190,8 @@ class TextStream:
             text = self._detokenizer.push(chunk.token_ids[:num_text_tokens])
             if chunk.finish_reason is not None:
                 self.finish_reason = chunk.finish_reason
-                text += self._detokenizer.flush()
+                if self._detokenizer.has_rest:
+                    text += self._detokenizer.flush()
             return text, chunk.token_ids
         parts: list[str] = []
         self.text_offsets = []

@@ -8,7 +8,7 @@ from msgspec import structs
 from pdserve.config import RouterConfig
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.parsing import UnknownFields
-from pdserve.router.client_connection import ClientConnection
+from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
@@ -62,7 +62,7 @@ class AdmissionController:
         if self.keys:  # else there is one tenant, which is the default
             tenant = self.queue.tenants[key]
             generation.requests[:] = [structs.replace(request, tenant=tenant) for request in generation.requests]
-        prompt_tokens, requests = generation.prompt_tokens, generation.requests
+        prompt_tokens, requests = sum(map(len, generation.prompts)), generation.requests
         max_tokens = prompt_tokens + len(requests) * requests[0].sampling.max_tokens
         slot = self.queue.enter(key, prompt_tokens, max_tokens, len(requests), requests[0].priority)
         if slot.is_admitted:

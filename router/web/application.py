@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, NotFound, RequestError, TooLarge, TooSlow
 from pdserve.router.api.http_responses import CLIENT_GONE, ErrorBody, InternalError, error_response
-from pdserve.router.client_connection import ClientConnection
+from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
 from pdserve.router.limits.quota import RATE_HEADERS
@@ -338,7 +338,7 @@ class Application:
         try:
             routes = self.routes.at(path)
             self._check(scope, state, routes)
-            most, size = self._body_limit.of(path), client.body_size()
+            most, size = self._body_limit.of(path), client.body_size
             if size is None or size > most:
                 receive = body = LimitedBody(self._body_limit, most, scope, receive)
             for route in routes:

@@ -12,19 +12,18 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve import plugins
 from pdserve.config import RouterConfig
-from pdserve.errors import Unavailable
 from pdserve.request import SamplingParams
-from pdserve.router.api import answers, requests, schemas
+from pdserve.router.api import answers, chat, requests, schemas
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.http_responses import CLIENT_GONE
-from pdserve.router.api.parsing import BodyType, JsonBody, UnknownFields, parse_body
+from pdserve.router.api.parsing import BodyType, JsonBody
 from pdserve.router.api.streaming import (
     BuildBody,
     ChunkStream,
@@ -41,15 +40,12 @@ from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.endpoint import Access, Endpoints, Handler, Method, endpoint, generation_examples
 from pdserve.router.web.grammar_checker import GrammarChecker
+from pdserve.router.web.parse_queue import Parse, Result, parse_request, read_body, served
 
 ENTRY_POINT_GROUP = "pdserve.dialects"
 SESSION_HEADER = "x-session-id"
 STREAMED_TOO: Any = {200: {"content": {"text/event-stream": {}}}}
 QUESTION = "What is the capital of France?"  # of the examples in the documentation
-
-Result = TypeVar("Result")
-# Makes of a body what its request comes to: (body, request without prompt, tokenizer, model, most choices) → result.
-Parse = Callable[[BodyType, RoutedRequest, Tokenizer, ModelInfo, int], Result]
 
 
 class Service:
@@ -80,14 +76,14 @@ class Service:
 
     def model(self) -> ModelInfo:
         """Return the served model. Raises Unavailable until an instance has registered."""
-        return _served(self.backend.model())
+        return served(self.backend.model)
 
     async def read(
         self, request: Request, model: type[BodyType], body: JsonBody[BodyType], get: Callable[[BodyType], Result]
     ) -> Result:
         """Return what a function takes from the validated body. Raises RequestError."""
         queue = self.admission.parse_queue
-        return await queue.run(request.state.key, body, partial(_read, model, body, queue.unknown_fields, get))
+        return await queue.run(request.state.key, body, partial(read_body, model, body, queue.unknown_fields, get))
 
     async def parse(
         self,
@@ -105,8 +101,9 @@ class Service:
         Raises:
             RequestError: the body is invalid, or no instance has registered.
         """
-        queue, draft, info = self.admission.parse_queue, self._draft(request), self.backend.model()
-        parse_raw = partial(_parse, model, body, queue.unknown_fields, parse, draft, self.tokenizer, info, self._max_n)
+        queue, draft, info = self.admission.parse_queue, self._draft(request), self.backend.model
+        unknown = queue.unknown_fields
+        parse_raw = partial(parse_request, model, body, unknown, parse, draft, self.tokenizer, info, self._max_n)
         return await queue.run(request.state.key, body, parse_raw, more_bytes)
 
     def _draft(self, request: Request) -> RoutedRequest:
@@ -226,34 +223,5 @@ class OpenAI(Dialect):
         ],
     ) -> Response:
         """Continue a conversation, through the model's chat template."""
-        parsed = await self.service.parse(request, schemas.ChatBody, body, requests.parse_chat)
+        parsed = await self.service.parse(request, schemas.ChatBody, body, chat.parse_chat)
         return await self.service.answer(request, parsed)
-
-
-# What the parse queue runs.
-
-
-def _read(
-    model: type[BodyType], raw: bytes, unknown: UnknownFields | None, get: Callable[[BodyType], Result]
-) -> Result:
-    return get(parse_body(model, raw, unknown))
-
-
-def _parse(
-    model: type[BodyType],
-    raw: bytes,
-    unknown: UnknownFields | None,
-    parse: Parse[BodyType, Result],
-    draft: RoutedRequest,
-    tokenizer: Tokenizer,
-    info: ModelInfo | None,
-    max_n: int,
-) -> Result:
-    body = parse_body(model, raw, unknown)
-    return parse(body, draft, tokenizer, info or _served(info), max_n)
-
-
-def _served(info: ModelInfo | None) -> ModelInfo:
-    if info is None:
-        raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
-    return info

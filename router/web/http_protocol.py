@@ -9,9 +9,7 @@ allows. The parser, however, ends at such a head, so another one gets the head w
 """
 
 import asyncio
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import httptools
@@ -20,10 +18,10 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from pdserve.control.coalescing_transport import CoalescingTransport
+from pdserve.control.frame_connection import CoalescingTransport
 from pdserve.errors import BadRequest, RequestError, TooSlow, Unavailable
 from pdserve.router.api.http_responses import error_response
-from pdserve.router.client_connection import ClientConnection
+from pdserve.router.api.streaming import ClientConnection
 
 MAX_HEAD_BYTES = 64 * 1024  # of the request line and all headers; also of what surrounds two parts of a chunked body
 MAX_HEADERS = 100
@@ -208,10 +206,12 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._has_upgrade:
             self._is_in_body = False
             super().on_message_complete()
+            if self.cycle is self._running:
+                self.cycle.scope["state"]["client"].body_size = len(self.cycle.body)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        cycle.scope["state"]["client"] = ClientConnection(partial(_body_size, weakref.ref(cycle)))
+        cycle.scope["state"]["client"] = ClientConnection(None if cycle.more_body else len(cycle.body))
         super()._start_asgi_task(cycle, app)
 
     @property
@@ -275,12 +275,6 @@ class HttpProtocol(HttpToolsProtocol):
         cycle.message_event.set()
         client: ClientConnection = cycle.scope["state"]["client"]
         client.disconnect()
-
-
-def _body_size(cycle: "weakref.ref[RequestResponseCycle]") -> int | None:
-    """Return the bytes of a request's body once all of it has arrived, until then None."""
-    running = cycle()
-    return None if running is None or running.more_body else len(running.body)
 
 
 def _head_too_large() -> HeadTooLarge:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from pdserve.config import RouterConfig
 from pdserve.errors import NotFound
 from pdserve.model_path import resolve_model
-from pdserve.router.api import answers, requests, schemas
+from pdserve.router.api import answers, chat, requests, schemas
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.parsing import JsonBody, UnknownFields, parse_body
 from pdserve.router.backend import Backend, ModelInfo
@@ -49,7 +49,7 @@ class ModelEndpoints(Endpoints):
 
     def _cards(self) -> list[answers.ModelCard]:
         """Return the card of the served model; none until an instance has registered."""
-        info = self._backend.model()
+        info = self._backend.model
         if info is None:
             return []
         return [
@@ -72,7 +72,7 @@ class ModelEndpoints(Endpoints):
     ) -> Response:
         """Convert a text, or a conversation in the model's chat template, to tokens."""
         unknown = self._parse_queue.unknown_fields
-        parse = partial(_tokens, body, unknown, self._name, self._tokenizer, self._backend.model())
+        parse = partial(_tokens, body, unknown, self._name, self._tokenizer, self._backend.model)
         return await self._parse_queue.run(request.state.key, body, parse)
 
     @endpoint("POST", "/detokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Detokenized)
@@ -90,7 +90,7 @@ def _tokens(
 ) -> Response:
     fields = parse_body(schemas.TokenizeBody, raw, unknown)
     requests.check_model(fields.model, model)
-    ids = requests.tokenize(fields, tokenizer)
+    ids = chat.tokenize(fields, tokenizer)
     strings = [tokenizer.id_to_token(token_id) for token_id in ids] if fields.return_token_strs else None
     length = None if info is None else info.max_model_len
     return json_response(answers.Tokens(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings))

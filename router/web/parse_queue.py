@@ -7,12 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from pdserve.errors import BadRequest, Overloaded
-from pdserve.router.api.parsing import UnknownFields
+from pdserve.errors import BadRequest, Overloaded, Unavailable
+from pdserve.router.api.parsing import BodyType, UnknownFields, parse_body
+from pdserve.router.backend import ModelInfo
+from pdserve.router.limits.admission_queue import FairQueue
 from pdserve.router.limits.body_budget import BodyBudget
-from pdserve.router.limits.fair_queue import FairQueue
 from pdserve.router.parse_server import ParseServer
+from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.text.tokenizer import Tokenizer
 
 LARGE_BODY = 32 * 1024  # bytes; above this, parsing on the event loop would delay the streams of other requests
 MANY_VALUES = 2000  # in a body: decoding and checking takes a microsecond for each
@@ -24,6 +27,8 @@ TURN_BUDGET_S = 0.02  # of parsing in one turn of the event loop; a burst beyond
 NUM_THREADS = 2
 
 Result = TypeVar("Result")
+# Makes of a body what its request comes to: (body, request without prompt, tokenizer, model, most choices) → result.
+Parse = Callable[[BodyType, RoutedRequest, Tokenizer, ModelInfo, int], Result]
 
 
 class ParseQueue:
@@ -59,7 +64,7 @@ class ParseQueue:
         self._num_waiting = 0
         self._queue = FairQueue[asyncio.Future[None]](weights)  # done when a thread is free for the body
         self._free_threads = NUM_THREADS
-        self._turn_used_s = 0.0
+        self._turn: list[float] = []  # seconds of each body that was parsed in this turn of the event loop
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="parse")
 
     async def run(self, key: str, raw: bytes, parse: Callable[[], Result], more_bytes: int = 0) -> Result:
@@ -76,25 +81,19 @@ class ParseQueue:
             size = len(raw) + more_bytes
             # Counting 4 MiB of values takes the event loop 4 ms, and a huge body is one whatever it holds.
             values = HUGE_VALUES if size >= HUGE_BODY else raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-            if size < LARGE_BODY and values < MANY_VALUES and self._turn_used_s < TURN_BUDGET_S:
-                return self._run_now(parse)
+            if size < LARGE_BODY and values < MANY_VALUES and sum(self._turn) < TURN_BUDGET_S:
+                if not self._turn:
+                    asyncio.get_running_loop().call_soon(self._turn.clear)
+                started = time.perf_counter()
+                try:
+                    return parse()
+                finally:
+                    self._turn.append(time.perf_counter() - started)
             if values >= HUGE_VALUES and self._server is not None:
                 parse = partial(self._server.run, parse)
             return await self._run_in_thread(key, size, parse)
         except RecursionError:
             raise BadRequest("the body is nested too deeply", kind="invalid_json") from None
-
-    def _run_now(self, parse: Callable[[], Result]) -> Result:
-        if not self._turn_used_s:
-            asyncio.get_running_loop().call_soon(self._begin_turn)
-        started = time.perf_counter()
-        try:
-            return parse()
-        finally:
-            self._turn_used_s += time.perf_counter() - started
-
-    def _begin_turn(self) -> None:
-        self._turn_used_s = 0.0
 
     async def _run_in_thread(self, key: str, size: int, parse: Callable[[], Result]) -> Result:
         if self._num_waiting >= self._max_waiting:
@@ -123,3 +122,35 @@ class ParseQueue:
             if not thread_is_free.cancelled():  # its request has been cancelled
                 self._free_threads -= 1
                 thread_is_free.set_result(None)
+
+
+# ---- what it runs -------------------------------------------------------------------------------------------------
+
+
+def read_body(
+    model: type[BodyType], raw: bytes, unknown: UnknownFields | None, get: Callable[[BodyType], Result]
+) -> Result:
+    """Return what a function takes from a validated body."""
+    return get(parse_body(model, raw, unknown))
+
+
+def parse_request(
+    model: type[BodyType],
+    raw: bytes,
+    unknown: UnknownFields | None,
+    parse: Parse[BodyType, Result],
+    draft: RoutedRequest,
+    tokenizer: Tokenizer,
+    info: ModelInfo | None,
+    max_n: int,
+) -> Result:
+    """Return what a request comes to. Errors of its body come before the one that there is no model."""
+    body = parse_body(model, raw, unknown)
+    return parse(body, draft, tokenizer, info or served(info), max_n)
+
+
+def served(info: ModelInfo | None) -> ModelInfo:
+    """Return the served model. Raises Unavailable if there is none."""
+    if info is None:
+        raise Unavailable("no instance has registered yet", kind="no_instance", retry_after_s=1)
+    return info

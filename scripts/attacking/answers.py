@@ -2,29 +2,45 @@
 
 import json
 import random
+import socket
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from attacking.target import Target, expect
 
 BURST = 100
+SHORT = [{"stream": True, "max_tokens": 40}] * 8
+LONG = [{"stream": True, "n": 2, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}] * 6
 
 
 def left_streams(target: Target) -> None:
-    with ExitStack() as stack:
-        for _ in range(8):
-            connection = stack.enter_context(target.connect())
-            connection.sendall(target.completion(stream=True, max_tokens=40))
+    with _streams(target, SHORT) as connections:
+        for connection in connections:
             if random.random() < 0.5:
                 connection.recv(1)
 
 
 def unread_streams(target: Target) -> None:
-    with ExitStack() as stack:
-        for _ in range(6):
-            connection = stack.enter_context(target.connect())
-            connection.sendall(target.completion(stream=True, n=2, max_tokens=200, logprobs=20, ignore_eos=True))
+    with _streams(target, LONG):
         time.sleep(2)
+
+
+def read_streams(target: Target, bodies: list[dict[str, Any]]) -> None:
+    """Ask for streams at once and read each to its end: what the quota refuses, too."""
+    with _streams(target, bodies) as connections:
+        for connection in connections:
+            expect(connection, {200, 429})
+
+
+@contextmanager
+def _streams(target: Target, bodies: list[dict[str, Any]]) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(target.connect()) for _ in bodies]
+        for connection, body in zip(connections, bodies, strict=True):
+            connection.sendall(target.completion(**body))
+        yield connections
 
 
 def burst(target: Target) -> None:

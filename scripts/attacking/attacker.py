@@ -1,7 +1,7 @@
 """The attacker's process: one kind of attack again and again, or valid requests that burn as much CPU.
 
     python -m attacking.attacker TARGET SECONDS KIND
-    python -m attacking.attacker TARGET SECONDS control CPU_SHARE
+    python -m attacking.attacker TARGET SECONDS control CPU_SHARE KIND
 
 Prints a JSON object: the attacks made, the share of a core that this process used, and the first fault.
 """
@@ -47,7 +47,10 @@ KINDS: dict[str, Callable[[Target], None]] = {
     )
 }
 CONTROL = "control"
-PERIOD_S = 0.1  # between two valid requests: what the attacker's quota allows
+ONE_TOKEN = [{"max_tokens": 1, "prompt": "Once upon a time"}]
+# An attack by streams costs the instances as many tokens as valid streams do: its control asks for the same.
+VALID = {"left_streams": answers.SHORT, "unread_streams": answers.LONG}
+PERIOD_S = 0.1  # between two valid requests: half of what the attacker's quota allows
 
 
 def attack(target: Target, kind: str, seconds: float) -> tuple[int, str]:
@@ -62,24 +65,26 @@ def attack(target: Target, kind: str, seconds: float) -> tuple[int, str]:
     return count, ""
 
 
-def behave(target: Target, seconds: float, share: float) -> tuple[int, str]:
+def behave(target: Target, seconds: float, share: float, kind: str) -> tuple[int, str]:
     """Send valid requests within the quota, and spin for what is left of a share of a core."""
+    bodies = VALID.get(kind, ONE_TOKEN)
     begin, due, count = time.monotonic(), 0.0, 0
     while (elapsed := time.monotonic() - begin) < seconds:
         if time.process_time() >= share * elapsed:
             time.sleep(0.005)
         elif elapsed >= due:
-            target.ask(target.completion(max_tokens=1, prompt=f"Once upon a time {count}"), {200, 429})
-            due, count = elapsed + PERIOD_S, count + 1
+            answers.read_streams(target, bodies)
+            due, count = elapsed + PERIOD_S * len(bodies), count + 1
     return count, ""
 
 
-def main(target: Target, seconds: float, kind: str, share: float = 0.0) -> None:
+def main(target: Target, seconds: float, kind: str, share: float = 0.0, of: str = "") -> None:
     begin = time.monotonic()
-    count, fault = behave(target, seconds, share) if kind == CONTROL else attack(target, kind, seconds)
+    count, fault = behave(target, seconds, share, of) if kind == CONTROL else attack(target, kind, seconds)
     used = time.process_time() / (time.monotonic() - begin)
     print(json.dumps({"count": count, "cpu_share": used, "fault": fault}))
 
 
 if __name__ == "__main__":
-    main(Target.from_json(sys.argv[1]), float(sys.argv[2]), sys.argv[3], *map(float, sys.argv[4:]))
+    url, length, which, share, of = [*sys.argv[1:], "0", ""][:5]
+    main(Target.from_json(url), float(length), which, float(share), of)

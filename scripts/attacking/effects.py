@@ -4,9 +4,10 @@
 
 Starts a deployment of the demo model with API keys, TLS, two router workers, gRPC, batches and stored responses. For each
 kind, an arm with the attack and a control arm take turns, in which the attacker's process burns as much CPU with valid
-requests within its quota. Exit code 1: an answer of the innocent client was wrong or lost, an attack was neither refused nor
-served, the 99th percentile of its TTFT or latency was more than 1.5 times the control's, or a router grew too much. The
-percentiles are those of all rounds together, 300 answers by default: of few, they are the one that the machine delayed most.
+requests within its quota: of one token, or for attacks by streams the same streams, read to their ends. Exit code 1: an
+answer of the innocent client was wrong or lost, an attack was neither refused nor served, the 99th percentile of its TTFT or
+latency was more than 1.5 times the control's, or a router grew too much. The percentiles are those of all rounds together,
+300 answers by default: of few, they are the one that the machine delayed most.
 With --idle, a third arm has no attacker, and the TTFT must be at most 20 ms above that.
 """
 
@@ -221,9 +222,9 @@ def main() -> None:
             attack, control, idle = Arm(), Arm(), Arm() if arguments.idle else None
             for _ in range(arguments.rounds):
                 share = scene.play(attack, arguments.seconds, kind)
-                scene.play(control, arguments.seconds, CONTROL, str(share))
+                scene.play(control, arguments.seconds, CONTROL, str(share), kind)
                 if idle is not None:
-                    scene.play(idle, arguments.seconds, CONTROL, "0")  # which sends nothing
+                    scene.play(idle, arguments.seconds, CONTROL, "0", kind)  # which sends nothing
             wrong = judge(attack, control, idle)
             lines = [line(kind, attack), line(CONTROL, control), *([line("idle", idle)] if idle is not None else [])]
             print(*lines, *(f"  WRONG: {one}" for one in wrong), sep="\n", flush=True)

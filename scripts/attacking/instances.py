@@ -43,11 +43,11 @@ def silent_callers(target: Target) -> None:
 
 def unfinished_calls(target: Target) -> None:
     """Calls whose messages of 4 MiB come without a key, and never whole."""
-    _calls(target.grpc_port, METHOD, message=b"\0" + struct.pack(">I", 4_000_000) + b"\n" * 3_999_999)
+    _calls(target, METHOD, message=b"\0" + struct.pack(">I", 4_000_000) + b"\n" * 3_999_999)
 
 
 def watches(target: Target) -> None:
-    _calls(target.grpc_port, WATCH, message=b"\0\0\0\0\0")
+    _calls(target, WATCH, message=b"\0\0\0\0\0")
 
 
 def _hold(port: int | None) -> None:
@@ -58,12 +58,12 @@ def _hold(port: int | None) -> None:
         time.sleep(1)
 
 
-def _calls(port: int | None, path: bytes, message: bytes) -> None:
+def _calls(target: Target, path: bytes, message: bytes) -> None:
     """Begin 100 calls on one connection, send of each message what flow control lets through, and hold them for a second."""
     header = _literal(b":method", b"POST") + _literal(b":scheme", b"http") + _literal(b":path", path)
     header += _literal(b":authority", b"localhost") + _literal(b"content-type", b"application/grpc")
     header += _literal(b"te", b"trailers")
-    with connect_to(port) as connection, suppress(*ENDED, TimeoutError):
+    with suppress(*ENDED, TimeoutError), target.connect_grpc() as connection:
         connection.settimeout(0.1)
         connection.sendall(PREFACE + _frame(SETTINGS, 0, 0))
         rests = dict.fromkeys(range(1, 201, 2), message)

@@ -14,7 +14,7 @@ from attacking import bodies, connections
 from attacking.answers import burst, left_streams
 from attacking.instances import rogue_instances
 from attacking.target import ENDED, Target
-from pdserve.control.awake_clock import AwakeClock
+from pdserve.control.frame_connection import AwakeClock
 
 # The client was stalled if its clock's thread, which wakes ten times in this time, did not run for so long.
 STALL_S = 1.0
@@ -90,7 +90,7 @@ class _StallClock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._started_at = time.monotonic()
-        self._clock = AwakeClock(STALL_S, self._started_at)
+        self._clock = AwakeClock(STALL_S, time.monotonic)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -104,10 +104,9 @@ class _StallClock:
     def stalled_s(self) -> float:
         """Return the sum of all times without a tick, less `STALL_S` of each."""
         with self._lock:
-            now = time.monotonic()
-            return now - self._started_at - self._clock.read(now)
+            return time.monotonic() - self._started_at - self._clock.read()
 
     def _run(self) -> None:
         while not self._stopped.wait(STALL_S / 10):
             with self._lock:
-                self._clock.tick(time.monotonic())
+                self._clock.tick()

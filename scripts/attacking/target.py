@@ -43,11 +43,18 @@ class Target:
 
     def connect(self) -> socket.socket:
         """Connect to the clients' port, with TLS if it has that."""
-        connection = self.connect_tcp()
+        return self._with_tls(self.connect_tcp())
+
+    def connect_grpc(self) -> socket.socket:
+        """Connect to the port for gRPC, with TLS if the clients' port has that."""
+        return self._with_tls(connect_to(self.grpc_port), "h2")
+
+    def _with_tls(self, connection: socket.socket, *protocols: str) -> socket.socket:
         if urlsplit(self.url).scheme != "https":
             return connection
         tls = ssl.create_default_context()
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+        tls.set_alpn_protocols(list(protocols))
         return tls.wrap_socket(connection)
 
     def connect_tcp(self) -> socket.socket:

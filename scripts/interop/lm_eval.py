@@ -3,7 +3,7 @@
     .venv/bin/python scripts/interop/lm_eval.py [--environment FOLDER]
 
 Installs lm-eval into an environment of its own, by default a temporary one, and runs two tasks that it writes, by
-`local-completions`: log likelihoods of token ids in batches, and answers up to a stop string. docs/interop.md has a run.
+`local-completions`: log likelihoods of token ids in batches, and answers up to a stop string. See docs/interop.md.
 """
 
 import argparse

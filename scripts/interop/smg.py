@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/interop/smg.py [--environment FOLDER]
 
-Installs smg into an environment of its own (37 MB), by default a temporary one. docs/interop.md has a run.
+Installs smg into an environment of its own (37 MB), by default a temporary one. See docs/interop.md.
 """
 
 import argparse

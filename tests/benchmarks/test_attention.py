@@ -1,9 +1,9 @@
 """Micro-benchmark of attention kernels: it runs, and its JSON has the documented fields."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +13,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "attention.py"
 
 
 @pytest.mark.skipif(not native.is_available(), reason="no C++ kernels")
-def test_quick_run(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path), "--note", "smoke"]
-    subprocess.run(command, check=True, capture_output=True, timeout=1200)
+def test_quick_run(pdserve: Callable[..., Any], tmp_path: Path) -> None:
+    done = pdserve(str(SCRIPT), "--quick", "--out", str(tmp_path), "--note", "smoke")
+    assert done.returncode == 0, done.stderr
     (file,) = tmp_path.iterdir()
     content = json.loads(file.read_text())
     assert content["read_gb_per_s"] > 0

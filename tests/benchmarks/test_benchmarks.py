@@ -11,9 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HEAD = {"benchmark", "when", "note", "machine", "commit", "settings", "rows"}
 
 
-def while_benchmarks_change(test: Any) -> Any:
-    """Mark a test of a script that no other test needs."""
-    return pytest.mark.slow(pytest.mark.until_recorded("benchmarks")(test))
+while_benchmarks_change = pytest.mark.until_recorded("benchmarks")  # of scripts that no other test needs
 
 
 @pytest.fixture
@@ -161,6 +159,7 @@ def test_pd(run: Callable[..., Any]) -> None:
     assert {"output_tok_per_s", "ttft_ms_p50", "itl_ms_p99"} <= {one["figure"] for one in content["against_best"]}
 
 
+@while_benchmarks_change
 def test_router(run: Callable[..., Any]) -> None:
     content = run("router.py")
     rows = content["rows"]

@@ -78,9 +78,7 @@ def test_peers_without_a_certificate_of_the_ca_are_rejected(
             ports[name] = await controls[-1].listen("127.0.0.1", 0, tls)
         idle_instance = SimpleNamespace(
             kv_events=KVEventPublisher(),
-            reporter=SimpleNamespace(
-                status=SimpleNamespace(heartbeat=pb.Heartbeat()), other_load=lambda link: pb.Load()
-            ),
+            reporter=SimpleNamespace(heartbeat=pb.Heartbeat(), other_load=lambda link: pb.Load()),
             drop_link=lambda link: None,
         )
         for name, (where, files, _) in instances.items():

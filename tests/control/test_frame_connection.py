@@ -1,16 +1,22 @@
-"""Framing over real socket pairs: fragmentation, back-pressure, and invalid data."""
+"""Framing over real socket pairs: fragmentation, back-pressure, invalid data; coalesced writes; the clock of leases."""
 
 import asyncio
 import socket
 from collections.abc import Coroutine
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.control.frame_connection import LENGTH_BYTES, MAX_FRAME_BYTES, FrameConnection
+from pdserve.control.frame_connection import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    AwakeClock,
+    CoalescingTransport,
+    FrameConnection,
+)
 from pdserve.proto import pdserve_pb2 as pb
 
 
@@ -107,3 +113,80 @@ def test_invalid_data_ends_the_connection(data: bytes) -> None:
         client.close()
 
     run(scenario())
+
+
+class Recorder:
+    """Records the calls of a transport."""
+
+    def __init__(self) -> None:
+        self.calls: list[bytes | str] = []
+
+    def write(self, data: bytes) -> None:
+        self.calls.append(data)
+
+    def is_closing(self) -> bool:
+        return "close" in self.calls
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_writes_of_one_turn_are_coalesced_and_close_flushes() -> None:
+    async def scenario() -> None:
+        recorder = Recorder()
+        transport = CoalescingTransport(cast(Any, recorder))
+        transport.write(b"a")
+        transport.write(b"b")
+        assert recorder.calls == []
+        await asyncio.sleep(0)
+        assert recorder.calls == [b"ab"]
+        transport.write(b"c")
+        transport.close()
+        transport.write(b"d")
+        await asyncio.sleep(0)
+        assert recorder.calls == [b"ab", b"c", "close"] and transport.is_closing()
+
+    asyncio.run(scenario())
+
+
+class Hand:
+    """A clock that is set by hand: calling it returns `now`."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_ticks_on_time_count_in_full() -> None:
+    hand = Hand(100.0)
+    clock, ticks = AwakeClock(0.25, hand), []
+    for _ in range(3):
+        hand.now += 0.25
+        ticks.append(clock.tick())
+    assert ticks == [0.25, 0.5, 0.75]
+
+
+def test_a_stall_counts_one_interval() -> None:
+    hand = Hand(100.0)
+    clock = AwakeClock(0.25, hand)
+    hand.now = 100.25
+    clock.tick()
+    hand.now = 100.375
+    assert clock.read() == 0.375
+    hand.now = 160.0
+    assert clock.read() == clock.tick() == 0.5
+    hand.now = 160.125
+    assert clock.tick() == 0.625
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=50))
+def test_the_clock_never_runs_faster_than_real_time(steps: list[float]) -> None:
+    hand = Hand(0.0)
+    clock = AwakeClock(0.25, hand)
+    for step in steps:
+        hand.now += step
+        before = clock.time
+        assert 0 <= clock.tick() - before <= 0.25 + 1e-6
+        assert clock.time <= hand.now + 1e-6

@@ -97,7 +97,7 @@ def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored
     """Its logits come behind those of the other sequences, here of one that joins after it."""
     settings: dict[str, Any] = {"block_size": 1, "num_blocks": 200, "max_num_batched_tokens": 64, "itl_target_ms": 1.0}
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), **settings))
-    engine.scheduler.use_costs(Costs())  # a decode step is forecast to take 10 ms: prompts get one token beside it
+    engine.scheduler.costs = Costs()  # a decode step is forecast to take 10 ms: prompts get one token beside it
     prompt = [9, 8, 7, 100, 200, 250, 40, 50, 60, 70]
     alone = engine.new_sequence("alone", prompt, greedy(1, prompt_logprobs=2))
     engine.add(alone)

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pdserve.config import EngineConfig
 from pdserve.engine import numerics
-from pdserve.engine.cpu_fusion.prepack import prepack
+from pdserve.engine.cpu_fusion.linear_method import prepack
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner

@@ -19,7 +19,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.features import features_of
-from pdserve.engine.memory.sequence_kv import block_table
+from pdserve.engine.memory.blocks import block_table
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted, StepPlan
@@ -84,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCounter]:
     """A GPU that counts, and computes nothing."""
     from triton.runtime.jit import JITFunction
 
-    from pdserve.engine.cpu_fusion import fused_mlp, fused_norm
+    from pdserve.engine.cpu_fusion import fused_layers
     from pdserve.engine.gpu import fused_attention, fused_layer
     from pdserve.kernels.gpu import elementwise, triton_kernels
 
@@ -93,7 +93,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCounter]:
     for module in (elementwise, triton_kernels):
         monkeypatch.setattr(module, "device_of", lambda x: nullcontext())
     monkeypatch.setattr(triton_kernels, "processors", lambda device: 132)
-    for fusion in (fused_mlp, fused_norm, fused_attention, fused_layer):
+    for fusion in (fused_layers, fused_attention, fused_layer):
         monkeypatch.setattr(fusion, "nearly_equal", lambda x, y: True)  # trials compare values, and there are none
     monkeypatch.setattr(torch, "equal", lambda x, y: True)
     with counter:

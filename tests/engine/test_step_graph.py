@@ -83,8 +83,8 @@ def test_replayed_steps_have_the_logits_of_eager_ones(
 
 @pytest.fixture
 def batch() -> PagedBatch:
-    zeros = torch.zeros(1, dtype=torch.long)
-    return PagedBatch(layer_caches(torch.zeros(1, 1, 2, 1, 16, 8)), zeros, zeros[None], [1], [1], zeros + 1, cpu)
+    zeros, caches = torch.zeros(1, dtype=torch.long), layer_caches(torch.zeros(1, 1, 2, 1, 16, 8))
+    return PagedBatch(caches, zeros, zeros[None], [1], [1], zeros + 1, torch.arange(2), cpu)
 
 
 class Model:
@@ -171,7 +171,9 @@ def test_graphs_are_evicted_beyond_the_memory_limit(batch: PagedBatch, monkeypat
 
     def step(size: int) -> None:
         zeros = torch.zeros(size, dtype=torch.long)
-        rows = PagedBatch(batch.caches, zeros, zeros[:, None], [1] * size, [1] * size, zeros + 1, cpu)
+        rows = PagedBatch(
+            batch.caches, zeros, zeros[:, None], [1] * size, [1] * size, zeros + 1, torch.arange(size + 1), cpu
+        )
         ids, positions = torch.arange(size)[None], torch.full((1, size), 3)
         assert torch.equal(graphs.logits(ids, positions, rows), model.compute(ids, positions))
 
@@ -288,7 +290,7 @@ def test_a_step_that_cannot_be_recorded_runs_eagerly(caplog: pytest.LogCaptureFi
 
     pool = torch.zeros(2, 1, 2, 1, 4, 8)
     one = torch.ones(1, dtype=torch.long)
-    batch = PagedBatch(layer_caches(pool), one, one[None], [1], [2], 2 * one, cpu)
+    batch = PagedBatch(layer_caches(pool), one, one[None], [1], [2], 2 * one, torch.arange(2), cpu)
     for record, reason in ((refuse, "not permitted"), (wrong, "other logits")):
         calls: list[int] = []
 
@@ -312,7 +314,9 @@ def test_a_model_that_reads_values_is_not_recorded(caplog: pytest.LogCaptureFixt
         raise AssertionError("was recorded")
 
     one = torch.ones(1, dtype=torch.long)
-    batch = PagedBatch(layer_caches(torch.zeros(2, 1, 2, 1, 4, 8)), one, one[None], [1], [2], 2 * one, cpu)
+    batch = PagedBatch(
+        layer_caches(torch.zeros(2, 1, 2, 1, 4, 8)), one, one[None], [1], [2], 2 * one, torch.arange(2), cpu
+    )
     graphs = PaddedGraphs(model, 100, never)
     assert [graphs.logits(one[None], place * one[None], batch).item() for place in (1, 9)] == [1, 2]
     assert not graphs.sizes and "waits for the GPU in aten::_local_scalar_dense" in caplog.text

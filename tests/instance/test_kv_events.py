@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.instance.kv_events import KVEventPublisher, PendingKVEvents
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 

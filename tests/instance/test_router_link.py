@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.cli.deployment import free_port
 from pdserve.control.frame_connection import FrameConnection
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.router_link import MAX_KEYS_PER_FRAME, MAX_RENEWALS, RouterLink, RouterLinks
 from pdserve.proto import pdserve_pb2 as pb
@@ -58,9 +58,7 @@ class Harness:
         self.next_key = 0
         self.instance = instance = SimpleNamespace(
             kv_events=self.kv_events,
-            reporter=SimpleNamespace(
-                status=SimpleNamespace(heartbeat=pb.Heartbeat()), other_load=lambda link: pb.Load()
-            ),
+            reporter=SimpleNamespace(heartbeat=pb.Heartbeat(), other_load=lambda link: pb.Load()),
             drop_link=lambda link: None,
         )
         hello = pb.Hello(instance_id="i")
@@ -197,7 +195,7 @@ def test_heartbeats_that_say_nothing_new_are_replaced_by_a_renewal_of_the_lease(
                 await asyncio.sleep(0.01)
             assert kinds[:2] == ["hello", "heartbeat"]
             assert kinds[2:12] == ["others"] * MAX_RENEWALS + ["heartbeat"]
-            harness.instance.reporter.status.heartbeat = pb.Heartbeat(running=1, counters={"engine_steps": 1.0})
+            harness.instance.reporter.heartbeat = pb.Heartbeat(running=1, counters={"engine_steps": 1.0})
             while not any(frame.heartbeat.running for frame in router.frames):
                 await asyncio.sleep(0.01)
         harness.serving.cancel()

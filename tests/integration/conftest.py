@@ -306,13 +306,17 @@ def complete_all(complete: Callable[..., dict[str, Any]]) -> Callable[..., list[
 
 @pytest.fixture(scope="session")
 def wait_until() -> Callable[..., None]:
-    """wait_until(condition, "description") polls; counters, for example, arrive with the next heartbeat."""
+    """wait_until(condition, "description") polls; counters, for example, arrive with the next heartbeat.
+
+    It does so less and less often, since most conditions are requests, which take CPU from what the test waits for.
+    """
 
     def wait(condition: Callable[[], bool], description: object = "", seconds: float = 600.0) -> None:
-        deadline = time.monotonic() + seconds
+        started = time.monotonic()
         while not condition():
-            assert time.monotonic() < deadline, f"not within {seconds:g} s: {description}"
-            time.sleep(0.02)
+            waited = time.monotonic() - started
+            assert waited < seconds, f"not within {seconds:g} s: {description}"
+            time.sleep(min(0.2, max(0.02, waited / 20)))
 
     return wait
 

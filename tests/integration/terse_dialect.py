@@ -10,8 +10,8 @@ from pdserve.errors import RequestError
 from pdserve.router.api import requests
 from pdserve.router.api.answers import Answer
 from pdserve.router.api.generation import Delta, Generation, Json
-from pdserve.router.api.parsing import JsonBody
-from pdserve.router.api.schemas import Body, CompletionBody
+from pdserve.router.api.parsing import Body, JsonBody
+from pdserve.router.api.schemas import CompletionBody
 from pdserve.router.api.streaming import EventStream
 from pdserve.router.backend import ModelInfo
 from pdserve.router.routed_request import RoutedRequest

@@ -66,7 +66,7 @@ class Pair:
         self.decode.run_until_idle()
         self.prefill.run_until_idle()
         self.decode.instance.run_once(wait=False)  # an idle step publishes the counters
-        counters = self.decode.instance.reporter.status.heartbeat.counters
+        counters = self.decode.instance.reporter.heartbeat.counters
         assert counters['prompt_tokens_by_source{source="loaded"}'] == len(PROMPT)
         tokens: list[int] = self.prefill.tokens("r") + self.decode.tokens("r")
         return tokens

@@ -39,7 +39,7 @@ def test_prefill_stops_loading_from_a_slow_store(
             assert driver.tokens(str(i)) == generate(path, [prompt], 1)[0]
             driver.run_until_idle()
             driver.outputs.clear()
-    counts = second.instance.reporter.status.heartbeat.counters
+    counts = second.instance.reporter.heartbeat.counters
     decisions = {name: count for name, count in counts.items() if name.startswith("store_hits")}
     # Loading 49 blocks takes 2.5 s or more, computing them 0.8 s.
     assert decisions == {'store_hits{decision="unmeasured"}': 1, 'store_hits{decision="dearer"}': 2}
@@ -71,4 +71,4 @@ def test_store_hits_are_loaded_while_other_requests_wait(
     assert finished == ["0", "1", "2", "stored"], "a hit does not overtake earlier requests"
     for name, prompt in (("0", new[0]), ("stored", stored)):
         assert busy.tokens(name) == generate(path, [prompt], 1)[0]
-    assert busy.instance.reporter.status.heartbeat.counters['prompt_tokens_by_source{source="loaded"}'] == 49 * 16
+    assert busy.instance.reporter.heartbeat.counters['prompt_tokens_by_source{source="loaded"}'] == 49 * 16

@@ -82,9 +82,8 @@ class LocalInstance:
             self.tokens_per_output.add(len(output.token_ids))
             self.dispatcher.on_output(self.handle, output)
         removed, added = self.kv_events.pop_batch(1024)
-        self.dispatcher.fleet._handle_kv_events(
-            self.handle, pb.Blocks(removed=b"".join(removed), added=b"".join(added))
-        )
+        blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added))
+        self.dispatcher.fleet.handle_frame(self.handle, pb.InstanceFrame(blocks=blocks))
 
 
 @pytest.fixture(scope="module")

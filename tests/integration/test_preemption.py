@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def test_preemption_changes_no_token(
         tight.outputs.clear()
         assert tight.instance.engine.scheduler.num_preemptions > before
         tight.instance.run_once(wait=False)  # publishes the counters
-        counters = tight.instance.reporter.status.heartbeat.counters
+        counters = tight.instance.reporter.heartbeat.counters
         assert (counters.get('swapped_blocks{direction="out"}', 0) > 0) == (swap_space > 0)
         if phase == pb.DECODE:  # otherwise arriving prompts are looked up as well
             assert any(name.startswith("store_hits") for name in counters) == (swap_space == 0)
@@ -148,9 +147,7 @@ def test_cancel_during_the_store_lookup_of_a_preempted_sequence_leaks_nothing(
             if started.is_set() and not cancelled.is_set():
                 for request in "ab":
                     driver.instance.cancel("router", request)
-                done: Future[None] = Future()
-                done.set_result(None)
-                driver.instance.add_done_callback(done, lambda _: cancelled.set())
+                driver.instance.post(cancelled.set)
                 assert cancelled.wait(600)
             return bool(super().contains(name))
 

@@ -36,8 +36,8 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
     def run_until(done: Callable[[], bool]) -> None:
         while not done():
             instance.run_once(wait=not instance.engine.has_work)
-        instance.reporter._costs_updated_at = 0.0
-        instance._update_heartbeat()
+        instance.reporter.costs_updated_at = 0.0
+        instance.reporter.update(instance._by_sequence.values(), 0, instance.now())
 
     sampling = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
@@ -62,9 +62,9 @@ def test_instances_report_the_load_from_other_routers(checkpoint: Callable[..., 
     run_until(lambda: any(is_stored(output) for output in outputs))
     instance.cancel("b", str(pb.DECODE))
     run_until(lambda: instance.num_jobs == 0)
-    heartbeat = instance.reporter.status.heartbeat
+    heartbeat = instance.reporter.heartbeat
     assert instance.reporter.other_load("c") == pb.Load(), "all requests have ended"
-    costs = instance.reporter.meter.costs(instance.reporter._costs_updated_at)
+    costs = instance.reporter.meter.costs(instance.reporter.costs_updated_at)
     assert costs.prefill_seconds(100) > 0 and costs.step_seconds(1, 10) > 0
     assert costs.transfer != Costs().transfer, "measured on the stored prompt"
     assert list(heartbeat.costs.prefill) == pytest.approx(costs.prefill, rel=1e-3)

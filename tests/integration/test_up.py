@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,18 +32,16 @@ SOURCES = "pdserve_prompt_tokens_by_source_total{"
 class Up:
     """A running `pdserve up` on the demo model."""
 
-    process: "subprocess.Popen[str]"
+    process: Any
     url: str
     log_lines: list[str]
 
 
 @contextlib.contextmanager
-def running_up() -> Iterator[Up]:
+def running_up(start: Callable[[list[str]], Any]) -> Iterator[Up]:
+    """`start` takes the arguments of pdserve, and returns the process, whose `stdout` is all that it prints."""
     port = free_port()
-    flags = ["--port", str(port), "--num-blocks", "512", "--local-prefill-tokens", "0"]
-    command = [sys.executable, "-m", "pdserve", "up", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
+    process = start(["up", "--port", str(port), "--num-blocks", "512", "--local-prefill-tokens", "0"])
     log_lines: list[str] = []
     for line in process.stdout:
         log_lines.append(line)
@@ -57,8 +55,8 @@ def running_up() -> Iterator[Up]:
 
 
 @pytest.fixture(scope="module")
-def up() -> Iterator[Up]:
-    with running_up() as up:
+def up(fork_server: Any) -> Iterator[Up]:
+    with running_up(lambda arguments: fork_server.spawn(arguments, os.environ)) as up:
         yield up
 
 
@@ -287,7 +285,13 @@ def test_metrics_of_one_request(up: Up, client: openai.OpenAI) -> None:
 
 
 def test_ctrl_c_leaves_no_process_and_no_shared_memory() -> None:
-    with running_up() as up:  # of its own: other tests of the module may come after this one
+    def run(arguments: list[str]) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "pdserve", *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    with running_up(run) as up:  # with processes of its own, none of them forked
+        body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+        assert "Paris" in httpx.post(f"{up.url}/v1/completions", json=body).json()["choices"][0]["text"]
         children = subprocess.run(["pgrep", "-P", str(up.process.pid)], capture_output=True, text=True).stdout.split()
         assert len(children) == 3
         up.process.send_signal(signal.SIGINT)

@@ -69,7 +69,7 @@ class Pair:
     def prompt_tokens(self) -> dict[str, float]:
         """Return the prompt tokens on the decode instance, by source."""
         name = "prompt_tokens_by_source"
-        counters = self.decode.instance.reporter.status.heartbeat.counters
+        counters = self.decode.instance.reporter.heartbeat.counters
         return {source: counters[f'{name}{{source="{source}"}}'] for source in ("computed", "loaded", "unneeded")}
 
 
@@ -105,7 +105,7 @@ def test_small_pool_decodes_prompts_that_would_not_fit_together(
     if block_size == 16:
         scheme = connector_url.partition(":")[0]
         name = f'kv_transfer_blocks{{connector="{scheme}",direction="load"}}'
-        assert pair.decode.instance.reporter.status.heartbeat.counters[name] == blocks * len(PROMPTS)
+        assert pair.decode.instance.reporter.heartbeat.counters[name] == blocks * len(PROMPTS)
 
 
 @pytest.mark.parametrize("lost", [17, 18, 19], ids=["the first one", "another one", "the last full one"])

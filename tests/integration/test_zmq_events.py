@@ -191,7 +191,7 @@ def test_events_equal_the_pool(checkpoint: Any, make_instance: Callable[..., Any
     source = KVEventsSource(endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=f"tcp://127.0.0.1:{replay_port}")
     index = asyncio.run(follow(source, root, len(stored)))
     assert all(index.match([key]) for key in stored) and index.num_blocks(STORE) == len(stored)
-    instance.transfers.report_missing([b"never published.", *stored])
+    instance.transfers.listener.on_missing([b"never published.", *stored])
     generate("after", prompts[1])
     again = block_keys(root, prompts[1], BLOCK)
     catch_up(replay_port, late, keys, again)

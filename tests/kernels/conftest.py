@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Case:
             query_lens=[end - first for first, end in spans],
             kv_lens=ends,
             kv_lens_S=torch.tensor(ends, device=self.q_THD.device),
+            starts=torch.tensor([0, *accumulate(end - first for first, end in spans)], device=self.q_THD.device),
             tables_SM=self.batch.tables_SM.expand(len(spans), -1),
         )
         q_THD = torch.cat([self.q_THD[first:end] for first, end in spans])
@@ -105,6 +107,7 @@ def make_case() -> MakeCase:
             query_lens=[new for new, _ in lengths],
             kv_lens=[kv for _, kv in lengths],
             kv_lens_S=torch.tensor([kv for _, kv in lengths], device=device),
+            starts=torch.tensor([0, *accumulate(new for new, _ in lengths)], device=device),
             kernel=kernel,
         )
         # Heads first in memory, as transformers passes them.

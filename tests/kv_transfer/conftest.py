@@ -31,7 +31,7 @@ from pdserve.kv_transfer.connectors.mooncake import MooncakeConnector
 from pdserve.kv_transfer.connectors.redis.cluster import RedisClusterConnector
 from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
 from pdserve.kv_transfer.connectors.shm import connector as shm
-from pdserve.kv_transfer.connectors.shm import slab
+from pdserve.kv_transfer.connectors.shm import segment, slab
 from pdserve.kv_transfer.connectors.shm.connector import ShmConnector
 from pdserve.kv_transfer.connectors.tiered import TieredConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
@@ -126,7 +126,7 @@ class ShmAccess(StoreAccess):
 
     def _open(self) -> slab.Slab:
         name = self.url.removeprefix("shm://").partition("?")[0]
-        return slab.attach(name, self.block_bytes, None)
+        return segment.attach(name, self.block_bytes, None)
 
 
 class FileAccess(StoreAccess):

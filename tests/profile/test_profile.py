@@ -104,3 +104,8 @@ def test_the_data_need_no_torch() -> None:
     code = "import sys, pdserve.profile.profile; print({'torch', 'pydantic', 'scipy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert result.stdout.strip() == "set()"
+
+
+def test_a_batch_saturates_where_a_step_takes_twice_as_long() -> None:
+    assert StepModel(decode=((1, 0.01), (11, 0.02), (64, 0.08))).saturation == 11
+    assert StepModel(decode=((1, 0.01), (64, 0.015))).saturation == 0

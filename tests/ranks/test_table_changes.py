@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.memory.sequence_kv import BlockTable, block_table
+from pdserve.engine.memory.blocks import BlockTable, block_table
 from pdserve.ranks.table_changes import ReceivedTables, SentTables
 
 EDITS = st.lists(

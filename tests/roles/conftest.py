@@ -18,9 +18,8 @@ from pdserve.kv_transfer.staging import attach_pool
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
-from pdserve.roles.fetcher import Fetcher
 from pdserve.roles.job import Job
-from pdserve.roles.transfers import Transfers
+from pdserve.roles.transfers import Fetcher, Transfers
 
 BLOCK = 16
 SECONDS = 0.5  # that every operation takes
@@ -108,14 +107,12 @@ class FakeContext:
     def __init__(self) -> None:
         self.time = 0.0
         self.inbox: deque[Callable[[], None]] = deque()
+        self.post = self.inbox.append
         self.closed: list[Job] = []
         self.counts: dict[tuple[str, str], float] = {}
 
     def now(self) -> float:
         return self.time
-
-    def add_done_callback(self, future: "Future[Any]", callback: Callable[[Any], None]) -> None:
-        future.add_done_callback(lambda done: self.inbox.append(lambda: callback(done.result())))
 
     def close_job(self, job: Job) -> None:
         self.closed.append(job)
@@ -126,8 +123,8 @@ class FakeContext:
 
     def record_transfer(self, blocks: int, seconds: float) -> None: ...
 
-    def count_prompt_sources(self, job: Job) -> None:
-        for source, tokens in job.prompt_sources().items():
+    def count_prompt_sources(self, sources: dict[str, int]) -> None:
+        for source, tokens in sources.items():
             self.count("sources", tokens, source=source)
 
 

@@ -121,7 +121,7 @@ def test_leases_end_once_if_every_choice_ends_before_the_final_report(instance: 
     decode.check_nothing_is_held()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60))])
 def test_any_choice_may_end_at_any_time(
     instance: Instance, alone: Callable[[list[int]], list[list[int]]], seed: int
 ) -> None:

@@ -45,7 +45,7 @@ def test_tokens_of_a_whole_answer_are_sent_in_batches() -> None:
     job, urgent_after = new_job(whole=True), []
     for number in range(1, BATCHED_TOKENS + 2):
         job.seq.output.tokens.append(7)
-        job.report_tokens(Accepted(1, [7]))
+        job.report_tokens(Accepted(1, [7]), 0.0)
         if job.urgent:
             urgent_after.append(number)
             job.output, job.urgent = None, False

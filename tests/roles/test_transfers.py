@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.keys import token_array
 from pdserve.kv_transfer.connector import Connector, OperationFuture, Outcome, PoolMemory, Result, Stats
@@ -70,8 +69,8 @@ class FakeContext:
     def now(self) -> float:
         return self.time
 
-    def add_done_callback(self, future: "Future[Any]", callback: Callable[[Any], None]) -> None:
-        future.add_done_callback(lambda done: callback(done.result()))
+    def post(self, work: Callable[[], None]) -> None:
+        work()
 
     def close_job(self, job: Job) -> None: ...
 
@@ -79,7 +78,7 @@ class FakeContext:
         assert name == "kv_transfer_given_up_blocks"
         self.failed_blocks += value
 
-    def count_prompt_sources(self, job: Job) -> None: ...
+    def count_prompt_sources(self, sources: dict[str, int]) -> None: ...
 
 
 def new_job() -> Job:

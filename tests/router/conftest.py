@@ -245,6 +245,7 @@ class ScriptedBackend:
         self.log = TimelineLog(100)
         self.drained: list[tuple[str, str]] = []
 
+    @property
     def model(self) -> ModelInfo | None:
         return self.info
 

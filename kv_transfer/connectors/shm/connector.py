@@ -51,7 +51,7 @@ def removing_new_segments(url: str) -> Iterator[None]:
 
 def count_leases(url: str) -> int:
     """Count the blocks that are leased now in the segments of this URL."""
-    return slab.count_leases(_segment_name(url))
+    return sum(map(slab.count_leases, segment.paths(_segment_name(url))))
 
 
 class ShmConnector(BatchedConnector):
@@ -68,7 +68,7 @@ class ShmConnector(BatchedConnector):
         self._size = query.size("size", None)
 
     def open(self) -> None:
-        self._slab = slab.attach(self._name, self.payload_lengths[-1], self._size)
+        self._slab = segment.attach(self._name, self.payload_lengths[-1], self._size)
 
     def shut(self) -> None:
         self._slab.close()
@@ -102,14 +102,14 @@ class ShmConnector(BatchedConnector):
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         with self._slab.locked(self.timeout):
-            for slot in self._find_slots(keys):
+            for slot in self._slab.find_all(self.namespace, keys):
                 self._slab.free(slot)
 
     def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         """Free the slots that are corrupt now: since the load, another process may have stored a block again."""
         with self._slab.locked(self.timeout):
             for block in blocks:
-                for slot in self._find_slots([block.key]):
+                for slot in self._slab.find_all(self.namespace, [block.key]):
                     header = self._slab.header(slot)
                     payload = self._slab.payload(slot)[: payload_length(header)]
                     if not self.is_sound(block.key, header, payload):
@@ -117,7 +117,7 @@ class ShmConnector(BatchedConnector):
 
     def release_many(self, keys: Sequence[bytes]) -> None:
         with self._slab.locked(self.timeout):
-            for slot in self._find_slots(keys):
+            for slot in self._slab.find_all(self.namespace, keys):
                 self._slab.release(slot)
 
     def _put_group(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
@@ -166,12 +166,6 @@ class ShmConnector(BatchedConnector):
         except TimeoutError:
             self._slab.abandon(slot for _, slot in claimed)
             raise
-
-    def _find_slots(self, keys: Sequence[bytes]) -> Iterator[int]:
-        for key in keys:
-            slot = self._slab.find(self.namespace + key)
-            if slot is not None:
-                yield slot
 
 
 def _segment_name(url: str) -> str:

@@ -1,5 +1,6 @@
-"""Slab of block slots in a shared-memory segment (`segment.py`): lookup, claim, publish, lease and eviction.
+"""Slab of block slots in a shared-memory segment: lookup, claim, publish, lease and eviction. `segment.py` makes segments.
 
+    superblock    4096 bytes: the segment's geometry, and a counter for numbering its users
     records       one per slot, 128 bytes: state, owner, lease, and the header of the block in the slot
     payloads      one per slot, the block's bytes, page-aligned
 
@@ -15,20 +16,44 @@ Concurrency:
   - Every user holds a lock on its own byte, LIVENESS_AT plus its number, for as long as it lives. A slot left WRITING by a
     user whose byte is unlocked can be claimed. User numbers are never reused.
   - Readers take no lock. They read the record, copy the payload, and accept it only if its checksum matches the header.
+
+The locks are Linux's open file description locks: they belong to one `os.open`, not to a process. So two connectors in one
+process exclude each other too, and the locks work across containers, where process ids are not comparable. The bytes need
+not exist in the file. Two threads that use the same file descriptor do not exclude each other.
 """
 
+import errno
+import fcntl
+import mmap
 import os
 import struct
+import threading
 import time
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
 
-from pdserve.kv_transfer.connectors.shm import segment
-from pdserve.kv_transfer.connectors.shm.segment import LIVENESS_AT, RECORD_BYTES, RECORDS_AT, WAYS, Segment
 from pdserve.kv_transfer.header import HEADER_BYTES, Row
+
+# Offsets of bytes that are locked, never written. They lie beyond the end of any segment.
+LIVENESS_AT: Final = 1 << 48  # plus the user number: held while that user lives
+CREATION_LOCK_AT: Final = LIVENESS_AT - 2
+RECORDS_LOCK_AT: Final = LIVENESS_AT - 1
+
+WAYS: Final = 16  # slots per set
+RECORD_BYTES: Final = 128
+RECORDS_AT: Final = 4096
+PAGE: Final = 4096
+USER_COUNTER_AT: Final = 64
+USER_COUNTER = struct.Struct("<Q")
+
+_MAGIC: Final = b"pdserveS"
+_VERSION: Final = 1
+_SUPERBLOCK = struct.Struct("<8sIIQQ")  # magic, version, ways, sets, block bytes; a checksum follows
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 _WORD = struct.Struct("<Q")  # owner and state
 _RECORD = struct.Struct("<QddQ96x")  # word (owner and state), lease end, last use, holders
@@ -46,19 +71,55 @@ _FREE, _WRITING, _READY = range(3)
 _STATE_BITS: Final = 8
 
 
+class Geometry(NamedTuple):
+    """The sizes of one segment."""
+
+    sets: int
+    block_bytes: int
+    slots: int
+    stride: int
+    payloads_at: int
+    total_bytes: int
+
+    @classmethod
+    def of(cls, sets: int, block_bytes: int) -> "Geometry":
+        """Return the geometry of `sets` sets of slots for blocks of `block_bytes`."""
+        slots, stride = sets * WAYS, _round_up_to_page(block_bytes)
+        payloads_at = RECORDS_AT + _round_up_to_page(slots * RECORD_BYTES)
+        return cls(sets, block_bytes, slots, stride, payloads_at, payloads_at + slots * stride)
+
+    @classmethod
+    def within(cls, size: int, block_bytes: int) -> "Geometry":
+        """Return the geometry of the largest segment of at most `size` bytes."""
+        return cls.of(max(0, size - 2 * PAGE) // (WAYS * (_round_up_to_page(block_bytes) + RECORD_BYTES)), block_bytes)
+
+    def pack(self) -> bytes:
+        superblock = _SUPERBLOCK.pack(_MAGIC, _VERSION, WAYS, self.sets, self.block_bytes)
+        return superblock + xxhash.xxh3_64_digest(superblock)
+
+    @classmethod
+    def read(cls, fd: int) -> "Geometry | None":
+        """Read the superblock. None if the file is no complete segment: empty, torn by a crash, truncated, other version."""
+        superblock = os.pread(fd, _SUPERBLOCK.size, 0)
+        if len(superblock) < _SUPERBLOCK.size:
+            return None
+        geometry = cls.of(*_SUPERBLOCK.unpack(superblock)[3:])
+        is_complete = (
+            os.pread(fd, len(superblock) + 8, 0) == geometry.pack() and os.fstat(fd).st_size == geometry.total_bytes
+        )
+        return geometry if is_complete else None
+
+
 class Slab:
-    """One user's access to a slab. Thread-safe.
+    """One user's mapping of a slab. Thread-safe. Its open file holds the lock that shows that the user is alive."""
 
-    Attributes:
-        locked, check_length: of the segment.
-    """
-
-    def __init__(self, segment: Segment) -> None:
-        self.geometry = geometry = segment.geometry
-        self.locked, self.check_length = segment.locked, segment.check_length
-        self._segment = segment
-        self._map = segment.map
-        self._user = segment.user
+    def __init__(self, fd: int, geometry: Geometry, user: int) -> None:
+        self.geometry = geometry
+        self._fd = fd
+        self._user = user
+        # MAP_POPULATE maps all pages now. Page faults at first use would halve the speed of the first copies.
+        self._map = mmap.mmap(fd, geometry.total_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._thread_lock = threading.Lock()
         self._sets = geometry.sets
         self._writing: set[int] = set()  # slots that this user's threads are copying into
         flat = np.frombuffer(self._map, np.uint8, geometry.slots * geometry.stride, geometry.payloads_at)
@@ -66,7 +127,34 @@ class Slab:
 
     def close(self) -> None:
         del self._payloads  # the last view of the map, which cannot be closed before
-        self._segment.close()
+        self._map.close()
+        os.close(self._fd)  # also releases the liveness lock
+
+    @contextmanager
+    def locked(self, timeout: float) -> Iterator[None]:
+        """Hold the lock on the records, which excludes all other users and threads.
+
+        Raises:
+            TimeoutError: the lock was not free within `timeout` seconds.
+            OSError: the segment has been truncated.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._thread_lock.acquire(timeout=timeout):
+            raise TimeoutError("another thread held the slab's lock for too long")
+        try:
+            lock(self._fd, RECORDS_LOCK_AT, deadline)
+            try:
+                self.check_length()
+                yield
+            finally:
+                set_lock(self._fd, RECORDS_LOCK_AT, fcntl.F_UNLCK)
+        finally:
+            self._thread_lock.release()
+
+    def check_length(self) -> None:
+        """Raise `OSError` if the file has been truncated: an access beyond its end would be a SIGBUS."""
+        if os.fstat(self._fd).st_size < self.geometry.total_bytes:
+            raise OSError("the shared-memory segment has been truncated; restart all instances that use it")
 
     def payload(self, slot: int) -> Row:
         row: Row = self._payloads[slot]
@@ -103,6 +191,12 @@ class Slab:
         self._writing.difference_update(slots)
 
     # Called under the lock.
+
+    def find_all(self, namespace: bytes, keys: Iterable[bytes]) -> Iterator[int]:
+        """Yield the READY slots of those keys that have one."""
+        for key in keys:
+            if (slot := self.find(namespace + key)) is not None:
+                yield slot
 
     def claim(self, name: bytes) -> int | None:
         """Claim a slot to write into. None if all slots of this name are leased or being written."""
@@ -162,7 +256,7 @@ class Slab:
     def _is_being_written(self, slot: int, owner: int) -> bool:
         if owner == self._user:
             return slot in self._writing
-        return segment.is_locked_by_others(self._segment.fd, LIVENESS_AT + owner)
+        return is_locked_by_others(self._fd, LIVENESS_AT + owner)
 
     def _starts(self, name: bytes) -> tuple[int, int]:
         """Return the first slot of each of the two sets of a name."""
@@ -187,19 +281,10 @@ class Slab:
         _LEASE.pack_into(self._map, _record_at(slot) + _LEASE_AT, now + lease_s, now, holders)
 
 
-def attach(name: str, block_bytes: int, size: int | None) -> Slab:
-    """Attach to a segment as `segment.attach` does, and return its slab."""
-    return Slab(segment.attach(name, block_bytes, size))
-
-
-def count_leases(name: str) -> int:
-    """Count the blocks that are leased now in the segments of this name."""
-    return sum(_count_leases_in(path) for path in segment.paths(name))
-
-
-def _count_leases_in(path: str) -> int:
+def count_leases(path: str) -> int:
+    """Count the blocks that are leased now in the segment at this path."""
     with open(path, "rb") as file:
-        geometry = segment.Geometry.read(file.fileno())
+        geometry = Geometry.read(file.fileno())
         if geometry is None:
             return 0
         records = np.frombuffer(os.pread(file.fileno(), geometry.slots * RECORD_BYTES, RECORDS_AT), _RECORDS)
@@ -208,3 +293,43 @@ def _count_leases_in(path: str) -> int:
 
 def _record_at(slot: int) -> int:
     return RECORDS_AT + slot * RECORD_BYTES
+
+
+def _round_up_to_page(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def set_lock(fd: int, offset: int, kind: int) -> None:
+    """Lock one byte without waiting (F_WRLCK), or unlock it (F_UNLCK)."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, 0, offset, 1, 0))
+
+
+def try_lock(fd: int, offset: int) -> bool:
+    """Try to lock one byte without waiting. Returns True if `fd` holds the lock now."""
+    try:
+        set_lock(fd, offset, fcntl.F_WRLCK)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def lock(fd: int, offset: int, deadline: float) -> None:
+    """Lock one byte, polling, because a stopped holder (SIGSTOP) would block a waiting system call forever.
+
+    Raises:
+        TimeoutError: the byte was not free by `deadline` (of `time.monotonic`).
+    """
+    pause = 20e-6
+    while not try_lock(fd, offset):
+        if time.monotonic() >= deadline:
+            raise TimeoutError("another process held the lock for too long")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
+
+
+def is_locked_by_others(fd: int, offset: int, length: int = 1) -> bool:
+    """Return True if another file descriptor than `fd` holds a lock in this range. Length 0: up to the last offset."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, length, 0))
+    return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)

@@ -1,8 +1,8 @@
 """Matrix products whose rows do not depend on how many there are, for 16-bit types on CPUs.
 
 torch, oneDNN and MKL choose a kernel, and with it an order of summation, by the number of rows, the shape and the processor.
-So no product of a model in 16 bits is theirs: layers are packed for our kernels (prepack.py, experts.py), and products with
-other weights, such as those of a mixture's router, are computed by ours from the weights as they are.
+So no product of a model in 16 bits is theirs: layers are packed for our kernels (linear_method.py, experts.py), and products
+with other weights, such as those of a mixture's router, are computed by ours from the weights as they are.
 """
 
 from collections.abc import Callable

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine.cpu_fusion.fused_mlp import fuse_mlps
-from pdserve.engine.cpu_fusion.fused_norm import fuse_norms
+from pdserve.engine.cpu_fusion.fused_layers import fuse_mlps, fuse_norms
 from pdserve.engine.gpu import step_memory
 from pdserve.engine.gpu.cuda_graph import PaddedGraphs, padded_sizes
 from pdserve.kernels.gpu import draw, memory

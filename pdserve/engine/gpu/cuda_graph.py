@@ -112,8 +112,8 @@ class _PaddedGraph:
             query_lens=[1] * rows,
             kv_lens=[tokens] * rows,
             kv_lens_S=torch.ones(rows, **indices),
+            starts=torch.arange(rows + 1, **indices),
             kernel=like.kernel,
-            known_starts=torch.arange(rows + 1, **indices),
         )
         self._replay: Callable[[], object] = lambda: None
         self._logits_SV: torch.Tensor | None = None

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from pdserve.engine.cpu_fusion.fused_norm import FusedNorm
-from pdserve.engine.cpu_fusion.fused_rotary import NAME, Rotary
+from pdserve.engine.cpu_fusion.fused_layers import ROTARY, FusedNorm, Rotary
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES, nearly_equal
 from pdserve.kernels.gpu import elementwise
 
@@ -57,9 +56,9 @@ def fuse_attention(model: torch.nn.Module) -> int:
     count = 0
     for module in model.modules():
         forward = type(module).forward
-        if not isinstance(forward, FunctionType) or NAME not in forward.__code__.co_names:
+        if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
             continue
-        original = forward.__globals__.get(NAME)
+        original = forward.__globals__.get(ROTARY)
         if original is None or not isinstance(getattr(module, "layer_idx", None), int):
             continue
         if original not in equal:
@@ -89,7 +88,7 @@ def _defer(module: torch.nn.Module, forward: FunctionType, norms: Norms | None) 
     def unchanged(q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return q, k
 
-    new_globals = {**forward.__globals__, NAME: unchanged}
+    new_globals = {**forward.__globals__, ROTARY: unchanged}
     inner = FunctionType(forward.__code__, new_globals, forward.__name__, forward.__defaults__, forward.__closure__)
     inner.__kwdefaults__ = forward.__kwdefaults__
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.cpu_fusion.fused_norm import FusedNorm
+from pdserve.engine.cpu_fusion.fused_layers import FusedNorm
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES, nearly_equal
 from pdserve.kernels.gpu import elementwise
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.memory.block_pool import BlockPairs
+from pdserve.engine.memory.blocks import BlockPairs
 from pdserve.kernels.batch import Kernel, layer_caches
 from pdserve.keys import Layout
 from pdserve.kv_spec import KVSpec

@@ -1,8 +1,7 @@
 """Swap space: host memory for the KV of preempted sequences, and the decision whether to use it. Plain Python."""
 
 from pdserve.costs import Costs
-from pdserve.engine.memory.block_pool import BlockPairs, BlockPool
-from pdserve.engine.memory.sequence_kv import SwappedKV
+from pdserve.engine.memory.blocks import BlockPairs, BlockPool, SwappedKV
 from pdserve.engine.sequence import Sequence
 
 

@@ -88,7 +88,7 @@ class SpanningNorm(torch.nn.Module):
     def __init__(self, weight_N: torch.nn.Parameter, eps: float, group: RankGroup) -> None:
         super().__init__()
         self.weight = weight_N
-        self._eps = eps  # not `eps`: fused_norm.py would take it for a norm of its own
+        self._eps = eps  # not `eps`: fused_layers.py would take it for a norm of its own
         self._group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,20 @@
-"""Compute budget of one engine step: a token limit, and the time that prompts may add beside decoding sequences."""
+"""Compute budget of one engine step: a token limit, the time that prompts may add beside decoding sequences, tenants' shares.
+
+Shares of tenants are weighted max-min fairness: what a tenant does not need goes to the others, by weight. Whoever has used
+less than its share lately is hardly slowed down by the others until it has made up for that, so short answers take about as
+long as alone.
+"""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.costs import Costs, attention_pairs
-from pdserve.engine.scheduling.shares import step_shares
 from pdserve.engine.sequence import Sequence
 from pdserve.request import Tenant
+
+CREDIT_S = 0.5  # the most that a tenant can make up for
+CREDITOR_SLOWDOWN = 1 / 8  # of its steps by those who have no credit: these advance, but not by much
 
 
 @dataclass
@@ -21,6 +28,7 @@ class StepBudget:
         scored_tokens: limit over all prompts whose log probabilities are due: each token needs a large row of logits.
         base: seconds of the step, whatever it computes.
         shares: time that each tenant may add to the step; one that is missing is not limited.
+        kept: tokens and seconds that are set aside for long prompts.
     """
 
     costs: Costs
@@ -30,6 +38,7 @@ class StepBudget:
     scored_tokens: int = 128
     base: float = 0.0
     shares: dict[Tenant, float] = field(default_factory=dict)
+    kept: dict[Sequence, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
     def for_step(
@@ -61,30 +70,50 @@ class StepBudget:
         """Return tokens of a sequence that was allocated them, and leaves the step."""
         self.tokens += tokens
 
-    def has_prompt_time(self, cached: int) -> bool:
-        """Return whether there is time for a token of another prompt behind `cached` ones."""
-        return self.min_chunk > 0 or _tokens_within(self.costs, self.prompt_seconds, cached) > 0
+    def affordable(self, cached: int) -> int:
+        """Return for how many tokens of a prompt behind `cached` ones there is time."""
+        return _tokens_within(self.costs, self.prompt_seconds, cached)
 
-    def allocate(self, seq: Sequence) -> int:
-        """Return how many tokens of a sequence the step computes, and take them off the budget."""
+    def room(self, seq: Sequence) -> int:
+        """Return for how many tokens of a sequence there is room in the step, and time."""
         share = self.shares.get(seq.tenant, math.inf)
         if share <= 0:
             return 0
-        count = min(seq.kv.num_uncomputed, self.tokens)
+        room = self.tokens
         if seq.features and seq.reads_logits:
-            count = min(count, self.scored_tokens)
-            self.scored_tokens -= count
+            room = min(room, self.scored_tokens)
         if not seq.kv.is_decoding:
-            affordable = _tokens_within(self.costs, self.prompt_seconds, seq.kv.num_computed)
-            count = min(
-                count, max(self.min_chunk, affordable), max(1, _tokens_within(self.costs, share, seq.kv.num_computed))
-            )
-            self.prompt_seconds -= _added_seconds(self.costs, count, seq.kv.num_computed)
-            self.min_chunk = 0
-        self.tokens -= count
-        if share < math.inf:
-            self.shares[seq.tenant] = share - self.seconds(seq, count)
+            affordable = max(self.min_chunk, self.affordable(seq.kv.num_computed))
+            room = min(room, affordable, max(1, _tokens_within(self.costs, share, seq.kv.num_computed)))
+        return room
+
+    def allocate(self, seq: Sequence) -> int:
+        """Return how many tokens of a sequence the step computes, and take them off the budget."""
+        if (kept := self.kept.pop(seq, None)) is not None:
+            self._take(seq, -kept[0], -kept[1])
+            self.min_chunk = max(self.min_chunk, kept[0])
+        count = min(seq.kv.num_uncomputed, self.room(seq))
+        if count:
+            if seq.features and seq.reads_logits:
+                self.scored_tokens -= count
+            if not seq.kv.is_decoding:
+                self.min_chunk = 0
+            self._take(seq, count, self.seconds(seq, count))
         return count
+
+    def keep_half(self, seq: Sequence) -> None:
+        """Set aside for a long prompt half of what it could have now, until it is allocated."""
+        tokens = (self.room(seq) + 1) // 2
+        self.min_chunk //= 2
+        self.kept[seq] = tokens, self.seconds(seq, tokens)
+        self._take(seq, *self.kept[seq])
+
+    def _take(self, seq: Sequence, tokens: int, seconds: float) -> None:
+        self.tokens -= tokens
+        if not seq.kv.is_decoding:
+            self.prompt_seconds -= seconds
+        if seq.tenant in self.shares:
+            self.shares[seq.tenant] -= seconds
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""
@@ -108,3 +137,79 @@ def _tokens_within(costs: Costs, seconds: float, cached: int) -> int:
     slope = b + c * cached
     divisor = slope + math.sqrt(slope * slope + 2 * c * seconds) if math.isfinite(seconds) else 0.0
     return int(min(2 * seconds / divisor, 2**31)) if divisor else 2**31
+
+
+def split(total: float, demands: Mapping[Tenant, float]) -> dict[Tenant, float]:
+    """Divide `total` among tenants by weight, none getting more than it demands."""
+    granted, weights = dict[Tenant, float](), sum(tenant.weight for tenant in demands)
+    for tenant in sorted(demands, key=lambda tenant: demands[tenant] / tenant.weight):
+        granted[tenant] = min(demands[tenant], total * tenant.weight / max(weights, tenant.weight))
+        total -= granted[tenant]
+        weights -= tenant.weight
+    return granted
+
+
+def step_shares(
+    base: float, demands: Mapping[Tenant, float], creditors: Collection[Tenant] = ()
+) -> dict[Tenant, float]:
+    """Return the seconds that each tenant may add to a step, so that none is slowed down by more than its share asks for.
+
+    Alone, a tenant's step would take `base` seconds and those that it demands. Beside others it may take as much longer as
+    its weight is smaller than that of all, and for those who have credit, `CREDITOR_SLOWDOWN` longer because of those who
+    have none. No tenant is limited if that holds anyway.
+
+    Args:
+        base: seconds of a step, whatever it computes.
+        demands: seconds that all work of each tenant would add.
+        creditors: tenants that have credit.
+    """
+    owed = {tenant: seconds for tenant, seconds in demands.items() if tenant in creditors}
+    if 0 < len(owed) < len(demands):
+        shares = step_shares(base, owed)
+        others = {tenant: seconds for tenant, seconds in demands.items() if tenant not in owed}
+        total = (base + sum((shares or owed).values())) * CREDITOR_SLOWDOWN
+        return shares | (split(total, others) if sum(others.values()) > total else {})
+    if len(demands) < 2:
+        return {}
+    longest = min((base + seconds) / tenant.weight for tenant, seconds in demands.items())
+    total = longest * sum(tenant.weight for tenant in demands) - base
+    return split(total, demands) if sum(demands.values()) > total else {}
+
+
+class Credit:
+    """The credit of each tenant: the time of recent steps, in forecast seconds, that was its share and that it did not use.
+
+    A tenant begins with `CREDIT_S`, which is also the most that it can have.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[Tenant, float] = {}  # all credit that is not whole
+
+    def creditors(self, tenants: Collection[Tenant]) -> set[Tenant]:
+        """Return those of the tenants that have credit."""
+        return {tenant for tenant in tenants if self._used.get(tenant, 0.0) < CREDIT_S}
+
+    def is_settled(self, tenants: Collection[Tenant]) -> bool:
+        """Return whether steps of these tenants change nothing: it is one, without credit, and the others' is whole."""
+        return len(tenants) < 2 and self._used == dict.fromkeys(tenants, CREDIT_S)
+
+    def spend(self, base: float, seconds: Mapping[Tenant, float]) -> None:
+        """Record a step. Each tenant in it uses what the step would take without the others.
+
+        At most half of a step counts as a tenant's share: one that runs alone spends its credit before another one comes.
+
+        Args:
+            base: seconds of a step, whatever it computes.
+            seconds: those that each tenant in it adds.
+        """
+        total = base + sum(seconds.values())
+        tenants = self._used.keys() | seconds.keys()
+        weights = 0.0
+        for tenant in tenants:
+            weights += tenant.weight
+        for tenant in tenants:
+            used = self._used.pop(tenant, 0.0) - total * min(tenant.weight / weights, 0.5)
+            if tenant in seconds:
+                used += base + seconds[tenant]
+            if used > 0:
+                self._used[tenant] = min(used, CREDIT_S)

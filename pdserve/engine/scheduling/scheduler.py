@@ -8,6 +8,10 @@ Order within a step:
     2. loaded sequences, which hold blocks already (their KV was loaded, or they are forks), and waiting ones, by rank.
        Prompts do not hold up a sequence that only decodes, and one that lacks blocks does not hold up one that has its own.
 
+A prompt that would fill the rest of a step leaves half of that to shorter ones of its tenant: those that fit into the step or
+are at most half as long as what is left of it (for longer ones, sharing costs more time than it saves). The shortest goes
+first. So short prompts do not wait for long ones, and long ones take at most twice their time, however many short ones come.
+
 When a running sequence needs a block and none is free, the running sequence of the highest rank is preempted. Its blocks are
 copied to host memory if there is room and copying takes less time than computing them again; otherwise they are recomputed
 later, except for what is still in the prefix cache or is worth loading from the store.
@@ -19,7 +23,7 @@ While several tenants have sequences here, those of the lowest level go first, w
 slot or no room, the tenant of the highest level gives way, with its newest sequence that has had its 32 tokens since it last
 did so, as long as the other's level stays below: without slots to spare, levels become equal, and no slot goes to and fro. A
 sequence that loses its slot keeps its blocks until they are needed. A step is not longer for a tenant than its share asks
-for, and hardly longer than alone for one that has used less than its share lately (`shares.py`); what then is left out of it
+for, and hardly longer than alone for one that has used less than its share lately (`budget.py`); what then is left out of it
 takes turns.
 
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
@@ -36,16 +40,16 @@ from itertools import islice
 from operator import attrgetter
 
 from pdserve.costs import Costs
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
-from pdserve.engine.scheduling.budget import StepBudget
-from pdserve.engine.scheduling.shares import Credit
+from pdserve.engine.scheduling.budget import Credit, StepBudget
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import StepPlan
-from pdserve.request import SamplingParams, Tenant
+from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
 Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
 Order = Callable[[Sequence], Place]
+MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
 _RANK = attrgetter("rank")
 
 
@@ -87,7 +91,7 @@ class Scheduler:
         grows_ahead: give decoding sequences the block of the token after the next one, too, while there are enough.
 
     Attributes:
-        costs: forecasts of swapping and computing.
+        costs: forecasts of swapping and computing, which the owner replaces by newer ones.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
         swap_space: KV of preempted sequences in host memory.
         unreserved: the next sequence that waits for `reserve`, outside of the queues; None if there is none.
@@ -128,14 +132,12 @@ class Scheduler:
         self._credit = Credit()
         self._num_steps = 0
 
-    def use_costs(self, costs: Costs) -> None:
-        """Replace the forecasts by newer ones."""
-        self.costs = costs
-
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
         self._by_tenant.setdefault(seq.tenant, {})[seq] = None
-        _enqueue(self.loaded if seq.kv.block_ids else self.waiting, seq)
+        if not seq.kv.block_ids:
+            seq.size = len(seq) - len(self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])) * self.pool.block_size
+        insort(self.loaded if seq.kv.block_ids else self.waiting, seq, key=_RANK)
 
     def fork(
         self, seq: Sequence, request_id: str, sampling: SamplingParams, features: tuple[Feature, ...] = ()
@@ -185,8 +187,10 @@ class Scheduler:
         Args:
             pause_storing: leave out sequences whose KV is stored as it is computed.
         """
-        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
         self._num_steps += 1
+        if not self._by_tenant:
+            return SchedulerOutput()
+        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
@@ -272,7 +276,7 @@ class Scheduler:
             self.pool.release(hits)
             return False
         seq.kv.take_blocks(first_block, hits, self.pool.allocate(needed))
-        self.prefix_queries += len(seq) - first_block * self.pool.block_size
+        self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
 
@@ -291,10 +295,11 @@ class Scheduler:
         return 0 if self.window is None else max(0, num_computed + 1 - self.window) // self.pool.block_size
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
-        for seq in self.running:
-            seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
+        if self.window is not None:
+            for seq in self.running:
+                seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
         for seq in list(self.running):
-            if seq not in output.preempted:
+            if seq not in output.preempted and seq.kv.blocks_needed(self.pool):
                 self._ensure_blocks(seq, output)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
         decoding, prompts = list[Sequence](), list[Sequence]()
@@ -305,8 +310,10 @@ class Scheduler:
             self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
         )
         if len(self._by_tenant) < 2:
-            for seq in (*decoding, *prompts):
+            for seq in decoding:
                 self._schedule(seq, output, budget)
+            for seq in prompts:
+                self._schedule_prompt(seq, output, budget)
             return budget
         candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
         budget.share([*candidates, *self._queued()], self._credit.creditors(self._by_tenant.keys()))
@@ -319,9 +326,57 @@ class Scheduler:
         for seq in prompts:
             if not output.preempted:
                 self._admit(output, budget, below=order(seq)[0])
-            if seq not in output.paused and seq not in output.plan.counts:
-                self._schedule(seq, output, budget)
+            if seq not in output.paused:
+                self._schedule_prompt(seq, output, budget)
         return budget
+
+    def _schedule_prompt(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
+        """Schedule a prompt that has blocks; if it does not end in this step, behind shorter ones in half of the time."""
+        if seq in output.plan.counts or not (room := budget.room(seq)):
+            return
+        left = seq.kv.num_uncomputed
+        limit = max(left // 2, room if room < left else 0)
+        if 1 < room <= left and (shorter := self._shorter(seq, limit, output)):
+            budget.keep_half(seq)
+            for other in shorter:
+                if budget.room(other) and (other in self.running or self._overtakes(other, output)):
+                    self._schedule(other, output, budget)
+        self._schedule(seq, output, budget)
+
+    def _shorter(self, seq: Sequence, limit: int, output: SchedulerOutput) -> list[Sequence]:
+        """Return the prompts that go before one that does not end in this step, the shortest first."""
+        queued = [] if output.preempted else [*self.loaded, *self.waiting]
+        shorter = [
+            (size, other)
+            for other in (*self.running, *queued)
+            if 1 < (size := other.kv.num_uncomputed if other.kv.block_ids else other.size) <= limit
+            and other.tenant == seq.tenant
+            and other.rank < seq.rank + ARRIVALS_PER_PRIORITY
+            and other is not seq
+            and not (other in output.plan.counts or (output.storing_paused and other.stores_kv))
+            and not (other.reads_logits or other.kv.swapped is not None or other.kv.needs_refetch)
+        ]
+        return [other for _, other in sorted(shorter, key=lambda one: (one[0], one[1].rank))]
+
+    def _overtakes(self, seq: Sequence, output: SchedulerOutput) -> bool:
+        """Run a queued prompt if it has room, and if those that arrived before it and lack room have not waited too often."""
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        if seq.kv.block_ids:
+            if seq.kv.blocks_needed(self.pool) > self.pool.num_free:
+                return False
+            self.loaded.remove(seq)
+        else:
+            first = self.waiting[0]
+            if first is not seq and first.overtaken >= MAX_OVERTAKEN:
+                return False
+            if not self.reserve(seq, seq.num_usable_hits, len(seq), watermark=self._watermark(seq)):
+                return False
+            self.waiting.remove(seq)
+            if first is not seq and not self._fits(first):
+                first.overtaken += 1
+        self._run(seq, output)
+        return True
 
     def _schedule(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         if count := budget.allocate(seq):
@@ -337,9 +392,7 @@ class Scheduler:
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
-        if not seq.kv.blocks_needed(self.pool):
-            return
-        while not self._has_room(seq):
+        while seq.kv.blocks_needed(self.pool) > self.pool.num_free:
             if paused := [one for one in self.loaded if one.gave_way_at is not None]:
                 self._preempt(paused[-1], self.loaded, output)
                 continue
@@ -356,7 +409,8 @@ class Scheduler:
                 self._preempt(victim, self.running, output)
             if seq in victims:
                 return
-        self._append_blocks(seq, output)
+        output.block_copies += seq.kv.copy_on_write(self.pool)
+        seq.kv.grow(self.pool)
 
     def _last_to_run(self, tenant: Tenant) -> Sequence:
         """Return the newest running sequence of the tenant of the highest level; of this one if no other is above it."""
@@ -371,14 +425,6 @@ class Scheduler:
         candidates = [one for one in self.running if levels.get(one.tenant, 0.0) > level and one.may_give_way]
         return max(reversed(candidates), key=lambda one: (levels[one.tenant], one.rank), default=None)
 
-    def _has_room(self, seq: Sequence) -> bool:
-        return seq.kv.blocks_needed(self.pool) <= self.pool.num_free
-
-    def _append_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
-        if (copy := seq.kv.copy_on_write(self.pool)) is not None:
-            output.block_copies.append(copy)
-        seq.kv.grow(self.pool)
-
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
         held = set(seq.kv.held_blocks)
@@ -392,7 +438,7 @@ class Scheduler:
             output.swap_out += pairs
         output.plan.counts.pop(seq, None)
         seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
-        _enqueue(self.waiting, seq)
+        insort(self.waiting, seq, key=_RANK)
         self.num_preemptions += 1
 
     def _admit(self, output: SchedulerOutput, budget: StepBudget, below: float = math.inf) -> None:
@@ -407,20 +453,25 @@ class Scheduler:
                 continue
             if len(self.running) >= self.max_num_seqs and (victim := self._giving_way(seq.tenant)) is not None:
                 self._pause(victim, output, budget)
-            if seq.kv.swapped is not None:
-                output.swap_in += self.swap_space.swap_in(seq)
-                seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
-            self._append_blocks(seq, output)
-            seq.kv.admit()
-            _enqueue(self.running, seq)
+            self._run(seq, output)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
-                self._schedule(seq, output, budget)
+                (self._schedule if seq.kv.is_decoding else self._schedule_prompt)(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
+
+    def _run(self, seq: Sequence, output: SchedulerOutput) -> None:
+        """Run a sequence that has left its queue, and has blocks for the tokens whose KV it has."""
+        if seq.kv.swapped is not None:
+            output.swap_in += self.swap_space.swap_in(seq)
+            seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
+        output.block_copies += seq.kv.copy_on_write(self.pool)
+        seq.kv.grow(self.pool)
+        seq.kv.admit()
+        insort(self.running, seq, key=_RANK)
 
     def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Take the slot of a running sequence, which keeps its blocks."""
         self.running.remove(seq)
-        _enqueue(self.loaded, seq)
+        insort(self.loaded, seq, key=_RANK)
         seq.give_way()
         budget.take_back(output.plan.counts.pop(seq, 0))
         output.paused.append(seq)
@@ -463,21 +514,25 @@ class Scheduler:
         for seq in loaded if waiting is None else [*loaded, waiting]:
             if (pause_storing and seq.stores_kv) or (not budget.scored_tokens and seq.reads_logits):
                 continue
-            computed = self._num_computed_if_admitted(seq)
+            if seq.kv.swapped is not None:
+                computed = seq.kv.swapped.num_tokens
+            else:
+                hits = [] if seq.kv.block_ids else self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
+                computed = seq.kv.num_computed + len(hits) * self.pool.block_size
             is_prompt = len(seq) - computed > 1
-            has_time = has_time and (not is_prompt or budget.has_prompt_time(computed))
+            has_time = has_time and (not is_prompt or budget.min_chunk > 0 or budget.affordable(computed) > 0)
             if has_time or not is_prompt:
                 computable.append(seq)
         waiting = computable.pop() if computable and computable[-1] is waiting else None
         first_loaded = None
         for seq in computable:
-            if self._has_room(seq):
+            if seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 first_loaded = seq
                 break
-        if waiting is not None and (not computable or _overtakes(waiting, computable, first_loaded, order)):
+        if waiting is not None and (not computable or _goes_first(waiting, computable, first_loaded, order)):
             first = waiting.kv.swapped.first_block if waiting.kv.swapped is not None else 0
-            hits, watermark = waiting.num_usable_hits, self._watermark(waiting)
-            if self.reserve(waiting, hits, len(waiting), first_block=first, watermark=watermark):
+            most, watermark = waiting.num_usable_hits, self._watermark(waiting)
+            if self.reserve(waiting, most, len(waiting), first_block=first, watermark=watermark):
                 self.waiting.remove(waiting)
                 return waiting
         if first_loaded is not None:
@@ -508,12 +563,6 @@ class Scheduler:
             and not (is_full and self._giving_way(tenant) is None)
         }
 
-    def _num_computed_if_admitted(self, seq: Sequence) -> int:
-        if seq.kv.swapped is not None:
-            return seq.kv.swapped.num_tokens
-        hits = [] if seq.kv.block_ids else self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
-        return seq.kv.num_computed + len(hits) * self.pool.block_size
-
     def _watermark(self, seq: Sequence) -> int:
         """Return how many blocks must stay free when a sequence gets its own.
 
@@ -522,16 +571,12 @@ class Scheduler:
         return len(self.running) if seq.kv.num_preemptions else 0
 
 
-def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
-    insort(queue, seq, key=_RANK)
-
-
 def _place_alone(seq: Sequence) -> Place:
     """Return the place of a sequence in the order while its tenant is alone."""
     return 0.0, seq.rank
 
 
-def _overtakes(waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None, order: Order) -> bool:
+def _goes_first(waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None, order: Order) -> bool:
     """Return whether a waiting sequence goes before `first_loaded`, the first of some loaded ones that has room.
 
     It overtakes none that is before it in the order, even if that lacks room, nor one of its level that only decodes.

@@ -58,7 +58,8 @@ def run(config: BenchServeConfig) -> bool:
         report.write_json(Path(config.result_dir) / name, figures)
     if config.html:
         warnings = [*figures.get("warnings", []), figures.get("client_bottleneck", "")]
-        title = f"{figures['model_id']} at {config.request_rate:g} requests/s"
+        load = config.dataset_name if math.isinf(config.request_rate) else f"{config.request_rate:g} requests/s"
+        title = f"{figures['model_id']}: {load}"
         title = f"{figures['model_id']}: rates that meet the SLO" if config.slo_sweep else title
         report.write_file(Path(config.html), page.page(title, text, list(filter(None, warnings)), charts, plotly))
     return ok

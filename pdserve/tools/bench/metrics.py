@@ -11,6 +11,8 @@ from pdserve.tools.bench.slo import is_good
 LAG_MS = 10.0  # p99 of the client's lag from which its own figures are in doubt
 LAG_OF_TTFT = 0.1  # or this share of the median TTFT
 CPU_SHARE = 0.8  # of a core, from which a client process is late in reading the clock
+IDLE_SHARE = 0.4  # of a core, below which a late client has waited for one
+TOGETHER_S = 1e-4  # between two tokens that came together
 
 
 def summarize(
@@ -49,6 +51,10 @@ def summarize(
     }
     for name in metrics:
         figures |= _distribution(f"{name}_ms", values[name], percentiles)
+    gaps = np.array(values["itl"] or [1.0])
+    figures["tokens_together_fraction"] = float(np.mean(gaps < TOGETHER_S))
+    normalized = [one.latency / one.output_tokens for one in done if one.output_tokens]
+    figures |= _distribution("normalized_latency_ms", normalized, percentiles)
     figures |= _distribution("client_queue_time_ms", [sample.queued for sample in done], percentiles)
     figures |= _distribution("client_lag_ms", [sample.lag for sample in samples], (50, 99, 100))
     figures["client_cpu_share"] = max(cpu_shares, default=0.0)
@@ -71,6 +77,8 @@ def _bottleneck(figures: dict[str, Any], ttft_ms: float) -> str:
         reasons.append(f"it sent 1 % of the requests {lag:.1f} ms late or more")
     if share > CPU_SHARE:
         reasons.append(f"a process of it used {share:.0%} of a core")
+    if reasons and share < IDLE_SHARE:
+        return f"the machine was busy: the client {reasons[0].removeprefix('it ')}, at {share:.0%} of a core; free some cores"
     advice = "try more --client-processes or a machine with free cores"
     return f"the client was the bottleneck: {' and '.join(reasons)}; {advice}" if reasons else ""
 

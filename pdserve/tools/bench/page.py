@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no other host: figures as a table, and charts by plotly, which is inlined."""
+"""The report as one HTML file that needs no other host: verdict and figures, then charts by plotly, which is inlined."""
 
 import json
 from collections.abc import Sequence
@@ -16,8 +16,12 @@ Chart = dict[str, Any]
 POINTS = 200  # of a curve
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:.5rem;color:#222;
 overflow-wrap:anywhere}pre{overflow-x:auto;font-size:.8rem;background:#f6f6f6;padding:.5rem}.chart{height:22rem}
-.warning{background:#fff3cd;padding:.5rem}"""
-DRAW = "for(const c of CHARTS){Plotly.newPlot(c.id,c.data,c.layout,{responsive:true,displayModeBar:false})}"
+.warning{background:#fff3cd;padding:.5rem}.verdict{border-left:.25rem solid #2c7bb6;padding-left:.75rem}
+@media(prefers-color-scheme:dark){body{background:#16181c;color:#ddd}pre{background:#22252b}.warning{background:#4d3f10}}"""
+DRAW = """const DARK=matchMedia("(prefers-color-scheme:dark)").matches,GRID={gridcolor:DARK?"#3a3d44":"#e5e5e5"};
+for(const c of CHARTS){const l=c.layout;l.paper_bgcolor=l.plot_bgcolor="rgba(0,0,0,0)";l.font={color:DARK?"#ddd":"#222"};
+for(const s of l.shapes)s.line.color??=l.font.color;
+l.xaxis={...GRID,...l.xaxis};l.yaxis={...GRID,...l.yaxis};Plotly.newPlot(c.id,c.data,l,{responsive:true,displayModeBar:false})}"""
 
 
 def load_plotly() -> str:
@@ -28,17 +32,29 @@ def load_plotly() -> str:
         raise SetupError("--html needs plotly, which is not installed: pip install -e '.[bench]'") from None
 
 
-def page(title: str, text: str, warnings: Sequence[str], charts: Sequence[Chart], plotly: str) -> str:
-    """Return the page; `text` is the report as on the terminal."""
+def page(
+    title: str,
+    text: str,
+    warnings: Sequence[str],
+    charts: Sequence[Chart],
+    plotly: str,
+    *,
+    verdict: Sequence[str] = (),
+    details: Sequence[str] = (),
+) -> str:
+    """Return the page: verdict, warnings, `text` as on the terminal, charts, and details."""
     placed = [{"id": f"chart-{number}", **chart} for number, chart in enumerate(charts)]
     data = json.dumps(placed).replace("<", "\\u003c")  # no text may end the script
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>",
+        *(f'<p class="verdict">{escape(line)}</p>' for line in verdict),
         *(f'<p class="warning">{escape(warning)}</p>' for warning in warnings),
+        f"<pre>{escape(text)}</pre>",
         *(f'<div class="chart" id="{chart["id"]}"></div>' for chart in placed),
-        f"<pre>{escape(text)}</pre><script>{plotly}</script><script>const CHARTS={data};{DRAW}</script></html>\n",
+        *(f"<p>{escape(line)}</p>" for line in details),
+        f"<script>{plotly}</script><script>const CHARTS={data};{DRAW}</script></html>\n",
     ]
     return "\n".join(parts)
 
@@ -83,6 +99,13 @@ def _percentiles(title: str, values: Sequence[float], limit: float | None) -> Ch
 
 def _line(y: float) -> Chart:
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": {"dash": "dot", "width": 1}}
+
+
+def is_worth_drawing(drawn: Chart) -> bool:
+    """Return whether a chart has at least two places with something in them."""
+    places = {str(x) for trace in drawn["data"] if "z" not in trace for x in trace.get("x", ())}
+    cells = [cell for trace in drawn["data"] for line in trace.get("z", ()) for cell in line if cell is not None]
+    return len(places) + len(cells) > 1
 
 
 def chart(title: str, data: list[Chart], shapes: Sequence[Chart] = (), **axis: Any) -> Chart:

@@ -10,6 +10,7 @@ from pdserve.errors import SetupError
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.bench.slo import is_good
 
+SHOWN = 0.01  # share of tokens that came together, from which the report says so
 HEADINGS = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -43,6 +44,7 @@ def as_text(figures: dict[str, Any], metrics: Sequence[str], percentiles: Sequen
 def _totals(figures: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return the rows about the whole run."""
     rate, good = figures.get("request_rate"), figures["good_request_fraction"]
+    together = figures["tokens_together_fraction"]
     return [
         ("Successful requests:", figures["completed"]),
         ("Failed requests:", figures["failed"]),
@@ -60,6 +62,8 @@ def _totals(figures: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Peak output token throughput (tok/s):", figures["max_output_tokens_per_s"]),
         ("Peak concurrent requests:", figures["max_concurrent_requests"]),
         ("Total token throughput (tok/s):", figures["total_token_throughput"]),
+        ("Normalized latency (ms per output token):", figures["mean_normalized_latency_ms"]),
+        ("Tokens with a gap of 0, as they came together (%):", 100 * together if together >= SHOWN else None),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from pdserve.tools.bench.page import Chart, chart
+from pdserve.tools.bench.page import Chart, chart, is_worth_drawing
 from pdserve.tools.planner.advice import TRADED
 from pdserve.tools.planner.measured import THROUGHPUT, Comparison
 from pdserve.tools.planner.plan import Plan
@@ -16,10 +16,12 @@ MET, MISSED = "#2c7bb6", "#d7191c"
 COLOURS = ("#1f77b4", "#ff7f0e")
 
 
-def charts(plan: Plan, targets: Sequence[Target], rate: float, price: float) -> list[Chart]:
-    """Return all charts of a plan."""
+def charts(
+    plan: Plan, comparisons: Sequence[Comparison], targets: Sequence[Target], rate: float, price: float
+) -> list[Chart]:
+    """Return the charts of a plan that have something to show."""
     shown = [trial for trials in plan.trials for trial in best_of_shapes(trials)]
-    return [
+    drawn = [
         *([rate_curves(plan.curves, rate)] if plan.curves else []),
         *heat_map(shown),
         pareto(shown, price),
@@ -28,9 +30,10 @@ def charts(plan: Plan, targets: Sequence[Target], rate: float, price: float) -> 
         *([sensitivity(plan.sensitivity)] if plan.sensitivity else []),
         *(setting(dimension, trials) for dimension, trials in plan.worth.items()),
         *(bars(shown, target) for target in targets),
-        *(beside(one) for one in plan.comparisons),
+        *(beside(one) for one in comparisons),
         speeds(shown),
     ]
+    return [one for one in drawn if is_worth_drawing(one)]
 
 
 def best_of_shapes(trials: Sequence[Trial]) -> list[Trial]:
@@ -170,4 +173,6 @@ def speeds(trials: Sequence[Trial]) -> Chart:
         "text": [trial.fleet.shape for trial in trials],
         "mode": "markers",
     }
-    return chart("tokens/s per instance by tokens/s of a stream", [points])
+    drawn = chart("tokens/s per instance by tokens/s of a stream", [points], rangemode="tozero")
+    drawn["layout"]["xaxis"] = {"rangemode": "tozero"}
+    return drawn

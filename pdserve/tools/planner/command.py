@@ -1,7 +1,10 @@
 """The command `pdserve plan`."""
 
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +16,74 @@ from pdserve.tools.bench.requests import counted
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.advice import advise, describe, env_lines, trade
 from pdserve.tools.planner.charts import charts
-from pdserve.tools.planner.measured import load_measured
+from pdserve.tools.planner.gpus import cheapest, costs, fitting, gpus_by_role
+from pdserve.tools.planner.measured import Correction, load_measured
 from pdserve.tools.planner.plan import CHANGE, Plan, Planner
 from pdserve.tools.planner.search import NOISE, Trial, best
 from pdserve.tools.planner.settings import Dimension
 from pdserve.tools.planner.slo_file import check_groups, load_targets
 from pdserve.tools.planner.targets import Target, thin_sentences
-from pdserve.tools.simulator.command import as_dict, as_table, console_for_tables
-from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes
+from pdserve.tools.simulator.command import as_dict, as_table, as_text, console_for_tables
+from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes, num_gpus
+
+WORTHLESS_PROFILE, NO_FLEET = 1, 3  # exit codes
+PROGRESS_S = 5.0  # between two lines about what is simulated
 
 
-def run(config: PlanConfig) -> bool:
-    """Print the plan and write its reports. Returns False if no fleet meets the SLO."""
+def run(config: PlanConfig) -> int:
+    """Print the plan and write its reports.
+
+    Returns:
+        The exit code: 3 if no fleet meets the SLO, 1 if measurements say that the profile is not to be relied on.
+    """
     targets = load_targets(config.slo, config.slo_file)
     plotly = page.load_plotly() if config.html else ""
-    profile = load_profile(config)
-    with Console(stderr=True).status("simulating") as status:
-        planner = Planner(config, profile, targets, status)
+    degrees = fitting(config) if config.gpu and config.tensor_parallel_size == "auto" else []
+    with _progress() as show:
+        if degrees:
+
+            def smallest(own: PlanConfig) -> Trial:
+                return Planner(own, load_profile(own), targets, show).smallest()
+
+            config = cheapest(config, degrees, smallest)
+        profile = load_profile(config)
+        planner = Planner(config, profile, targets, show, degrees)
         requests = counted(draw_requests(config, planner.rate), config.warmup_requests)
         check_groups(targets, requests)
-        plan = planner.plan(load_measured(config.measured, requests))
-    console_for_tables().print(as_table([trial.forecast for trials in plan.trials for trial in notable(trials)]))
-    lines = [*sentences(plan, targets, planner.rate, config), *notes(config, profile)]
-    print("\n" + "\n".join(lines))
+        correction = planner.correct(load_measured(config.measured, requests))
+        plan = planner.plan()
+    verdict = [*correction.sentences(), *verdict_of(plan, targets, planner.rate, config)]
+    details = [*sentences(plan, targets, planner.rate, config), *notes(config, profile)]
+    print("\n".join(verdict) + "\n")
+    table = as_table([trial.forecast for trials in plan.trials for trial in notable(trials)])
+    console_for_tables().print(table)
+    print("\n" + "\n".join(details))
+    lines = [*verdict, *details]
     if config.json:
-        write_file(Path(config.json), json.dumps(to_json(plan, lines), indent=2) + "\n")
+        write_file(Path(config.json), json.dumps(to_json(plan, correction, lines), indent=2) + "\n")
     if config.html:
         slo = ", ".join(filter(None, [config.slo, config.slo_file]))
         title = f"Plan for {slo} at {planner.rate:.3g} requests/s"
-        drawn = charts(plan, targets, planner.rate, config.price)
-        write_file(Path(config.html), page.page(title, "\n".join(lines), [], drawn, plotly))
-    return plan.chosen is not None
+        drawn = charts(plan, correction.before, targets, planner.rate, config.price)
+        text = page.page(title, as_text(table), [], drawn, plotly, verdict=verdict, details=details)
+        write_file(Path(config.html), text)
+    return WORTHLESS_PROFILE if correction.is_worthless else NO_FLEET if plan.chosen is None else 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says what is simulated: on a terminal as it changes, otherwise a line every few seconds."""
+    console, last = Console(stderr=True), time.monotonic()
+    with console.status("simulating") as status:
+
+        def show(text: str) -> None:
+            nonlocal last
+            status.update(text)
+            if not console.is_terminal and time.monotonic() - last > PROGRESS_S:
+                last = time.monotonic()
+                print(text, file=sys.stderr)
+
+        yield show
 
 
 def notable(trials: Sequence[Trial]) -> list[Trial]:
@@ -52,27 +92,29 @@ def notable(trials: Sequence[Trial]) -> list[Trial]:
     return [best(kind) for kind in kinds if kind]
 
 
-def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanConfig) -> list[str]:
-    """Return the report in words."""
-    last = plan.trials[-1]
-    worth = [_worth(dimension, trials, plan.nearest) for dimension, trials in plan.worth.items()]
-    traded = filter(None, [trade(plan.compared)])
+def verdict_of(plan: Plan, targets: Sequence[Target], rate: float, config: PlanConfig) -> list[str]:
+    """Return what the plan says, in a few words."""
     if plan.chosen is None:
         nearest = plan.nearest
         return [
             f"No fleet of up to {nearest.fleet.size if config.instances else config.max_instances} instances meets the SLO "
             f"at {rate:.3g} requests/s.",
             f"The nearest is {describe(nearest, targets)}.{'' if nearest.failure else f' What binds is {nearest.binding}.'}",
-            *thin_sentences(nearest.counts),
-            advise(last, targets),
-            *traded,
-            *worth,
-            *map(str, plan.comparisons),
         ]
-    fleet = plan.chosen.fleet
-    lines = [
-        f"{'Best' if config.instances else 'Smallest'} fleet for {rate:.3g} requests/s: {describe(plan.chosen, targets)}."
-    ]
+    kind = "Best" if config.instances else "Smallest"
+    rented = f" on {num_gpus(config, plan.chosen.fleet)} x {config.gpu}, by roofline" if config.gpu else ""
+    here = [] if plan.here is None else [plan.here.sentence(targets)]
+    return [f"{kind} fleet for {rate:.3g} requests/s{rented}: {describe(plan.chosen, targets)}.", *here]
+
+
+def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanConfig) -> list[str]:
+    """Return the rest of the report in words."""
+    last = plan.trials[-1]
+    worth = [_worth(dimension, trials, plan.nearest) for dimension, trials in plan.worth.items()]
+    traded = filter(None, [trade(plan.compared)])
+    if plan.chosen is None:
+        return [*thin_sentences(plan.nearest.counts), advise(last, targets), *traded, *worth]
+    fleet, lines = plan.chosen.fleet, list[str]()
     if plan.breaks is None:
         lines.append(f"It holds beyond {plan.highest_rate:.3g} requests/s.")
     else:
@@ -84,10 +126,10 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     lines += thin_sentences(plan.chosen.counts)
     met = sum(trial.meets for trial in plan.repetitions)
     lines.append(f"With {len(plan.repetitions)} other seeds, the SLO is met {met} times.")
-    lines += [advise(last, targets), *traded, *worth, *map(str, plan.comparisons)]
+    lines += [advise(last, targets), *traded, *worth]
     if config.price:
-        lines.append(f"It costs {fleet.size * config.price:.2f} per hour.")
-    return [*lines, "", *env_lines(plan.chosen)]
+        lines += [costs(config, one) for one in (plan.chosen, *plan.compared[1:])]
+    return [*lines, "", *env_lines(plan.chosen, gpus_by_role(config, fleet))]
 
 
 def _above(breaks: Trial) -> str:
@@ -104,8 +146,8 @@ def _worth(dimension: Dimension, trials: Sequence[Trial], chosen: Trial) -> str:
     return f"Worst figure ÷ target by {dimension.flag}: {', '.join(parts)}."
 
 
-def to_json(plan: Plan, lines: Sequence[str]) -> dict[str, Any]:
-    """Return the plan with all trials."""
+def to_json(plan: Plan, correction: Correction, lines: Sequence[str]) -> dict[str, Any]:
+    """Return the plan with all trials, and how far its profile was off."""
 
     def row(trial: Trial) -> dict[str, Any]:
         ratio = {"worst_ratio": trial.ratio, "binding": str(trial.binding), "failure": trial.failure}
@@ -125,8 +167,12 @@ def to_json(plan: Plan, lines: Sequence[str]) -> dict[str, Any]:
         "attainment_by_rate": plan.curves,
         "measured": [
             {"fleet": str(one.measured.fleet), "file": one.measured.name, "forecast_and_measured": one.rows}
-            for one in plan.comparisons
+            for one in correction.before
         ],
+        "corrected": {kind: round(factor, 4) for kind, factor in correction.factors.items()},
+        "here": None
+        if plan.here is None
+        else row(plan.here.trial) | {"cores": plan.here.cores, "needed": plan.here.needed},
         "trials": [row(trial) for trials in plan.trials for trial in trials],
         "text": list(lines),
     }

@@ -1,21 +1,25 @@
-"""Forecasts beside measurements: results of `pdserve bench serve --save-result`, each with the fleet that was measured."""
+"""Forecasts beside measurements: results of `pdserve bench serve --save-result`, and the profile that they correct."""
 
 import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pdserve.errors import SetupError
+from pdserve.profile.profile import Knots, Profile
 from pdserve.tools.bench.requests import Request
 from pdserve.tools.planner.search import Trial
 from pdserve.tools.planner.targets import METRICS
 from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, parse_fleet
 
 THROUGHPUT = "requests/s"
-TOLERANCE = 0.1  # of mean lengths, beyond which two loads are not the same
+TOLERANCE = 0.1  # of mean lengths, beyond which two loads are not the same; of a forecast, beyond which it is corrected
+WORTHLESS = 0.5  # median error, beyond which a plan is not to be relied on
+ROUNDS = 3  # of correcting, as queues answer more than in proportion
+CORRECTED = {"prefill": "TTFT p50", "decode": "TPOT mean"}  # steps of a profile, and the figure that tells their time
 NEEDED = ("completed", "total_input_tokens", "total_output_tokens")
 
 
@@ -45,12 +49,26 @@ class Comparison:
     measured: Measured
     rows: list[tuple[str, float, float]]
 
+    @property
+    def error(self) -> float:
+        """The median of the relative errors' sizes; a measured 0, as of tokens that come together, has none."""
+        return statistics.median(self._errors) if self._errors else 0.0
+
+    @property
+    def _errors(self) -> list[float]:
+        return [abs(forecast / value - 1) for _, forecast, value in self.rows if value]
+
+    def factor(self, label: str) -> float:
+        """Return measured ÷ forecast of a figure; 1 if it is not known."""
+        return next(
+            (value / forecast for name, forecast, value in self.rows if name == label and value and forecast), 1.0
+        )
+
     def __str__(self) -> str:
-        errors = [forecast / value - 1 for _, forecast, value in self.rows if value]
-        middle = statistics.median(map(abs, errors))
-        worst = max(zip(map(abs, errors), self.rows, strict=False), key=lambda pair: pair[0])[1]
+        rows = [row for row in self.rows if row[2]]
+        worst = max(zip(self._errors, rows, strict=True), key=lambda pair: pair[0])[1]
         return (
-            f"Forecast of {self.measured.fleet} against {self.measured.name}: median error {middle:.0%}; "
+            f"Forecast of {self.measured.fleet} against {self.measured.name}: median error {self.error:.0%}; "
             f"furthest is {worst[0]}, {worst[1]:.4g} forecast and {worst[2]:.4g} measured."
         )
 
@@ -102,10 +120,83 @@ def compare(measured: Measured, simulate: Callable[[Fleet, float], Trial]) -> Co
     """Return the forecast of a measurement beside it."""
     figures = simulate(measured.fleet, measured.rate).forecast.figures
     names = {f"{METRICS[one]} p{p}": f"p{p}_{one}_ms" for one in ("ttft", "itl") for p in PERCENTILES}
-    names[THROUGHPUT] = "request_throughput"
+    names |= {"TPOT mean": "mean_tpot_ms", THROUGHPUT: "request_throughput"}
     rows = [
         (label, float(figures[name]), float(measured.figures[name]))
         for label, name in names.items()
         if isinstance(measured.figures.get(name), int | float)
     ]
     return Comparison(measured, rows)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What measurements say of a profile.
+
+    Attributes:
+        profile: corrected, so that forecasts meet them, or as it was if they did.
+        before, after: comparisons with the profile as it was, and as it is now.
+        factors: by kind of step, of its time.
+    """
+
+    profile: Profile
+    before: list[Comparison]
+    after: list[Comparison]
+    factors: Mapping[str, float]
+
+    @property
+    def is_worthless(self) -> bool:
+        """The profile as it was is so far off that plans from it are not to be relied on."""
+        return max((one.error for one in self.before), default=0.0) > WORTHLESS
+
+    def sentences(self) -> list[str]:
+        """Return how far forecasts were off, and what was done about it."""
+        lines = list(map(str, self.before))
+        if self.factors:
+            parts = " and ".join(f"{kind} steps {factor:.2g}" for kind, factor in self.factors.items())
+            error = max(one.error for one in self.after)
+            lines.append(
+                f"So this plan takes {parts} times as long as the profile says, with a median error of {error:.0%}."
+            )
+        if self.is_worthless:
+            lines.append(f"It is not to be relied on: the profile was more than {WORTHLESS:.0%} off (exit code 1).")
+        return lines
+
+
+def correct(profile: Profile, forecast: Callable[[Profile], list[Comparison]]) -> Correction:
+    """Scale the times of prefill and decode steps until forecasts meet measurements, and keep the best of some rounds."""
+    before = found = forecast(profile)
+    best = Correction(profile, before, before, {})
+    factors = dict.fromkeys(CORRECTED, 1.0)
+    for _ in range(ROUNDS):
+        if max((one.error for one in best.after), default=0.0) <= TOLERANCE:
+            break
+        for kind, label in CORRECTED.items():
+            factors[kind] *= statistics.geometric_mean(one.factor(label) for one in found)
+        found = forecast(corrected := scaled(profile, **factors))
+        if max(one.error for one in found) < max(one.error for one in best.after):
+            best = Correction(corrected, before, found, dict(factors))
+    return best
+
+
+def scaled(profile: Profile, prefill: float, decode: float) -> Profile:
+    """Return the profile with other times of prefill and decode steps."""
+
+    def times(knots: Knots, factor: float) -> Knots:
+        return tuple((amount, seconds * factor) for amount, seconds in knots)
+
+    step = profile.step
+    fixed, decode_share, prefill_share = step.mixed
+    return replace(
+        profile,
+        step=replace(
+            step,
+            decode=times(step.decode, decode),
+            context_s=step.context_s * decode,
+            prefill=times(step.prefill, prefill),
+            pair_s=step.pair_s * prefill,
+            cached_s=step.cached_s * prefill,
+            prompt_s=step.prompt_s * prefill,
+            mixed=(fixed * prefill, decode_share, prefill_share),
+        ),
+    )

@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-
-from rich.status import Status
 
 from pdserve.profile.profile import Profile
 from pdserve.tools.load_config import PlanConfig
-from pdserve.tools.planner.measured import Comparison, Measured, compare
+from pdserve.tools.planner.gpus import thrifty
+from pdserve.tools.planner.here import Here, config_here, is_this_machine, needed_by
+from pdserve.tools.planner.measured import Comparison, Correction, Measured, compare, correct
 from pdserve.tools.planner.search import Trial, best, best_in_mean, close_to_best, headroom, judge, smallest, try_size
 from pdserve.tools.planner.settings import Dimension, dimensions
 from pdserve.tools.planner.targets import Target
@@ -36,7 +36,7 @@ class Plan:
         repetitions: trials of the chosen fleet with other seeds.
         compared: the nearest fleet, and the best of the other kind of the same size.
         curves: by fleet of `compared`, (rate, share of requests within all targets), in ascending order.
-        comparisons: forecasts beside measurements.
+        here: the chosen fleet on the profile's machine, if that lacks cores.
     """
 
     trials: list[list[Trial]]
@@ -47,7 +47,7 @@ class Plan:
     sensitivity: dict[str, Trial] = field(default_factory=dict)
     repetitions: list[Trial] = field(default_factory=list)
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    comparisons: list[Comparison] = field(default_factory=list)
+    here: Here | None = None
 
     @property
     def compared(self) -> list[Trial]:
@@ -61,13 +61,26 @@ class Plan:
 
 
 class Planner:
-    """Simulates what the search asks for, each run once, and shows how far it is."""
+    """Simulates what the search asks for, each run once, and shows how far it is.
 
-    def __init__(self, config: PlanConfig, profile: Profile, targets: Sequence[Target], status: Status) -> None:
+    Args:
+        show: told what was simulated, after each run.
+        degrees: numbers of GPUs that an instance may have; empty: as the settings say.
+    """
+
+    def __init__(
+        self,
+        config: PlanConfig,
+        profile: Profile,
+        targets: Sequence[Target],
+        show: Callable[[str], None],
+        degrees: Sequence[int] = (),
+    ) -> None:
         self._config = config
+        self._degrees = degrees
         self._profile = profile
         self._targets = targets
-        self._status = status
+        self._show = show
         self._stage = "fleets"
         self._started = time.monotonic()
         self._count = 0
@@ -83,10 +96,31 @@ class Planner:
             self._trials[config, forecast.fleet, rate] = judge(self._targets, forecast)
             self._count += 1
             elapsed = time.monotonic() - self._started
-            self._status.update(f"{self._stage}: run {self._count} was {forecast.fleet}, {elapsed:.0f} s")
+            self._show(f"{self._stage}: run {self._count} was {forecast.fleet}, {elapsed:.0f} s")
         return [self._trials[config, fleet, rate] for fleet in fleets]
 
-    def plan(self, measured: Sequence[Measured] = ()) -> Plan:
+    def correct(self, measured: Sequence[Measured]) -> Correction:
+        """Compare forecasts with measurements, and go on with a profile that they correct."""
+        self._stage = "measured"
+
+        def forecast(profile: Profile) -> list[Comparison]:
+            self._trials.clear()
+            self._profile = profile
+            return [compare(one, self._as_measured) for one in measured]
+
+        correction = correct(self._profile, forecast)
+        self._trials.clear()
+        self._profile = correction.profile
+        return correction
+
+    def smallest(self) -> Trial:
+        """Return the best fleet of the smallest size that suffices, or of the largest, before its settings are tuned."""
+        config, itl_targets = self._config, self._itl_targets()
+        if config.instances is not None:
+            return best(try_size(config.instances, itl_targets, self.simulate))
+        return best(smallest(config.max_instances, itl_targets, self.simulate)[-1])
+
+    def plan(self) -> Plan:
         """Find the fleet and its settings, its headroom, and what changes of the load do to it."""
         config, itl_targets = self._config, self._itl_targets()
         settings = dimensions(config, self._profile, itl_targets, self._ttft_target())
@@ -97,6 +131,8 @@ class Planner:
         self._stage = "settings"
         trials, worth = tune_sizes(trials, settings, self.simulate, may_shrink=config.instances is None)
         nearest = self._nearest(trials[-1])
+        if config.gpu and self._degrees:
+            nearest = thrifty(config, nearest, self._degrees, lambda fleet: self._one(fleet, config, self.rate))
         is_same_kind = nearest.is_colocated is best(trials[-1]).is_colocated
         plan = Plan(trials, nearest, worth if is_same_kind else {})
         if plan.chosen is not None:
@@ -110,9 +146,19 @@ class Planner:
         if config.html or config.json:
             self._stage = "rates"
             plan.curves = {str(one.fleet): self._curve(one.fleet) for one in plan.compared}
-        self._stage = "measured"
-        plan.comparisons = [compare(one, self._at_rate) for one in measured]
+        if plan.chosen is not None:
+            self._stage = "this machine"
+            plan.here = self._here(plan.chosen.fleet)
         return plan
+
+    def _here(self, fleet: Fleet) -> Here | None:
+        """Return the fleet on the profile's machine; None if that has cores enough, or is not known."""
+        config = config_here(self._config, self._profile, fleet)
+        if config is None or config.cores is None:
+            return None
+        name = "this machine" if is_this_machine(self._profile) else "the profile's machine"
+        needed = needed_by(config, self._profile, fleet)
+        return Here(name, needed, config.cores, config.busy_threads, self._one(fleet, config, self.rate))
 
     def _nearest(self, trials: Sequence[Trial]) -> Trial:
         """Return the fleet with the most margin. With a single seed, chance decides between fleets that are close."""
@@ -126,9 +172,10 @@ class Planner:
     def _other_seeds(self) -> list[PlanConfig]:
         return [replace(self._config, seed=self._config.seed + number) for number in range(1, 1 + OTHER_SEEDS)]
 
-    def _at_rate(self, fleet: Fleet, rate: float) -> Trial:
-        """Simulate a fleet at a rate, or at the load's own times if it is infinite."""
-        return self._one(fleet, self._config, rate if math.isfinite(rate) else self.rate)
+    def _as_measured(self, fleet: Fleet, rate: float) -> Trial:
+        """Simulate a fleet at its rate, if it is finite, with the cores of the profile's machine."""
+        config = replace(self._config, cores=self._config.cores or self._profile.machine.cores or None)
+        return self._one(fleet, config, rate if math.isfinite(rate) else self.rate)
 
     def _curve(self, fleet: Fleet) -> list[tuple[float, float]]:
         """Return the attainment of a fleet at a few rates, and at all that were simulated anyway."""

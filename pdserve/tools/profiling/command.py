@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from pdserve.errors import SetupError
 from pdserve.profile.drift import check_match, drift_of
 from pdserve.profile.fit import fit_steps, fit_transfer, step_residuals
 from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, Residuals, TransferModel
+from pdserve.tools.machine import num_cores, processor
 from pdserve.tools.profiling import deployment, imports
 
 Start = Callable[[UpConfig], AbstractContextManager[Any]]
@@ -82,14 +83,11 @@ def _compare(profile: Profile, live: Profile, *, force: bool) -> bool:
 
 
 def _measure(config: ProfileConfig, start: Start) -> Profile:
-    """Measure everything; with `--quick`, what needs no other processes."""
-    with _progress() as show:
+    """Measure everything; with `--quick`, the router in front of an instance that is paced by what has been measured."""
+    with _progress() as show, TemporaryDirectory() as folder:
         profile = _measure_engine(config, show)
         transfers, residuals = _measure_transfers(config, profile.engine.block_bytes, show)
         profile = replace(profile, transfers=transfers, residuals=profile.residuals | residuals)
-        if config.quick:
-            return profile
-        show("a router and an instance: start-up, role changes, requests")
         settings = shared_settings(config, UpConfig) | {
             "connector": UpConfig.connector,
             "threads": profile.machine.threads,
@@ -100,15 +98,23 @@ def _measure(config: ProfileConfig, start: Start) -> Profile:
             )  # the router that is measured must not require the keys of a permanent deployment
         alone = UpConfig(**settings, prefill=0, decode=0)
         try:
-            start_up_s, role_flip_s, around = deployment.measure(
-                lambda both: start(replace(alone, both=both)), config.name
-            )
+            if config.quick:
+                show("a router and a paced instance: requests")
+                profile.save(paced := f"{folder}/profile.json")
+                with start(replace(alone, both=1, paced=paced)) as one:
+                    one.wait_ready()
+                    measured: dict[str, Any] = {}
+                    around = deployment.measure_router(one, config.name, quick=True)
+            else:
+                show("a router and an instance: start-up, role changes, requests")
+                start_up_s, role_flip_s, around = deployment.measure(
+                    lambda both: start(replace(alone, both=both)), config.name
+                )
+                measured = {"start_up_s": start_up_s, "role_flip_s": role_flip_s}
         except httpx.HTTPError as error:
             raise SetupError(f"the deployment that was started to be measured does not answer: {error}") from None
-        overheads = replace(profile.overheads, **around)
-        measured = ("start_up_s", "role_flip_s", "overheads")
-        assumed = tuple(name for name in profile.assumed if name.split(".")[0] not in measured)
-        return replace(profile, start_up_s=start_up_s, role_flip_s=role_flip_s, overheads=overheads, assumed=assumed)
+        assumed = tuple(name for name in profile.assumed if name.split(".")[0] not in (*measured, "overheads"))
+        return replace(profile, **measured, overheads=replace(profile.overheads, **around), assumed=assumed)
 
 
 def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
@@ -150,8 +156,9 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
         model_fingerprint=layout.model_fingerprint,
         source="measured",
         machine=Machine(
-            processor=_processor(),
+            processor=processor(),
             threads=torch.get_num_threads(),
+            cores=num_cores(),
             device=str(engine.checkpoint.device),
             torch=torch.__version__,
             numerics=layout.numerics,
@@ -200,13 +207,6 @@ def _measure_transfers(
     return {scheme: model}, {f"{scheme}:// load": residuals}
 
 
-def _processor() -> str:
-    """Return the processor's name, as Linux says it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def _print(profile: Profile) -> None:
     console = Console(width=None if sys.stdout.isatty() else 110)
     costs = profile.costs
@@ -216,6 +216,10 @@ def _print(profile: Profile) -> None:
     console.print(f"prefill  {a * 1e3:.2f} ms + {b * 1e6:.2f} µs × tokens + {c * 1e9:.2f} ns × pairs")
     console.print(
         f"decode   {decode_a * 1e3:.2f} ms + {decode_b * 1e6:.1f} µs × sequences + {decode_c * 1e9:.0f} ns × context tokens"
+    )
+    batch, most = profile.step.saturation, profile.step.decode[-1][0]
+    console.print(
+        f"B_sat    {batch or f'more than {most}'} sequences, whose decode step takes twice as long as that of one"
     )
     for scheme, one in profile.transfers.items():
         speeds = f"{one.bytes_per_s / 1e9:.2f} GB/s alone, {one.link_bytes_per_s / 1e9:.2f} GB/s together"

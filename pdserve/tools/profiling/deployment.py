@@ -18,6 +18,7 @@ from pdserve.profile.fit import least_squares
 REQUESTS = 24  # of each length of answer
 ANSWERS = (2, 96)  # tokens
 ROUNDS = 3
+QUICK_REQUESTS, QUICK_ROUNDS = 12, 1
 POLL_S = 0.02
 
 
@@ -34,10 +35,7 @@ def measure(start: Callable[[int], Context], model: str) -> tuple[float, float, 
     with start(1) as deployment:
         deployment.wait_ready()
         start_up_s = time.perf_counter() - started
-        with httpx.Client(base_url=deployment.url, timeout=60.0) as http:
-            overheads = _router_seconds(
-                http, model, next(one.pid for one in deployment.children if one.name == "router")
-            )
+        overheads = measure_router(deployment, model)
     with start(2) as deployment:  # one keeps serving while the other changes its role
         deployment.wait_ready()
         with httpx.Client(base_url=deployment.url, timeout=60.0) as http:
@@ -45,19 +43,27 @@ def measure(start: Callable[[int], Context], model: str) -> tuple[float, float, 
     return start_up_s, role_flip_s, overheads
 
 
-def _router_seconds(http: httpx.Client, model: str, pid: int) -> dict[str, float]:
+def measure_router(deployment: Any, model: str, *, quick: bool = False) -> dict[str, float]:
+    """Return some of `Overheads`, of a deployment that is ready."""
+    router = next(one.pid for one in deployment.children if one.name == "router")
+    numbers = (QUICK_REQUESTS, QUICK_ROUNDS) if quick else (REQUESTS, ROUNDS)
+    with httpx.Client(base_url=deployment.url, timeout=60.0) as http:
+        return _router_seconds(http, model, router, *numbers)
+
+
+def _router_seconds(http: httpx.Client, model: str, pid: int, requests: int, rounds: int) -> dict[str, float]:
     """Return the router's CPU seconds for each request and token, and the way of a frame to an idle instance."""
     _ask(http, model, "warm-up", ANSWERS[1])
     rows: list[list[float]] = []
     seconds, ways = [], []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for tokens in ANSWERS:
-            names = [f"profile-{len(rows)}-{i}" for i in range(REQUESTS)]
+            names = [f"profile-{len(rows)}-{i}" for i in range(requests)]
             before = _cpu_seconds(pid)
             for name in names:
                 _ask(http, model, name, tokens)
             seconds.append(_cpu_seconds(pid) - before)
-            rows.append([REQUESTS, REQUESTS * tokens])
+            rows.append([requests, requests * tokens])
             for name in names:
                 stages = http.get(f"/debug/requests/{name}").raise_for_status().json()["stages_ms"]
                 ways.append((stages[Stage.PREFILL_STARTED] - stages[Stage.ROUTED]) / 1e3)

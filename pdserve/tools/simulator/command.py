@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def run(config: SimulateConfig) -> None:
             forecasts.append(forecast)
             status.update(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
     console_for_tables().print(as_table(forecasts))
-    for note in notes(config, profile):
+    for note in notes(config, profile, [fleet.size for fleet in fleets]):
         print(note)
     if config.json:
         write_file(Path(config.json), json.dumps([as_dict(forecast) for forecast in forecasts], indent=2) + "\n")
@@ -102,6 +103,14 @@ def as_table(forecasts: Sequence[Forecast]) -> Table:
             " ".join(f"{name[0].upper()} {share:.0%}" for name, share in shown_busy(forecast).items()),
         )
     return table
+
+
+def as_text(table: Table) -> str:
+    """Return a table as lines."""
+    console = Console(width=WIDTH, file=StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
 
 
 def shown_busy(forecast: Forecast) -> dict[str, float]:

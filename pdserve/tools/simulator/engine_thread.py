@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from pdserve.engine.paced_runner import next_token
 from pdserve.instance.instance import HEARTBEAT_UPDATE_S, Instance
+from pdserve.instance.reporter import COSTS_UPDATE_S
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -44,7 +45,7 @@ class EngineThread(Instance):
         updates = self._heartbeat_updates(starts)
         for step in updates:
             # The next heartbeat replaces this one before a router can see it, but not what fits have forgotten at its time.
-            if step == updates[-1] or self.reporter.has_old_costs(ends[step]):
+            if step == updates[-1] or ends[step] - self.reporter.costs_updated_at > COSTS_UPDATE_S:
                 self._advance(starts[first : step + 1], ends[first : step + 1])
                 self.reporter.update(self._by_sequence.values(), 0, ends[step])
                 first = step + 1

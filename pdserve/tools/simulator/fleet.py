@@ -3,7 +3,8 @@
 import math
 import random
 import re
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,10 @@ from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.bench.sweep import is_saturated
 from pdserve.tools.bench.traces import BLOCK
 from pdserve.tools.load_config import FleetConfig
+from pdserve.tools.roofline.estimate import MEDIAN_ERROR, WORST_ERROR, Estimate
+from pdserve.tools.roofline.shape import load as load_shape
 from pdserve.tools.simulator.breakdown import breakdown
+from pdserve.tools.simulator.cores import SharedCores, cores_needed
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.simulation import MODEL, Deployment, Simulation
 
@@ -134,13 +138,13 @@ def parse_itl_targets(text: str) -> list[float | None]:
 
 
 def load_profile(config: FleetConfig) -> Profile:
-    """Read the profile that the settings name.
+    """Read the profile that the settings name, or estimate that of their GPUs.
 
     Raises:
-        SetupError: it cannot be read, or lacks the connector.
+        SetupError: it cannot be read, or lacks the connector; the model is unknown or does not fit.
     """
     try:
-        profile = Profile.load(config.profile)
+        profile = roofline_profile(config) if config.gpu else Profile.load(config.profile)
     except OSError as error:
         reason = f"--profile {config.profile} cannot be read: {error.strerror}"
         raise SetupError(f"{reason}; `pdserve profile` writes one") from None
@@ -150,6 +154,42 @@ def load_profile(config: FleetConfig) -> Profile:
         known = ", ".join(profile.transfers) or "none"
         raise SetupError(f"--connector {config.connector}: the profile has {known}")
     return profile
+
+
+def roofline_profile(config: FleetConfig, role: str = "") -> Profile:
+    """Return the profile of an instance on GPUs, in a role if that has a number of them of its own.
+
+    Raises:
+        SetupError: the model is unknown, or does not fit.
+    """
+    return estimate_of(config, gpus_of(config, role)).profile()
+
+
+def estimate_of(config: FleetConfig, gpus: int) -> Estimate:
+    """Return the model of the settings on so many GPUs, with the sequences of the load where it has windows."""
+    shape, context = load_shape(config.model), 1024.0
+    if any(group.window for group in shape.kv.groups):
+        context = statistics.fmean(one.input_tokens + one.output_tokens / 2 for one in draw_requests(config, math.inf))
+    return Estimate(shape, config.gpu or "", gpus, config.weights, context=context)
+
+
+def gpus_of(config: FleetConfig, role: str = "") -> int:
+    """Return the GPUs of an instance.
+
+    Raises:
+        SetupError: they are to be chosen.
+    """
+    if (own := getattr(config, f"{role}_tensor_parallel_size", None)) is not None:
+        return int(own)
+    if config.tensor_parallel_size == "auto":
+        raise SetupError("--tensor-parallel-size auto is of `pdserve plan`: give a number")
+    return int(config.tensor_parallel_size)
+
+
+def num_gpus(config: FleetConfig, fleet: Fleet) -> int:
+    """Return the GPUs of a fleet."""
+    config = replace(config, **dict(fleet.settings))
+    return sum(getattr(fleet, role) * gpus_of(config, role) for role in fleet_roles(fleet))
 
 
 def draw_requests(config: FleetConfig, rate: float) -> list[Request]:
@@ -192,8 +232,10 @@ def check_fits(config: FleetConfig, profile: Profile) -> None:
         )
 
 
-def notes(config: FleetConfig, profile: Profile) -> list[str]:
-    """Return sentences on what a forecast takes from the profile that was not measured."""
+def notes(config: FleetConfig, profile: Profile, sizes: Sequence[int] = ()) -> list[str]:
+    """Return sentences on what a forecast takes from the profile that was not measured, and on cores that fleets of these
+    sizes lack."""
+    known = profile.machine
     limits = {
         "sequences": (config.max_num_seqs or profile.engine.max_num_seqs, profile.step.decode),
         "prompt tokens": (config.max_num_batched_tokens or profile.engine.max_num_batched_tokens, profile.step.prefill),
@@ -205,6 +247,20 @@ def notes(config: FleetConfig, profile: Profile) -> list[str]:
     ]
     used = ("step", "transfers", "overheads")
     assumed = [name for name in profile.assumed if name.partition(".")[0] in used]
+    if config.gpu:
+        sentences.append(
+            f"Steps are estimated by roofline, which is {MEDIAN_ERROR:.0%} off in the median at published points, and "
+            f"{WORST_ERROR:.0%} at worst; KV goes over {config.connector or next(iter(profile.transfers))}."
+        )
+    if (
+        config.cores is None
+        and sizes
+        and (needed := cores_needed(max(sizes), max(1, known.threads), config.routers)) > known.cores > 0
+    ):
+        sentences.append(
+            f"{max(sizes)} instances, routers and a client need {needed} cores, and the profile's machine has {known.cores}: "
+            f"--cores {known.cores} forecasts them there."
+        )
     return [*sentences, *([f"Not measured but assumed: {', '.join(assumed)}."] if assumed else [])]
 
 
@@ -265,7 +321,8 @@ def simulate(
     config = replace(config, **dict(fleet.settings))
     requests, model = draw_requests(config, rate), instance_model(config, profile)
     deployment = deployment_of(config, profile, fleet)
-    simulation, warmup = Simulation(deployment, model, config.seed), config.warmup_requests
+    cores, warmup = shared_cores(config, profile, fleet), config.warmup_requests
+    simulation = Simulation(deployment, model, config.seed, cores=cores, models=role_models(config, fleet))
     outcome = simulation.play(requests, is_chat=config.chat, think_s=config.think_time, warmup=warmup)
     samples = counted(outcome.samples, warmup)
     figures = summarize(samples, objectives, METRICS, PERCENTILES, [])
@@ -281,6 +338,20 @@ def simulate(
         is_saturated(outcome.samples, warmup),
         samples,
     )
+
+
+def role_models(config: FleetConfig, fleet: Fleet) -> dict[str, InstanceModel]:
+    """Return the models of instances whose role has a number of GPUs of its own, by role."""
+    roles = [one for one in fleet_roles(fleet) if getattr(config, f"{one}_tensor_parallel_size", None) and config.gpu]
+    return {role: instance_model(config, roofline_profile(config, role)) for role in roles}
+
+
+def shared_cores(config: FleetConfig, profile: Profile, fleet: Fleet) -> SharedCores | None:
+    """Return the cores of `--cores`; None if there are none, or enough of them for each to have its own."""
+    threads, busy = max(1, profile.machine.threads), config.busy_threads
+    if config.cores is None or cores_needed(fleet.size, threads, config.routers) + busy <= config.cores:
+        return None
+    return SharedCores(config.cores, threads, busy)
 
 
 def fleet_roles(fleet: Fleet) -> list[str]:

@@ -14,7 +14,6 @@ from pdserve.control.frame_connection import NONCE_BYTES
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.instance.hello import make_hello
 from pdserve.instance.kv_events import KVEventPublisher, PendingKVEvents
-from pdserve.instance.reporter import Status
 from pdserve.instance.router_link import (
     DRAIN_POLL_S,
     HEARTBEAT_INTERVAL_S,
@@ -22,6 +21,7 @@ from pdserve.instance.router_link import (
     UPDATE_INTERVAL_S,
 )
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.tools.simulator.cores import SharedCores
 from pdserve.tools.simulator.engine_thread import EngineThread
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.store import SimulatedConnector, SimulatedStore
@@ -56,14 +56,14 @@ class _Link:
         receive: passes a frame to the router, with the times at which the tokens of skipped steps arrived, if it has such.
         pending: changes of the pool's keys, by steps that have ended, that the router has not been told.
         load: work of other routers' requests, as of the newest heartbeat that the instance shows.
-        last_load, last_status: what was sent last, the load as a frame.
+        last_load, last_heartbeat: what was sent last, the load as a frame.
     """
 
     receive: Receive
     pending: PendingKVEvents
     load: pb.Load = field(default_factory=pb.Load)
     last_load: pb.InstanceFrame = field(default_factory=lambda: pb.InstanceFrame(others=pb.Load()))
-    last_status: Status | None = None
+    last_heartbeat: pb.Heartbeat | None = None
 
 
 class SimulatedInstance:
@@ -79,7 +79,8 @@ class SimulatedInstance:
     that is under way. Once it has stopped, nothing that it would have sent or stored later happens.
 
     Args:
-        can_skip: skip plain decode steps.
+        can_skip: skip plain decode steps; not with `cores`.
+        cores: those that it shares with others; None: it has its own.
 
     Attributes:
         hello: its registration.
@@ -96,13 +97,15 @@ class SimulatedInstance:
         role: str,
         *,
         can_skip: bool = True,
+        cores: SharedCores | None = None,
     ) -> None:
         self._clock = clock
         self._model = model
         self._time = clock.time
         self._inbox = Inbox()
         self._is_scheduled = False
-        self._can_skip = can_skip
+        self._can_skip = can_skip and cores is None
+        self._cores: SharedCores | None = None  # nobody waits for the warm-up
         self._stopped_at = math.inf
         self._skipped_ends: list[float] = []  # of the steps that have not been taken yet
         self._times: list[float] = []  # when the tokens that are being sent arrive, if those of skipped steps
@@ -118,10 +121,11 @@ class SimulatedInstance:
         )
         self.connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
         self.thread = EngineThread(config, self._send, self.connector, runner=runner, inbox=self._inbox, now=self.now)
-        self._status = self._shown = self.thread.reporter.status
+        self._heartbeat = self._shown = self.thread.reporter.heartbeat
         self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
         self._shown_keys = KVEventPublisher()
         self._time, self._busy_s = clock.time, 0.0  # the warm-up is part of the start-up time
+        self._cores = cores
         self.hello = make_hello(role, config, self.thread)
         self.hello.epoch, self.hello.nonce = 0, bytes(NONCE_BYTES)
         self._links: dict[str, _Link] = {}
@@ -204,6 +208,8 @@ class SimulatedInstance:
                 self._skip(1)
 
     def _pass(self, seconds: float) -> None:
+        if self._cores is not None:
+            seconds = self._cores.step(self, self.now(), seconds)
         self._time = self.now() + seconds
         self._busy_s += seconds
 
@@ -282,14 +288,14 @@ class SimulatedInstance:
 
     def _show_heartbeat(self) -> None:
         """Show routers the newest heartbeat and load once the step that they follow has ended."""
-        if (status := self.thread.reporter.status) is self._status:
+        if (heartbeat := self.thread.reporter.heartbeat) is self._heartbeat:
             return
-        self._status = status
+        self._heartbeat = heartbeat
         several = len(self._links) > 1  # one router needs no news of its own load
         loads = [(link, self.thread.reporter.other_load(name)) for name, link in self._links.items()] if several else []
 
         def show() -> None:
-            self._shown = status
+            self._shown = heartbeat
             for link, load in loads:
                 link.load = load
 
@@ -300,11 +306,11 @@ class SimulatedInstance:
 
     def _send_heartbeat(self, link: _Link) -> None:
         self.catch_up()
-        if self._shown is link.last_status:
+        if self._shown is link.last_heartbeat:
             self._send_later(link, link.last_load)  # renews the lease for less
         else:
-            link.last_status = self._shown
-            self._send_later(link, pb.InstanceFrame(heartbeat=self._shown.heartbeat))
+            link.last_heartbeat = self._shown
+            self._send_later(link, pb.InstanceFrame(heartbeat=self._shown))
 
     def _show_keys(self) -> None:
         """Show routers the changes of the pool's keys until now, when no step that has made some is still under way."""

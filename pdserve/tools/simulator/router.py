@@ -20,6 +20,7 @@ from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.tools.bench.requests import Request as Load
 from pdserve.tools.bench.requests import Sample
+from pdserve.tools.simulator.cores import SharedCores
 from pdserve.tools.simulator.instance import SimulatedInstance
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.virtual_clock import VirtualClock
@@ -60,7 +61,15 @@ class SimulatedRouter:
         token_times: when the thread was done with the tokens of the frame that it handles, one for each step.
     """
 
-    def __init__(self, clock: VirtualClock, name: str, config: RouterConfig, model: InstanceModel, seed: int) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        name: str,
+        config: RouterConfig,
+        model: InstanceModel,
+        seed: int,
+        cores: SharedCores | None = None,
+    ) -> None:
         self.name = name
         self.clock = clock
         self.fleet = Fleet(name, config.name, config.instance_timeout_seconds, clock.now)
@@ -70,7 +79,7 @@ class SimulatedRouter:
         self.model = model
         self.token_times: list[float] = []
         self._instances: list[SimulatedInstance] = []
-        self.thread = RouterThread()
+        self.thread = RouterThread(cores)
         clock.every(self.fleet.lease_check_interval_s, self._when_free(self.fleet.expire_leases))
         clock.every(self.dispatcher.check_interval_s, self._when_free(self.dispatcher.check_progress))
 
@@ -171,7 +180,7 @@ class SimulatedClient:
     def _enter(self) -> None:
         num_prompt, num_output, router = len(self.prompt), self.load.output_tokens, self.router
         try:
-            if (info := router.dispatcher.model()) is not None:
+            if (info := router.dispatcher.model) is not None:
                 check_length(num_prompt, num_output, info.max_model_len)
             slot = self.slot = router.admission.enter(ANONYMOUS, num_prompt, num_prompt + num_output)
         except RequestError as error:
@@ -249,7 +258,8 @@ class RouterThread:
         busy_seconds: all work, including that which waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cores: SharedCores | None = None) -> None:
+        self._cores = cores
         self.busy_seconds = 0.0
         self._first = 0  # number of the first slot
         self._work = deque([0.0])  # seconds, by slot
@@ -257,6 +267,8 @@ class RouterThread:
 
     def add(self, at: float, seconds: float) -> float:
         """Add work that arrives, or has arrived, at a time. Returns when it is done."""
+        if self._cores is not None:
+            seconds = self._cores.light(at, seconds)
         slot = int(at / SLOT_S) - self._first
         if slot < 0:
             slot = 0

@@ -14,6 +14,7 @@ from pdserve.keys import KeyChain, Tokens, root_key, token_array
 from pdserve.tools.bench.requests import Request as Load
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.simulator.breakdown import Stamps
+from pdserve.tools.simulator.cores import SharedCores
 from pdserve.tools.simulator.instance import SimulatedInstance
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.router import SimulatedClient, SimulatedRouter
@@ -84,14 +85,25 @@ class Simulation:
 
     Args:
         can_skip: skip plain decode steps, which changes no time but through the thread of a router (see `RouterThread`).
+        cores: those that routers, instances and client share; None: each has its own.
+        models: of the instances of a role, if another than `model`.
     """
 
     @_errors_only()
-    def __init__(self, deployment: Deployment, model: InstanceModel, seed: int = 0, *, can_skip: bool = True) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        model: InstanceModel,
+        seed: int = 0,
+        *,
+        can_skip: bool = True,
+        cores: SharedCores | None = None,
+        models: Mapping[str, InstanceModel] | None = None,
+    ) -> None:
         self.clock = VirtualClock()
         self.store = SimulatedStore(model.link, deployment.store_blocks)
         self.routers = [
-            SimulatedRouter(self.clock, f"router-{i}", deployment.router, model, seed + i)
+            SimulatedRouter(self.clock, f"router-{i}", deployment.router, model, seed + i, cores)
             for i in range(deployment.routers)
         ]
         self.instances: dict[str, SimulatedInstance] = {}
@@ -99,6 +111,8 @@ class Simulation:
         self._model = model
         self._config = deployment.instance
         self._can_skip = can_skip
+        self._cores = cores
+        self._models = models or {}
         for role in self._names:
             for _ in range(getattr(deployment, role)):
                 self.add(role)
@@ -106,11 +120,13 @@ class Simulation:
     @_errors_only()
     def add(self, role: str) -> str:
         """Add an instance that is ready, and return its name."""
-        name, model = f"{role}-{next(self._names[role])}", self._model
+        name, model = f"{role}-{next(self._names[role])}", self._models.get(role, self._model)
         config = replace(
             self._config, instance_id=name, num_blocks=model.num_blocks, block_size=model.layout.block_size
         )
-        instance = SimulatedInstance(self.clock, model, self.store, config, role, can_skip=self._can_skip)
+        instance = SimulatedInstance(
+            self.clock, model, self.store, config, role, can_skip=self._can_skip, cores=self._cores
+        )
         instance.on_drained = partial(self.kill, name)
         self.instances[name] = instance
         for router in self.routers:

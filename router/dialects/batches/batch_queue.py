@@ -36,7 +36,7 @@ from pdserve.batch.lines import (
 )
 from pdserve.batch.runner import run_batch
 from pdserve.errors import Conflict, InvalidParameter, Overloaded, RequestError
-from pdserve.router.client_connection import ClientConnection
+from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.dialects.batches.answer_files import AnswerFiles
 from pdserve.router.dialects.batches.file_store import BATCH, FILE, FileStore, Json, new_id
 from pdserve.router.web.endpoint import Handler

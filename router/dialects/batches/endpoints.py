@@ -12,12 +12,12 @@ from starlette.responses import FileResponse, Response
 from pdserve.config import parse_size
 from pdserve.errors import BadRequest, InvalidParameter, NotFound, Overloaded
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.parsing import JsonBody, check_not_compressed, page_limit
+from pdserve.router.api.parsing import JsonBody, page_limit
 from pdserve.router.dialects.batches import schemas
 from pdserve.router.dialects.batches.batch_queue import BatchQueue
 from pdserve.router.dialects.batches.file_store import FILE, FileStore, Json
 from pdserve.router.web.dialect import Dialect, Service
-from pdserve.router.web.endpoint import Access, endpoint, example
+from pdserve.router.web.endpoint import Access, check_not_compressed, endpoint, example
 
 MAX_FILENAME = 255
 

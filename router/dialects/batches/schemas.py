@@ -5,7 +5,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from pdserve.router.api.answers import Answer
-from pdserve.router.api.schemas import Body, Metadata, Short
+from pdserve.router.api.parsing import Body
+from pdserve.router.api.schemas import Metadata, Short
 
 
 class BatchBody(Body):

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.errors import RequestError
-from pdserve.router.api import requests
+from pdserve.router.api import chat, requests
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.parsing import JsonBody
@@ -56,7 +56,7 @@ def _parse_message(
     body: schemas.MessagesBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int
 ) -> Generation:
     chat_body = conversion.to_chat_body(body, knows_effort=tokenizer.knows_effort)
-    return requests.parse_chat(chat_body, draft, tokenizer, info, max_n)
+    return chat.parse_chat(chat_body, draft, tokenizer, info, max_n)
 
 
 def _num_tokens(
@@ -64,4 +64,4 @@ def _num_tokens(
 ) -> int:
     requests.check_model(body.model, info.name)
     chat_body = conversion.to_counted_body(body, knows_effort=tokenizer.knows_effort)
-    return len(requests.render(chat_body, tokenizer)[0])
+    return len(chat.render(chat_body, tokenizer)[0])

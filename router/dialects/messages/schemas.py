@@ -5,19 +5,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from pdserve.router.api.answers import Answer
-from pdserve.router.api.schemas import (
-    ANY,
-    MESSAGES,
-    PARTS,
-    Array,
-    Body,
-    Messages,
-    NoOps,
-    Object,
-    Tools,
-    bounded,
-    untyped,
-)
+from pdserve.router.api.parsing import ANY, Body, NoOps
+from pdserve.router.api.schemas import MESSAGES, PARTS, Array, Message, Messages, Object, Tools, bounded, untyped
 
 MESSAGES_API_NO_OPS: NoOps = {
     "container": (),
@@ -43,6 +32,7 @@ class CountTokensBody(Body):
     """Fields of /v1/messages/count_tokens. `cache_control` has no effect: every prefix is cached."""
 
     no_ops: ClassVar = MESSAGES_API_NO_OPS
+    message: ClassVar = Message
     has_raw_messages: ClassVar = True
 
     model: str | None = None

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from pydantic_core import to_json
 
 from pdserve.errors import BadRequest, RequestError
+from pdserve.router.api.chat import parse_chat
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.parsing import or_default
-from pdserve.router.api.requests import parse_chat
 from pdserve.router.api.streaming import EventStream
 from pdserve.router.backend import ModelInfo
 from pdserve.router.dialects.responses.conversion import conversation, to_chat_body

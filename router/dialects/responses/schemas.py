@@ -5,16 +5,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from pdserve.router.api.answers import Answer
+from pdserve.router.api.parsing import ANY, Body, NoOps
 from pdserve.router.api.schemas import (
-    ANY,
     MESSAGES,
     SERVICE_TIERS,
     Array,
-    Body,
     Function,
     GenerationBody,
     Metadata,
-    NoOps,
     ReasoningEffort,
     Short,
     Tools,

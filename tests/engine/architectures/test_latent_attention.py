@@ -113,6 +113,7 @@ def test_the_kernel_attends_over_rows_as_wide_as_those_of_deepseek(dtype: torch.
         query_lens=[1, 1, 37],
         kv_lens=kv_lens,
         kv_lens_S=torch.tensor(kv_lens),
+        starts=torch.tensor([0, 1, 2, 39]),
         kernel=cpu,
     )
     q_THD = torch.randn((39, 128, 576), generator=random).to(dtype)

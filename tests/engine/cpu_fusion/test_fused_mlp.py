@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
-from pdserve.engine.cpu_fusion.fused_mlp import FusedMLP, fuse_mlps
+from pdserve.engine.cpu_fusion.fused_layers import FusedMLP, fuse_mlps
 from pdserve.kernels import native
 
 if not native.is_available():

@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
-from pdserve.engine.cpu_fusion.fused_norm import FusedNorm, fuse_norms
+from pdserve.engine.cpu_fusion.fused_layers import FusedNorm, fuse_norms
 from pdserve.kernels import native
 
 if not native.is_available():

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from pdserve.config import EngineConfig
-from pdserve.engine.cpu_fusion.fused_rotary import fuse_rotary
+from pdserve.engine.cpu_fusion.fused_layers import fuse_rotary
 from pdserve.engine.engine import Engine
 from pdserve.kernels import elementwise, native
 

@@ -10,8 +10,7 @@ import transformers
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
-from pdserve.engine.cpu_fusion.linear_method import Linear, PlainMethod, add_delta
-from pdserve.engine.cpu_fusion.prepack import prepack
+from pdserve.engine.cpu_fusion.linear_method import Linear, PlainMethod, add_delta, prepack
 from pdserve.engine.engine import Engine
 from pdserve.request import SamplingParams
 

@@ -9,8 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pdserve.config import EngineConfig
 from pdserve.engine import checkpoint_loader as checkpoint_module
-from pdserve.engine.cpu_fusion.linear_method import Linear
-from pdserve.engine.cpu_fusion.prepack import prepack
+from pdserve.engine.cpu_fusion.linear_method import Linear, prepack
 from pdserve.kernels import linear, memory, native
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs a C++ compiler")

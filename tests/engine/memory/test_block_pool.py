@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.engine.memory.block_pool import BlockPool, NoFreeBlocks
+from pdserve.engine.memory.blocks import BlockPool, NoFreeBlocks
 
 
 def key(i: int) -> bytes:

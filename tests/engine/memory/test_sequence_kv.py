@@ -2,8 +2,7 @@
 
 import pytest
 
-from pdserve.engine.memory.block_pool import BlockPool
-from pdserve.engine.memory.sequence_kv import SequenceKV, SwappedKV
+from pdserve.engine.memory.blocks import BlockPool, SequenceKV, SwappedKV
 from pdserve.keys import KeyChain, token_array
 
 BLOCK = 4
@@ -48,7 +47,7 @@ def test_reopened_prompt_computes_its_last_token_again() -> None:
     pool, kv = loaded(6, prompt=6)
     kv.reopen_prompt()
     assert (kv.num_computed, kv.num_loaded, kv.num_registered, kv.num_uncomputed) == (5, 5, 1, 1)
-    assert kv.copy_on_write(pool) is None and pool.num_held == len(kv.block_ids) == 2
+    assert kv.copy_on_write(pool) == [] and pool.num_held == len(kv.block_ids) == 2
 
 
 def test_reopened_prompt_copies_a_full_last_block_that_is_registered() -> None:
@@ -57,9 +56,9 @@ def test_reopened_prompt_copies_a_full_last_block_that_is_registered() -> None:
     first, full, spare = kv.block_ids
     kv.reopen_prompt()
     assert (kv.num_computed, kv.num_loaded, kv.num_uncomputed, kv.blocks_needed(pool)) == (7, 7, 1, 1)
-    copied = kv.copy_on_write(pool)
+    (copied,) = kv.copy_on_write(pool)
     assert copied == (full, kv.block_ids[1]) and full not in kv.block_ids and kv.num_registered == 1
-    assert kv.copy_on_write(pool) is None and pool.num_held == 3 and kv.block_ids[2] == spare
+    assert kv.copy_on_write(pool) == [] and pool.num_held == 3 and kv.block_ids[2] == spare
     kv.mark_computed(1)
     kv.register_full_blocks(pool)
     assert pool.match(kv.full_keys()) == [first, full]
@@ -72,7 +71,7 @@ def test_reopened_prompt_computes_its_last_token_in_a_block_that_nobody_finds() 
     kv.mark_loaded(8)
     kv.reopen_prompt()
     kv.register_full_blocks(pool)
-    assert kv.copy_on_write(pool) is None and kv.num_registered == 1
+    assert kv.copy_on_write(pool) == [] and kv.num_registered == 1
 
 
 def test_blocks_before_the_first_one_are_neither_held_nor_counted() -> None:
@@ -125,9 +124,9 @@ def test_a_fork_copies_only_what_it_writes_to_and_has_no_swapped_kv() -> None:
     kv.swapped = SwappedKV(0, 4, [1])
     fork = kv.fork(pool, kv.tokens[:])
     assert fork.swapped is None and fork.block_ids == kv.block_ids and fork.blocks_needed(pool) == 1
-    copied = fork.copy_on_write(pool)
+    (copied,) = fork.copy_on_write(pool)
     assert copied == (kv.block_ids[1], fork.block_ids[1]) and fork.block_ids[0] == kv.block_ids[0]
-    assert fork.copy_on_write(pool) is None
+    assert fork.copy_on_write(pool) == []
     fork.release_blocks(pool)
     kv.release_blocks(pool)
     assert pool.num_held == 0

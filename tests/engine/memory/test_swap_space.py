@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve.costs import Costs
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array

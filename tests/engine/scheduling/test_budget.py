@@ -41,8 +41,8 @@ def test_prompt_gets_the_time_that_decoding_leaves() -> None:
 
 def test_unreachable_target_leaves_a_minimal_chunk_per_step() -> None:
     step = budget(0.001, 10)
-    assert step.has_prompt_time(0) and step.allocate(sequence(100, 0)) == 16
-    assert not step.has_prompt_time(0) and step.allocate(sequence(100, 0)) == 0
+    assert step.min_chunk > 0 and step.allocate(sequence(100, 0)) == 16
+    assert step.min_chunk == step.affordable(0) == 0 and step.allocate(sequence(100, 0)) == 0
     assert step.allocate(sequence(100, 99)) == 1
 
 

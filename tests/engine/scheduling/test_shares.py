@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
-from pdserve.engine.memory.block_pool import BlockPool
+from pdserve.engine.memory.blocks import BlockPool
+from pdserve.engine.scheduling.budget import CREDIT_S, Credit, split, step_shares
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.scheduling.shares import CREDIT_S, Credit, split, step_shares
 from pdserve.engine.sequence import TURN, Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams, Tenant
@@ -58,7 +58,7 @@ class Instance:
         self, costs: Costs = COSTS, max_num_seqs: int = 64, num_blocks: int = 10_000, budget: int = 2048
     ) -> None:
         self.sched = Scheduler(BlockPool(num_blocks, 16), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-        self.sched.use_costs(costs)
+        self.sched.costs = costs
         self.time = self.longest_step = 0.0
         self.ends: dict[Sequence, float] = {}
         self.tokens = Counter[Tenant]()

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from pdserve.config import EngineConfig
-from pdserve.engine.cpu_fusion.fused_mlp import FusedMLP
+from pdserve.engine.cpu_fusion.fused_layers import FusedMLP
 from pdserve.engine.cpu_fusion.tolerance import nearly_equal
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner

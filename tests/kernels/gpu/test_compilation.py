@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 
 MMA = r"(?:wgmma\.mma_async|mma)\.sync\.[\w.]+"
 SHARED_KIB = {80: 163, 86: 99, 90: 227}
-WHILE_KERNELS_CHANGE = (pytest.mark.slow, pytest.mark.until_recorded("kernels/gpu"))
+WHILE_KERNELS_CHANGE = pytest.mark.until_recorded("kernels/gpu")
 DTYPES, SIZES = ("bf16", "fp16", "fp32"), (32, 64, 80, 96, 128, 256, 512)
 POINTERS = {
     **dict.fromkeys(("out", "q", "k", "v", "cache", "y", "x", "weight", "bias"), "*bf16"),

@@ -33,7 +33,6 @@ def test_one_case_of_each_feature_equals_the_reference() -> None:
     run_cases("not slow", "triton", "elementwise", "flash", interpreted=True)
 
 
-@pytest.mark.slow
 @pytest.mark.until_recorded("kernels/gpu")
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["triton", "elementwise", "flash"])

@@ -18,7 +18,7 @@ import torch
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import PoolMemory, Result
 from pdserve.kv_transfer.connectors.nixl.connector import NixlConnector
-from pdserve.kv_transfer.connectors.shm import segment
+from pdserve.kv_transfer.connectors.shm import slab
 from pdserve.kv_transfer.connectors.shm.connector import ShmConnector, unlink
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.rules.context import make_layout
@@ -27,7 +27,7 @@ from pdserve.kv_transfer.rules.context import make_layout
 
 
 def size_of_segment(slots: int, block_bytes: int) -> int:
-    return segment.Geometry.of(slots // 16, block_bytes).total_bytes + 4096
+    return slab.Geometry.of(slots // 16, block_bytes).total_bytes + 4096
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pdserve.errors import RequestError
 from pdserve.output import Output
 from pdserve.request import TokenLogprobs
 from pdserve.router.api.beams import answer_streams
-from pdserve.router.backend import read
+from pdserve.router.api.generation import read
 from pdserve.router.telemetry.timeline import Timeline
 
 
@@ -32,7 +32,9 @@ class Stream:
 def answers_of(chunks: list[Output], count: int) -> list[list[Output]]:
     async def read_all() -> list[list[Output]]:
         async with asyncio.timeout(600):
-            return [[one for some in [part async for part in read(stream)] for one in some] for stream in streams]
+            return [
+                [one for some in [part async for _, part in read({0: stream})] for one in some] for stream in streams
+            ]
 
     streams = answer_streams(Stream(chunks), count)
     return asyncio.run(read_all())

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdserve.router.api.parsing import Body
 from pdserve.router.api.schemas import (
     NO_OPS,
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,

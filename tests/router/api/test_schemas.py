@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from pdserve.errors import BadRequest
 from pdserve.router.api import schemas
-from pdserve.router.api.parsing import MAX_DEPTH, parse_body
-from pdserve.router.api.schemas import MAX_ENTRIES, MAX_FIELDS, NO_OPS, Body, ChatBody, CompletionBody
+from pdserve.router.api.parsing import MAX_DEPTH, MAX_FIELDS, Body, parse_body
+from pdserve.router.api.schemas import MAX_ENTRIES, NO_OPS, ChatBody, CompletionBody
 from pdserve.router.dialects import embeddings
 from pdserve.router.dialects.responses import conversion
 from pdserve.router.dialects.responses.schemas import ResponseBody

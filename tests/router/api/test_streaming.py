@@ -16,7 +16,7 @@ import pytest
 from starlette.types import Message
 
 from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
-from pdserve.router.client_connection import ClientConnection
+from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
 

@@ -15,7 +15,7 @@ from pdserve.errors import Conflict, NotFound, Overloaded, RequestError, Unavail
 from pdserve.output import Failure, Moved, Output, Sources, Stored, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, TokenLogprobs
-from pdserve.router.dispatch.dispatcher import MAX_RETRIES
+from pdserve.router.dispatch.dispatcher import MAX_RETRIES, p99
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.routed_request import RoutedRequest
@@ -545,3 +545,8 @@ def test_choices_of_a_prompt_are_submitted_together_and_migrate_alone(make_clust
     assert [list(one.output) for one in frames] == [[10], [11], [12]] and not any(one.members for one in frames)
     again = cluster.dispatcher.open_choices([structs.replace(requests[0], request_id="x"), requests[1]])
     assert [state.request.request_id for state in again] == ["x", f"{requests[1].request_id}.1"]
+
+
+def test_p99_leaves_out_one_gap_of_a_hundred() -> None:
+    assert p99([]) is None and p99([3.0]) == 3.0
+    assert p99([1.0] * 98 + [9.0]) == 9.0 and p99([1.0] * 99 + [9.0]) == 1.0

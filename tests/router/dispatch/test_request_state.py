@@ -11,7 +11,7 @@ from pdserve.errors import RequestError, Unavailable
 from pdserve.output import Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams, TokenLogprobs
-from pdserve.router.backend import read
+from pdserve.router.api.generation import read
 
 if TYPE_CHECKING:
     from pdserve.router.dispatch.request_state import RequestState
@@ -79,7 +79,7 @@ def test_a_waiting_reader_is_woken_by_chunks_and_by_errors(make_cluster: type[Cl
                     await reader
 
     async def collect(state: RequestState, turns: list[list[int]]) -> None:
-        async for chunks in read(state):
+        async for _, chunks in read({0: state}):
             turns.append([token for chunk in chunks for token in chunk.token_ids])
 
     asyncio.run(asyncio.wait_for(scenario(), 600))

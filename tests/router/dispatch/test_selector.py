@@ -50,7 +50,8 @@ def test_an_instance_gets_the_requests_that_it_has_room_for(make_cluster: type[C
     assert not {state.prefill for state in states} & set(short) and not {state.decode for state in states} & set(short)
     states = [cluster.open(f"short-{i}", max_tokens=2) for i in range(4)]
     assert set(short) <= {state.prefill for state in states} | {state.decode for state in states}
-    info = cluster.dispatcher.model()
+    cluster.fleet.on_change()
+    info = cluster.dispatcher.model
     assert info is not None and (info.max_model_len, info.common_model_len) == (100, 5)
     with pytest.raises(Unavailable, match="no instance for 103 tokens is available"):
         cluster.open("too-long", max_tokens=100)
@@ -224,14 +225,14 @@ def test_cached_tokens_reduce_the_assigned_work(make_cluster: type[Cluster]) -> 
         instance.hello.block_size = size
     _, twos, fours, _ = cluster.instances
     keys = {size: block_keys(b"root", [1] * 12, size) for size in (2, 4)}
-    cluster.fleet._handle_kv_events(twos, pb.Blocks(added=b"".join(keys[2][:3])))
+    cluster.fleet.handle_frame(twos, pb.InstanceFrame(blocks=pb.Blocks(added=b"".join(keys[2][:3]))))
     state = cluster.open(prompt=[1] * 12, keys=keys)
     assert state.prefill is twos and twos.candidate.prefill_tokens == 6
-    cluster.fleet._handle_kv_events(fours, pb.Blocks(added=b"".join(keys[4])))
+    cluster.fleet.handle_frame(fours, pb.InstanceFrame(blocks=pb.Blocks(added=b"".join(keys[4]))))
     state = cluster.open("again", prompt=[1] * 12, keys=keys)
     assert state.prefill is fours and fours.candidate.prefill_tokens == 4, "the last token always has to be computed"
     cluster.fleet.deregister(fours, "test")
-    cluster.fleet._handle_kv_events(twos, pb.Blocks(removed=b"".join(keys[2][:3])))
+    cluster.fleet.handle_frame(twos, pb.InstanceFrame(blocks=pb.Blocks(removed=b"".join(keys[2][:3]))))
     state = cluster.open("later", prompt=[1] * 12, keys=keys)
     assert state.prefill is cluster.instances[0] and state.prefill.candidate.prefill_tokens == 12
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import Fleet
@@ -131,7 +133,7 @@ def test_instances_serve_in_their_role_unless_they_drain_or_leave(
     fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
 ) -> None:
     def serving() -> list[str]:
-        return [instance.id for instance in fleet.serving("decode", "both")]
+        return [instance.id for instance in fleet.serving["decode"]]
 
     assert serving() == []
     first, second = (fleet.register(make_hello(name), make_connection()) for name in ("decode-0", "decode-1"))
@@ -174,6 +176,24 @@ def test_load_is_that_of_own_and_other_routers_requests(
     instance.unassign("ours")
     instance.unassign("ours")
     assert (instance.candidate.requests, instance.candidate.output_tokens) == (1, 0)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(st.integers(0, 4), st.integers(-1, 9)), max_size=30))
+def test_the_longest_prompt_of_an_instance_is_known(
+    make_hello: MakeHello, make_connection: type[SentFrames], changes: list[tuple[int, int]]
+) -> None:
+    """`changes` are (request, prompt tokens left; -1: it leaves)."""
+    fleet = Fleet("router", "model", 1.0, lambda: 0.0)
+    instance, left = fleet.register(make_hello("prefill-0"), make_connection()), dict[str, int]()
+    for request, tokens in changes:
+        left[str(request)] = tokens
+        if tokens < 0:
+            del left[str(request)]
+            instance.unassign(str(request))
+        else:
+            instance.assign(str(request), Load(prefill_tokens=tokens))
+        assert instance.candidate.longest.prefill_tokens == max(left.values(), default=0)
 
 
 def test_expired_lease_deregisters(make_hello: MakeHello, make_connection: type[SentFrames]) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.request import ARRIVALS_PER_PRIORITY
-from pdserve.router.limits.fair_queue import FairQueue
+from pdserve.router.limits.admission_queue import FairQueue
 
 KEYS = "abc"
 WEIGHTS = st.fixed_dictionaries({key: st.sampled_from([0.5, 1.0, 2.0, 5.0]) for key in KEYS})

@@ -213,6 +213,15 @@ def auto(*candidates: Candidate, tokens: int = 1000, **request: Any) -> tuple[st
     return decision.chosen, decision.candidates[0].score
 
 
+def test_a_short_prompt_is_forecast_to_share_steps_with_the_longest_one() -> None:
+    """It waits for the other prompts, and for as many tokens of the longest as it has itself; longer ones wait for all."""
+    costs = Costs(prefill=(0.0, 0.001, 0.0), decode=(0.0, 0.0, 0.0))
+    longest = Load(prefill_tokens=30_000, prefills=1)
+    busy = Candidate("busy", requests=2, prefill_tokens=30_500, prefills=2, costs=costs, longest=longest)
+    assert forecast_ttft(busy, PlacementRequest(tokens=100, turn=0)) == pytest.approx(0.5 + 0.1 + 0.1)
+    assert forecast_ttft(busy, PlacementRequest(tokens=20_000, turn=0)) == pytest.approx(30.5 + 20)
+
+
 def test_auto_picks_the_lowest_ttft_for_prefill() -> None:
     idle = Candidate("idle", costs=MACHINE)
     busy = Candidate("busy", requests=1, prefills=1, prefill_tokens=500, attended_tokens=125_000, costs=MACHINE)

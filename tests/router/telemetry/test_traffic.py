@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pdserve.keys import block_keys, root_key
 from pdserve.lifetime import Stage
-from pdserve.router.telemetry.timeline import BLOCK, Timeline, p99, prompt_ids
+from pdserve.router.telemetry.timeline import BLOCK, Timeline, prompt_ids
 from pdserve.router.telemetry.traffic import traffic_lines
 from pdserve.tools.bench.traces import read_mooncake
 
@@ -49,8 +49,3 @@ def test_ids_stand_for_whole_blocks_of_any_size() -> None:
         block, ids = prompt_ids({size: block_keys(ROOT, prompt, size), 2048: []})
         assert (block, len(ids) // 4) == (expected, 1100 // expected)
     assert prompt_ids({16: block_keys(ROOT, prompt, 16)}) == prompt_ids({64: block_keys(ROOT, prompt, 64)})
-
-
-def test_p99_leaves_out_one_gap_of_a_hundred() -> None:
-    assert p99([]) is None and p99([3.0]) == 3.0
-    assert p99([1.0] * 98 + [9.0]) == 9.0 and p99([1.0] * 99 + [9.0]) == 1.0

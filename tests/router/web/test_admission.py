@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from pdserve.router.client_connection import ClientConnection
+from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdserve.cli.deployment import free_port
 from pdserve.errors import Overloaded, Unavailable
-from pdserve.router.client_connection import ClientConnection
+from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.http_protocol import MAX_HEADERS, HttpProtocol
 

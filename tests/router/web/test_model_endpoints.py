@@ -84,7 +84,7 @@ def test_large_bodies_are_parsed_and_answered_in_threads(
     body: dict[str, Any],
 ) -> None:
     """The client's event loop, which is also the server's, runs in this thread."""
-    parsing_in, decoding_in = threads_of(parsing, "parse_json"), threads_of(Tokenizer, "decode")
+    parsing_in, decoding_in = threads_of(parsing, "parse_json"), threads_of(tokenizer, "decode")
     answering_in = threads_of(http_responses, "to_json")
     response = make_client(make_app(tokenizer, max_body_bytes=1_000_000)).post(path, body)
     long = response.status_code == 200 and path != "/v1/messages/count_tokens"

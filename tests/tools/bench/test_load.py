@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 
 from pdserve.tools.bench.load import Load, Target
 from pdserve.tools.bench.metrics import summarize
 from pdserve.tools.bench.report import as_text
 from pdserve.tools.bench.requests import Request, Sample
+from pdserve.tools.bench.server import read_breakdown
 
 Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 METRICS = ["ttft", "tpot", "itl", "e2el"]
@@ -194,3 +196,37 @@ def test_a_slow_client_is_named() -> None:
     on_time = [Sample(i, 0.0, ended=0.2, token_times=[0.1], status=200, output_tokens=1) for i in range(3)]
     assert summarize(on_time, {}, METRICS, [99], [0.1])["client_bottleneck"] == ""
     assert "95% of a core" in summarize(on_time, {}, METRICS, [99], [0.95])["client_bottleneck"]
+
+
+def test_a_late_client_that_hardly_computes_was_on_a_busy_machine() -> None:
+    late = [Sample(i, 0.0, sent=0.05, ended=0.2, token_times=[0.1], status=200, output_tokens=1) for i in range(3)]
+    text = summarize(late, {}, METRICS, [99], [0.1])["client_bottleneck"]
+    assert text.startswith("the machine was busy") and "10% of a core" in text
+    assert summarize(late, {}, METRICS, [99], [0.7])["client_bottleneck"].startswith("the client was the bottleneck")
+
+
+def test_latency_is_normalized_by_tokens_and_those_that_come_together_are_counted() -> None:
+    steady = Sample(0, 0.0, ended=0.4, token_times=[0.1, 0.2, 0.3, 0.4], status=200, output_tokens=4)
+    stalled = Sample(1, 0.0, ended=0.8, token_times=[0.8, 0.8, 0.8, 0.8], status=200, output_tokens=4)
+    figures = summarize([steady, stalled], {}, METRICS, [50], [0.1])
+    assert figures["mean_normalized_latency_ms"] == pytest.approx(150) and figures["tokens_together_fraction"] == 0.5
+    text = as_text(figures, METRICS, [50])
+    assert re.search(r"Normalized latency \(ms per output token\): +150\.00", text) and re.search(
+        r"came together \(%\): 50", text
+    )
+    assert "together" not in as_text(summarize([steady], {}, METRICS, [50], [0.1]), METRICS, [50])
+
+
+def test_a_hand_over_that_decode_did_not_need_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode starts before the first token where it computes the prompt itself."""
+    stages = {"received": 0.0, "prefill_started": 5.0, "first_token": 20.0}
+    timelines = {"moved": stages | {"decode_started": 30.0}, "local": stages | {"decode_started": 4.0}}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"stages_ms": timelines[request.url.path.rpartition("/")[2]]})
+
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **_: client(transport=httpx.MockTransport(answer)))
+    samples = [Sample(0, 0.0, ended=1, token_times=[0.1], status=200, request_id=one) for one in timelines]
+    found = read_breakdown("http://server", samples)
+    assert found is not None and found["mean_hand_over_ms"] == 10.0 and found["mean_prefill_ms"] == 15.0

@@ -10,16 +10,18 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
+from pdserve.profile.profile import Machine, Profile
+from pdserve.tools import machine
 from pdserve.tools.bench import page
 from pdserve.tools.bench.requests import Request, Sample
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.charts import frontier, pareto
 from pdserve.tools.planner.command import run
-from pdserve.tools.planner.measured import compare, load_measured
+from pdserve.tools.planner.measured import compare, load_measured, scaled
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
 from pdserve.tools.simulator.breakdown import breakdown
-from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet
+from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet, simulate
 
 TARGETS = parse_targets("ttft.p90=100ms")
 LOAD = [Request(0, 20, input_tokens=200), Request(1, 20, input_tokens=400)]
@@ -157,7 +159,7 @@ def test_a_plan_writes_its_reports(
         try_policy="auto,round_robin",
         html=str(folder / "plan.html"),
     )
-    assert run(config)
+    assert not run(config)
     assert "Forecast of 1P+1D against measured.json" in capsys.readouterr().out
     plan = json.loads((folder / "plan.json").read_text())
     curve = plan["attainment_by_rate"][plan["chosen"]["fleet"]]
@@ -169,7 +171,6 @@ def test_a_plan_writes_its_reports(
     titles = [json.loads(f'"{one.partition(chr(34))[0]}"') for one in text.split('"title": {"text": "')[1:]]
     for part in (
         "by rate",
-        "÷ target; below 1",
         "by instances",
         "until tokens 1 and 2",
         "by ITL p99",
@@ -178,10 +179,82 @@ def test_a_plan_writes_its_reports(
     ):
         assert any(part in title for title in titles), (part, titles)
     assert any("forecast and measured" in title for title in titles)
+    assert not any("÷ target; below 1" in title for title in titles), "one split makes no heat map"
+    assert (
+        text.index("Best fleet" if config.instances else "Smallest fleet")
+        < text.index("<pre>")
+        < text.index('class="chart"')
+    )
 
 
 def test_lengths_are_changed_relative_to_those_given(tiny_profile: Path) -> None:
-    assert run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, stretch_prompts=2.0))
+    assert not run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, stretch_prompts=2.0))
     plan = json.loads((tiny_profile.parent / "plan.json").read_text())
     assert plan["chosen"]["total_input_tokens"] == 2000
     assert plan["sensitivity"]["prompts +20%"]["total_input_tokens"] == 2400
+
+
+def have_cores(path: Path, monkeypatch: pytest.MonkeyPatch, *, cores: int, busy: float = 0.0) -> None:
+    """Let the profile be of this machine, which has so many cores and busy threads."""
+    profile = Profile.load(path)
+    monkeypatch.setattr(machine, "processor", lambda: "P")
+    monkeypatch.setattr(machine, "num_cores", lambda: cores)
+    monkeypatch.setattr(machine, "busy_threads", lambda: busy)
+    replace(profile, machine=Machine(processor="P", threads=1, cores=cores)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("cores", "busy", "free"), [(2, 0.0, ""), (2, 4.0, ", of which 0.0 are free"), (8, 7.5, ", of which 0.5 are free")]
+)
+def test_a_plan_says_that_it_lacks_cores(
+    cores: int,
+    busy: float,
+    free: str,
+    tiny_profile: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    have_cores(tiny_profile, monkeypatch, cores=cores, busy=busy)
+    assert run(plan_config(tiny_profile, slo="ttft.p90=40ms", request_rate=20, num_prompts=30, instances=2)) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("Best fleet for 20 requests/s: ")
+    assert (
+        second.startswith("On this machine it ") and f"need 4 cores, and there are {cores}{free}; with shared" in second
+    )
+    plan = json.loads((tiny_profile.parent / "plan.json").read_text())
+    assert plan["here"]["p90_ttft_ms"] > plan["chosen"]["p90_ttft_ms"]
+    assert ("it cannot hold" in second) is (plan["here"]["p90_ttft_ms"] > 40)
+
+
+def test_a_plan_for_enough_cores_says_nothing_of_them(
+    tiny_profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    have_cores(tiny_profile, monkeypatch, cores=16, busy=3)
+    run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, instances=2))
+    assert "cores" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("times", "code"), [(1.0, 0), (1.3, 0), (3.0, 1)])
+def test_measurements_come_first_and_correct_the_profile(
+    times: float, code: int, tiny_profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, load = Profile.load(tiny_profile), {"num_prompts": 40, "request_rate": 4.0}
+    config = plan_config(tiny_profile, slo="ttft=20s", instances=2, **load)
+    truth = simulate(config, scaled(profile, prefill=times, decode=times), {}, Fleet(1, 1), 4.0).figures
+    result = tiny_profile.parent / "result.json"
+    result.write_text(json.dumps(truth | {"request_rate": 4.0}))
+    assert run(replace(config, measured=f"1P+1D={result}")) == code
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Forecast of 1P+1D against result.json: median error ")
+    factors = json.loads((tiny_profile.parent / "plan.json").read_text())["corrected"]
+    if times == 1:
+        assert not factors and second.startswith("Best fleet")
+    else:
+        assert factors == {kind: pytest.approx(times, rel=0.15) for kind in ("prefill", "decode")}
+        assert "So this plan takes prefill steps" in second
+
+
+def test_a_token_that_comes_with_the_one_before_it_has_no_error(result: Callable[..., str]) -> None:
+    (measured,) = load_measured(result(p50_itl_ms=0.0, p50_ttft_ms=80.0), LOAD)
+    found = compare(measured, lambda fleet, rate: trial(fleet, p50_itl_ms=20.0, p50_ttft_ms=100.0))
+    assert found.error == pytest.approx(0.25) and found.factor("ITL p50") == 1.0 and "TTFT p50" in str(found)

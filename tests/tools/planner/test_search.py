@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferModel
 from pdserve.tools.bench.requests import Request
@@ -35,6 +34,7 @@ from pdserve.tools.simulator.fleet import Fleet, Forecast, draw_requests, mean_r
 
 Run = Callable[..., Any]
 TARGETS = parse_targets("ttft.p90=500ms,itl.p99=0.05s")
+ONE_EACH = {"prefill": 1, "decode": 1, "both": 1}
 
 
 def make_forecast(fleet: Fleet, ttft_ms: float, itl_ms: float, failed: int = 0, rate: float = 5.0) -> Forecast:
@@ -280,9 +280,12 @@ def test_advice_names_the_price_of_the_choice() -> None:
 
 
 def test_lines_for_compose_deploy_the_fleet() -> None:
-    lines = env_lines(trial(Fleet(2, 1), 1, 1))
+    lines = env_lines(trial(Fleet(2, 1), 1, 1), ONE_EACH)
     assert lines == ["PREFILL=2", "PREFILL_GPUS=0,1", "DECODE=1", "DECODE_GPUS=2"]
-    (line,) = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1))
+    several = env_lines(trial(Fleet(1, 2), 1, 1), {"prefill": 2, "decode": 1, "both": 4})
+    assert several[:3] == ["PREFILL=1", "PREFILL_GPUS=0,1", "PREFILL_TENSOR_PARALLEL_SIZE=2"]
+    assert several[3:] == ["DECODE=2", "DECODE_GPUS=2,3"]
+    (line,) = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1), ONE_EACH)
     assert "pdserve up --prefill 0 --decode 0 --both 3 --itl-target-ms 20" in line, "by default, up starts 1P+1D"
 
 
@@ -342,7 +345,7 @@ def test_a_plan_changes_the_lengths_and_the_ramp_that_it_was_given(profile: Path
             return judge(TARGETS, make_forecast(fleet, 1, 1))
 
     config = PlanConfig(profile=str(profile), request_rate=5, stretch_prompts=2, num_prompts=10, random_input_len=100)
-    Recorder(config, Profile.load(profile), TARGETS, Console().status(""))._sensitivity(Fleet(1, 1))
+    Recorder(config, Profile.load(profile), TARGETS, lambda text: None)._sensitivity(Fleet(1, 1))
     assert sorted(set(seen)) == [1.6, 2, 2.4]
 
 

@@ -124,7 +124,7 @@ def test_lines_for_compose_have_the_flags_of_instances_and_routers() -> None:
     settings: tuple[tuple[str, Any], ...] = (("connector", "redis"), ("max_num_batched_tokens", 512))
     settings += (("policy", "least_loaded"), ("ttft_target_ms", 250.0))
     (trial,) = Machine(lambda fleet: 1)([Fleet(1, 1, itl_target_ms=20, settings=settings)])
-    assert env_lines(trial)[4:] == [
+    assert env_lines(trial, {"prefill": 1, "decode": 1, "both": 1})[4:] == [
         "ENGINE_FLAGS=--itl-target-ms 20 --max-num-batched-tokens 512",
         "ROUTER_FLAGS=--policy least_loaded --ttft-target-ms 250",
         "# with a KV store of the connector redis, as CONNECTOR",

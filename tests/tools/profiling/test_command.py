@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,14 @@ from pdserve.profile.profile import Machine, Profile
 from pdserve.tools.profiling.command import _compare, _progress
 
 COMMAND = [sys.executable, "-m", "pdserve", "profile"]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.mark.integration
-def test_a_quick_profile_of_the_demo_model(tmp_path: Path) -> None:
+def test_a_quick_profile_of_the_demo_model(pdserve: Run, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     arguments = ["--quick", "--repeat", "1", "--threads", "1", "--max-model-len", "256", "--max-num-seqs", "16"]
-    result = subprocess.run([*COMMAND, *arguments, "--output", str(file)], capture_output=True, text=True, timeout=900)
+    result = pdserve("profile", *arguments, "--output", str(file))
     assert result.returncode == 0, result.stderr
     assert "mixed, not fitted" in result.stdout and f"written to {file}" in result.stdout.replace("\n", "")
     profile = Profile.load(file)
@@ -30,7 +32,8 @@ def test_a_quick_profile_of_the_demo_model(tmp_path: Path) -> None:
     assert profile.engine.max_model_len == 256 and profile.engine.block_bytes == 32768
     assert profile.step.seconds([(200, 0)]) > profile.step.seconds([(16, 0)]) > 0
     assert profile.step.decode_seconds(16, 1600) > 0 and profile.transfers["shm"].bytes_per_s > 0
-    assert {"start_up_s", "overheads.router_token_s"} < set(profile.assumed)
+    assert set(profile.assumed) <= {"start_up_s", "role_flip_s", "swap"} and profile.machine.cores >= 1
+    assert profile.overheads.router_request_s + profile.overheads.router_token_s > 0
     assert profile.overheads.engine_step_s > 0
 
 
@@ -63,15 +66,15 @@ def test_a_lost_ctrl_c_ends_the_next_step() -> None:
     assert shown == ["a step"] and signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line(pdserve: Run, tmp_path: Path) -> None:
     arguments = ["--import-source", "distserve", "--import-file", str(tmp_path / "none.json")]
-    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600)
+    result = pdserve("profile", *arguments)
     assert result.returncode == 2
     assert result.stderr == f"pdserve: {tmp_path / 'none.json'} cannot be read: No such file or directory\n"
 
 
-def test_a_comparison_needs_a_fleet() -> None:
-    result = subprocess.run([*COMMAND, "--compare", "x.json"], capture_output=True, text=True, timeout=600)
+def test_a_comparison_needs_a_fleet(pdserve: Run) -> None:
+    result = pdserve("profile", "--compare", "x.json")
     assert result.returncode == 2 and result.stderr == "pdserve: --compare needs --from-fleet\n"
 
 

@@ -13,7 +13,7 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors.shm import segment
+from pdserve.kv_transfer.connectors.shm import segment, slab
 from pdserve.kv_transfer.connectors.shm.connector import unlink
 
 Attach = Callable[..., Any]
@@ -82,7 +82,7 @@ def test_each_block_length_has_its_own_segment_under_one_name(
 
 def test_a_segment_being_created_is_not_removed(name: str, layout_of: LayoutOf, attach_shm: AttachShm) -> None:
     lock_holder = segment._open(name, f"{segment.DIRECTORY}/pdserve-{name}@8192")
-    segment.lock(lock_holder, segment.CREATION_LOCK_AT, 0)
+    slab.lock(lock_holder, slab.CREATION_LOCK_AT, 0)
     attach_shm(f"shm://{name}?size=8MiB", layout_of(4096)).close()
     assert segments_of(name) == {4096, 8192}
     os.close(lock_holder)
@@ -173,30 +173,30 @@ def fds(tmp_path: Path) -> Iterator[tuple[int, int]]:
 
 def test_a_byte_is_locked_by_one_descriptor_at_a_time(fds: tuple[int, int]) -> None:
     one, other = fds
-    assert segment.try_lock(one, 7)
-    assert segment.try_lock(one, 7), "a descriptor may lock its own byte again"
-    assert not segment.try_lock(other, 7) and segment.try_lock(other, 8)
-    segment.set_lock(one, 7, fcntl.F_UNLCK)
-    assert segment.try_lock(other, 7)
+    assert slab.try_lock(one, 7)
+    assert slab.try_lock(one, 7), "a descriptor may lock its own byte again"
+    assert not slab.try_lock(other, 7) and slab.try_lock(other, 8)
+    slab.set_lock(one, 7, fcntl.F_UNLCK)
+    assert slab.try_lock(other, 7)
 
 
 def test_lock_gives_up_at_the_deadline(fds: tuple[int, int]) -> None:
     one, other = fds
-    segment.lock(one, 7, time.monotonic())
+    slab.lock(one, 7, time.monotonic())
     with pytest.raises(TimeoutError):
-        segment.lock(other, 7, time.monotonic() + 0.02)
+        slab.lock(other, 7, time.monotonic() + 0.02)
 
 
 def test_locks_of_others_are_seen_in_a_range(fds: tuple[int, int]) -> None:
     one, other = fds
-    segment.lock(one, 7, time.monotonic())
-    assert segment.is_locked_by_others(other, 7) and segment.is_locked_by_others(other, 0, 0)
-    assert not segment.is_locked_by_others(one, 7), "its own lock does not count"
-    assert not segment.is_locked_by_others(other, 8, 0)
+    slab.lock(one, 7, time.monotonic())
+    assert slab.is_locked_by_others(other, 7) and slab.is_locked_by_others(other, 0, 0)
+    assert not slab.is_locked_by_others(one, 7), "its own lock does not count"
+    assert not slab.is_locked_by_others(other, 8, 0)
 
 
 def test_closing_the_descriptor_releases_its_locks(fds: tuple[int, int], tmp_path: Path) -> None:
     third = os.open(tmp_path / "file", os.O_RDWR)
-    assert segment.try_lock(third, 7) and not segment.try_lock(fds[0], 7)
+    assert slab.try_lock(third, 7) and not slab.try_lock(fds[0], 7)
     os.close(third)
-    assert segment.try_lock(fds[0], 7)
+    assert slab.try_lock(fds[0], 7)

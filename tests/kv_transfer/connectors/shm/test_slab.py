@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.kv_transfer.connector import Outcome
-from pdserve.kv_transfer.connectors.shm import slab
+from pdserve.kv_transfer.connectors.shm import segment, slab
 from pdserve.kv_transfer.connectors.shm.connector import count_leases
 from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
@@ -23,7 +23,7 @@ SLOTS = 32  # of the smallest segment: two sets, so that a key may use every slo
 
 def test_a_slot_claimed_by_a_dead_user_is_reclaimed(small: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(small)
-    dead = slab.attach(instance.connector._name, 4096, None)
+    dead = segment.attach(instance.connector._name, 4096, None)
     for key in new_keys(SLOTS):
         with dead.locked(60.0):
             assert dead.claim(instance.connector.namespace + key) is not None
@@ -36,8 +36,8 @@ def test_a_slot_claimed_by_a_dead_user_is_reclaimed(small: str, attach: Attach, 
 def test_a_process_killed_while_holding_the_lock_releases_it(small: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(small)
     code = (
-        "import sys; from pdserve.kv_transfer.connectors.shm import slab\n"
-        "view = slab.attach(sys.argv[1], 4096, None)\n"
+        "import sys; from pdserve.kv_transfer.connectors.shm import segment\n"
+        "view = segment.attach(sys.argv[1], 4096, None)\n"
         "with view.locked(60.0):\n"
         "    view.claim(b'n' * 32); print('locked', flush=True); sys.stdin.read()\n"
     )
@@ -55,7 +55,7 @@ def test_a_process_killed_while_holding_the_lock_releases_it(small: str, attach:
 
 def test_a_stopped_lock_holder_costs_no_more_than_the_timeout(small: str, attach: Attach, new_keys: NewKeys) -> None:
     instance = attach(f"{small}&timeout=0.3")
-    other = slab.attach(instance.connector._name, 4096, None)
+    other = segment.attach(instance.connector._name, 4096, None)
     with other.locked(60.0):
         assert instance.store(new_keys(2), [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
     other.close()

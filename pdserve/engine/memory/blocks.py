@@ -1,0 +1,401 @@
+"""Blocks of KV: the pool that hands them out, and those of one sequence. Plain data on block ids; `KVMemory` has the tensor.
+
+The pool counts references, and is the prefix cache, from which it evicts. A block is in exactly one of three states:
+    free     unreferenced, without a key
+    cached   unreferenced, with a key: a prefix hit revives it, an allocation may evict it (least recently used first)
+    held     referenced by one or more holders (sequences, transfers in flight)
+
+Of a sequence, `SequenceKV` has the blocks, which tokens have KV, where that came from, and the keys of full blocks. Only its
+methods change this state; other modules call them and read the attributes.
+"""
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import Protocol, TypeAlias
+
+from pdserve.keys import KeyChain, Tokens
+
+BlockPairs = list[tuple[int, int]]  # (block, block of the same pool or of another)
+BlockTable: TypeAlias = "array[int]"  # int64: a step copies it into its input, which takes a list fifteen times as long
+
+
+class NoFreeBlocks(Exception):
+    """An allocation asked for more blocks than are free or cached."""
+
+
+class BlockListener(Protocol):
+    """Is told what the pool's blocks hold."""
+
+    def store(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
+        """A key became findable. `parent` is the key of the block before, if any."""
+
+    def remove(self, key: bytes) -> None: ...
+
+
+class BlockPool:
+    """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
+
+    Attributes:
+        refs: number of holders of each block. One with several must not be written to.
+        listeners: are told of each key that becomes findable or stops being so.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert num_blocks > 0 and block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.refs = [0] * num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self.listeners: list[BlockListener] = []
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks available to an allocation: free or cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the block ids of the longest prefix of `keys` in the pool, held or cached. Takes no reference."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block, reviving cached ones."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                assert block in self._cached, f"block {block} is free and cannot be held"
+                del self._cached[block]
+            self.refs[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks with one reference each, evicting cached blocks when the free ones run out.
+
+        Raises:
+            NoFreeBlocks: fewer than `count` are free or cached; nothing was taken.
+        """
+        if count > self.num_free:
+            raise NoFreeBlocks(f"{count} blocks requested, {self.num_free} of {self.num_blocks} free")
+        blocks: list[int] = []
+        for _ in range(count):
+            block = self._free.popleft() if self._free else self._evict()
+            self.refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block. A block without references is cached if it has a key, else free.
+
+        The last block is released first, so that the tail of a prefix is evicted before its head.
+        """
+        for block in reversed(blocks):
+            assert self.refs[block] > 0, f"block {block} released more often than held"
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                if block in self._key_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def register(self, block: int, key: bytes, parent: bytes | None = None, tokens: Sequence[int] = ()) -> None:
+        """Make a held block, now full and final, findable by its key. The first block registered for a key keeps it.
+
+        Args:
+            parent, tokens: for the listeners.
+        """
+        assert self.refs[block] > 0, f"block {block} registered without a holder"
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+            for listener in self.listeners:
+                listener.store(key, parent, tokens)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is in exactly one state and that keys and blocks agree."""
+        free, cached = set(self._free), set(self._cached)
+        held = set(compress(range(self.num_blocks), self.refs))
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached and not held & (free | cached), "a block is in two states"
+        assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
+        assert min(self.refs) >= 0
+        assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
+        assert cached <= self._key_of.keys() and not free & self._key_of.keys()
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        for listener in self.listeners:
+            listener.remove(key)
+        return block
+
+
+def block_table(ids: Iterable[int] = ()) -> BlockTable:
+    return array("q", ids)
+
+
+@dataclass(frozen=True)
+class SwappedKV:
+    """Copy in host memory of a preempted sequence's KV.
+
+    Attributes:
+        first_block: index in the sequence of the first block that was copied.
+        num_tokens: leading tokens of the sequence that have KV.
+        host_blocks: block ids in the host pool, of the sequence's blocks from `first_block` on.
+    """
+
+    first_block: int
+    num_tokens: int
+    host_blocks: list[int]
+
+
+@dataclass(eq=False)
+class SequenceKV:
+    """The KV of a sequence's tokens.
+
+    Attributes:
+        tokens: of the sequence, whose output appends to them.
+        num_initial: number of tokens at creation: the prompt, and the output that another instance had generated.
+        chain: computes the keys.
+        block_ids: one per block of tokens. The first `num_dropped` entries are void.
+        num_dropped: leading blocks released because they lie outside the attention window of every later token.
+        num_computed: leading tokens whose KV is in `block_ids`.
+        num_registered: leading blocks that are registered in the pool by key.
+        keys: content keys of the full blocks of `tokens`, derived on demand.
+        cacheable: the KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
+        swapped: the copy in host memory of the KV that a preemption took away, if any.
+        needs_refetch: set on preemption if the KV may be in the store; once the sequence has blocks again, its owner
+            looks there before anything is recomputed.
+        num_preemptions: how often it was taken away.
+        admitted: whether the sequence has been in the running batch.
+        num_local_hit: tokens whose KV came from this pool at first admission.
+        num_loaded: tokens whose KV came from the KV store at first admission.
+        num_unneeded: leading tokens to which no later one attended at first admission, so that their KV came from nowhere.
+        num_shared: leading tokens whose KV it took over from another sequence of its request.
+    """
+
+    tokens: Tokens
+    block_size: int
+    num_initial: int
+    chain: KeyChain
+    block_ids: BlockTable = field(default_factory=block_table)
+    num_dropped: int = 0
+    num_computed: int = 0
+    num_registered: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    cacheable: bool = True
+    swapped: SwappedKV | None = None
+    needs_refetch: bool = False
+    num_preemptions: int = 0
+    admitted: bool = False
+    num_local_hit: int = 0
+    num_loaded: int = 0
+    num_unneeded: int = 0
+    num_shared: int = 0
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Ids of the blocks to which the sequence holds a reference."""
+        return self.block_ids[self.num_dropped :].tolist()
+
+    def blocks(self, first: int, stop: int) -> list[int]:
+        """Return the ids of its blocks [first, stop). None of them may have been dropped."""
+        assert first >= self.num_dropped, f"block {first} was dropped"
+        return self.block_ids[first:stop].tolist()
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens without KV: 1 while decoding, more while prefilling or after a preemption."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if at most the last token lacks KV. A beam that waits for others lacks none."""
+        return len(self.tokens) - self.num_computed <= 1
+
+    def full_keys(self) -> list[bytes]:
+        """Return the keys of all full blocks of `tokens`."""
+        first = (len(self.keys) + 1) * self.block_size
+        if first <= len(self.tokens):
+            self.keys += self.prefix_keys(range(first, len(self.tokens) + 1, self.block_size))
+        return self.keys
+
+    def initial_keys(self) -> list[bytes]:
+        """Return the keys of all blocks of the initial tokens, a partial last block included."""
+        full, rest = divmod(self.num_initial, self.block_size)
+        return self.full_keys()[:full] + self.prefix_keys([self.num_initial] if rest else [])
+
+    def prefix_keys(self, ends: Sequence[int]) -> list[bytes]:
+        """Return the key of the first n tokens for each n of `ends`, which must ascend."""
+        return self.chain.keys(self.tokens, ends)
+
+    def num_local(self, pool: BlockPool, keys: Sequence[bytes]) -> int:
+        """Return of how many leading blocks it or the pool has the KV. `keys` are theirs, as far as that counts."""
+        return self.num_registered if self.block_ids else len(pool.match(keys))
+
+    def blocks_needed(self, pool: BlockPool) -> int:
+        """Return how many new blocks are needed to compute all tokens, the copy of a shared block included."""
+        is_copied = self._block_to_copy(pool) is not None
+        return max(0, pool.blocks_for(len(self.tokens)) - len(self.block_ids)) + is_copied
+
+    # ---- changes of state ---------------------------------------------------------------------------------------
+
+    def for_sibling(self, tokens: Tokens) -> "SequenceKV":
+        """Return the state, without KV, of another sequence of the same tokens, of which `tokens` is a copy."""
+        assert not self.block_ids and not self.admitted
+        return replace(self, tokens=tokens, keys=[], block_ids=block_table(), chain=self.chain.copy())
+
+    def fork(self, pool: BlockPool, tokens: Tokens) -> "SequenceKV":
+        """Return the state of another sequence, which shares all KV computed so far. `tokens` is a copy of its own."""
+        block_ids = self.block_ids[: pool.blocks_for(self.num_computed)]
+        pool.hold(block_ids[self.num_dropped :])
+        chain = self.chain.copy()
+        return replace(self, tokens=tokens, keys=[*self.keys], block_ids=block_ids, swapped=None, chain=chain)
+
+    def share(self, other: "SequenceKV", pool: BlockPool) -> None:
+        """Take over the KV that another sequence of the same tokens has. Later writes are copy-on-write."""
+        assert not self.block_ids and len(self.tokens) == len(other.tokens)
+        self.block_ids = other.block_ids[: pool.blocks_for(other.num_computed)]
+        self.num_dropped, self.num_computed = min(other.num_dropped, len(self.block_ids)), other.num_computed
+        pool.hold(self.held_blocks)
+        self.num_registered = min(other.num_registered, len(self.block_ids))
+        self.keys, self.chain, self.cacheable = other.keys[:], other.chain.copy(), other.cacheable
+        self.num_shared, self.num_unneeded = other.num_computed, min(other.num_unneeded, other.num_computed)
+        self.num_local_hit = other.num_computed - self.num_unneeded
+
+    def take_blocks(self, first: int, hits: list[int], fresh: list[int]) -> None:
+        """Take over references to the first blocks.
+
+        Args:
+            first: index of the first block; the ones before it count as dropped.
+            hits: blocks from `first` on that hold the KV of the tokens.
+            fresh: blocks without KV.
+        """
+        assert not self.block_ids
+        self.block_ids = block_table([0] * first + hits + fresh)
+        self.num_dropped, self.num_registered = first, first + len(hits)
+        self.num_computed = self.num_registered * self.block_size
+        if not self.admitted:
+            self.num_local_hit, self.num_unneeded = len(hits) * self.block_size, first * self.block_size
+
+    def grow(self, pool: BlockPool, further: int = 0) -> None:
+        """Allocate the blocks that all tokens need, and `further` tokens after them."""
+        self.block_ids.extend(pool.allocate(max(0, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))))
+
+    def copy_on_write(self, pool: BlockPool) -> BlockPairs:
+        """Replace the block that the next token is written to if others read it or may find it by its key.
+
+        Returns:
+            (source, target): the block whose content must be copied, and its replacement. Empty if nothing was replaced.
+        """
+        index = self._block_to_copy(pool)
+        if index is None:
+            return []
+        self.num_registered = min(self.num_registered, index)
+        source, (target,) = self.block_ids[index], pool.allocate(1)
+        pool.release([source])
+        self.block_ids[index] = target
+        return [(source, target)]
+
+    def drop_blocks(self, pool: BlockPool, stop: int) -> None:
+        """Release the blocks before index `stop`, to which no later token attends."""
+        if stop > self.num_dropped:
+            pool.release(self.blocks(self.num_dropped, stop))
+            self.num_dropped = stop
+
+    def release_blocks(self, pool: BlockPool) -> None:
+        """Release all blocks."""
+        pool.release(self.held_blocks)
+        self.block_ids = block_table()
+        self.num_computed = self.num_registered = self.num_dropped = 0
+
+    def give_up_blocks(self, pool: BlockPool) -> None:
+        """Release all blocks before the first admission: the sequence is computed from its first token on."""
+        self.release_blocks(pool)
+        self.num_local_hit = self.num_unneeded = 0
+
+    def forbid_caching(self) -> None:
+        """Keep the blocks from being registered for prefix hits."""
+        self.cacheable = False
+
+    def admit(self) -> None:
+        """Record that the sequence has joined the running batch."""
+        self.admitted = True
+
+    def mark_computed(self, num_tokens: int) -> None:
+        """Record that `num_tokens` more tokens have KV."""
+        self.num_computed += num_tokens
+
+    def mark_loaded(self, num_tokens: int) -> None:
+        """Record that the first `num_tokens` tokens have KV, found in the pool or loaded from the store."""
+        self.num_computed = num_tokens
+        if not self.admitted:
+            self.num_loaded = max(0, num_tokens - self.num_unneeded - self.num_local_hit)
+        self.admitted = True
+
+    def reopen_prompt(self) -> None:
+        """Give up the KV of the last initial token, which has no successor yet: its logits are needed."""
+        assert self.num_computed == self.num_initial == len(self.tokens)
+        self.num_computed -= 1
+        self.num_loaded = max(0, self.num_loaded - 1)
+
+    def register_full_blocks(self, pool: BlockPool) -> None:
+        """Make full blocks that have KV findable by key."""
+        full = self.num_computed // self.block_size
+        if full > self.num_registered and self.cacheable:
+            keys = self.full_keys()
+            for i in range(self.num_registered, full):
+                tokens = self.tokens[i * self.block_size : (i + 1) * self.block_size]
+                pool.register(self.block_ids[i], keys[i], keys[i - 1] if i else None, tokens)
+            self.num_registered = full
+
+    def preempt(self, pool: BlockPool, swapped: SwappedKV | None, *, is_stored: bool) -> None:
+        """Release all blocks, so that others can run.
+
+        Args:
+            swapped: copy in host memory, if any.
+            is_stored: the KV may be in the store.
+        """
+        self.swapped = swapped
+        self.needs_refetch = is_stored and swapped is None
+        self.release_blocks(pool)
+        self.num_preemptions += 1
+
+    def restore_swapped(self) -> SwappedKV:
+        """Record that the KV in host memory has been copied back. Returns what may be released there."""
+        swapped = self.discard_swapped()
+        self.num_computed = max(self.num_computed, swapped.num_tokens)
+        return swapped
+
+    def discard_swapped(self) -> SwappedKV:
+        """Forget the KV in host memory, and return what may be released there."""
+        swapped, self.swapped = self.swapped, None
+        assert swapped is not None, "there is none"
+        return swapped
+
+    def end_refetch(self) -> None:
+        """Record that the store is asked for the KV, as it is once after each preemption."""
+        self.needs_refetch = False
+
+    def _block_to_copy(self, pool: BlockPool) -> int | None:
+        """Return the index of the block that the next token is written to if others read it or may find it, else None."""
+        index = self.num_computed // self.block_size
+        if index < self.num_registered:  # of a reopened prompt
+            return index
+        return index if index < len(self.block_ids) and pool.refs[self.block_ids[index]] > 1 else None

@@ -1,0 +1,84 @@
+"""GPUs of a planned fleet: how many each instance has, and what they cost. Plain decisions: the caller simulates."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pdserve.errors import SetupError
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.search import Trial
+from pdserve.tools.simulator.fleet import Fleet, estimate_of, gpus_of, num_gpus
+
+DEGREES = (1, 2, 4, 8)
+LEAST_TOKENS = 2048  # of KV, without which a model does not really fit
+ROLES = ("prefill", "decode")
+SCREENED = 80  # requests with which numbers of GPUs are compared
+
+
+def fitting(config: PlanConfig) -> list[int]:
+    """Return the numbers of GPUs on which an instance fits.
+
+    Raises:
+        SetupError: it fits on none.
+    """
+    found = [gpus for gpus in DEGREES if estimate_of(config, gpus).kv_tokens >= LEAST_TOKENS]
+    if not found:
+        raise SetupError(f"--model {config.model} in {config.weights} does not fit on {DEGREES[-1]} x {config.gpu}")
+    return found
+
+
+def cheapest(config: PlanConfig, degrees: Sequence[int], smallest: Callable[[PlanConfig], Trial]) -> PlanConfig:
+    """Return the settings with the number of GPUs by instance that needs the fewest of them; of equal ones, with the most
+    margin. If none meets the SLO, with the one that is nearest to it.
+
+    Args:
+        smallest: returns the smallest fleet for some settings, or the nearest if none suffices.
+    """
+    found: list[tuple[bool, int, float, PlanConfig]] = []
+    fewest = config.max_instances * max(degrees)
+    for degree in sorted(degrees, reverse=True):  # few large instances set the bound soonest
+        most = min(config.max_instances, fewest // degree)
+        if config.instances is not None or most < 1:
+            most = config.max_instances
+        settings = replace(config, tensor_parallel_size=str(degree))
+        trial = smallest(replace(settings, max_instances=most, num_prompts=min(config.num_prompts, SCREENED)))
+        gpus = trial.fleet.size * degree
+        found.append((not trial.meets, gpus if trial.meets else 0, trial.ratio, settings))
+        fewest = min(fewest, gpus) if trial.meets else fewest
+    return min(found, key=lambda one: one[:3])[3]
+
+
+def thrifty(config: PlanConfig, trial: Trial, degrees: Sequence[int], simulate: Callable[[Fleet], Trial]) -> Trial:
+    """Return the trial of a split with fewer GPUs for instances of one role, as long as it meets the SLO."""
+    while trial.meets and not trial.is_colocated:
+        options = []
+        for role in ROLES:
+            settings = dict(trial.fleet.settings)
+            gpus = gpus_of(replace(config, **settings), role)
+            if gpus // 2 in degrees:
+                settings[f"{role}_tensor_parallel_size"] = gpus // 2
+                options.append(simulate(replace(trial.fleet, settings=tuple(sorted(settings.items())))))
+        enough = [one for one in options if one.meets]
+        if not enough:
+            break
+        trial = min(enough, key=lambda one: (num_gpus(config, one.fleet), one.ratio))
+    return trial
+
+
+def gpus_by_role(config: PlanConfig, fleet: Fleet) -> dict[str, int]:
+    """Return the GPUs of an instance of each role."""
+    own = replace(config, **dict(fleet.settings))
+    return {role: gpus_of(own, role) if config.gpu else 1 for role in (*ROLES, "both")}
+
+
+def costs(config: PlanConfig, trial: Trial) -> str:
+    """Return what a fleet costs, in a sentence. Prefill instances are also paid for prompts, and decode instances
+    for answers."""
+    fleet, figures = trial.fleet, trial.forecast.figures
+    price = {role: getattr(fleet, role) * config.price * gpus for role, gpus in gpus_by_role(config, fleet).items()}
+    prompts, answers = (
+        figures[f"total_{kind}_tokens"] / figures["duration"] * 3600 / 1e6 for kind in ("input", "output")
+    )
+    total = sum(price.values())
+    text = f"{fleet.shape} costs {total:.2f} per hour, {total / (prompts + answers):.3g} per million tokens"
+    by_role = (price["prefill"] / prompts, price["decode"] / answers)
+    return text + ("." if fleet.both else " ({:.3g} of prompts, {:.3g} of answers).".format(*by_role))

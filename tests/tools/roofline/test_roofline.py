@@ -1,0 +1,201 @@
+"""Roofline profiles: published points, common sense, and the shapes of models."""
+
+import importlib.util
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import SetupError
+from pdserve.tools.load_config import PlanConfig, SimulateConfig
+from pdserve.tools.planner.command import run
+from pdserve.tools.planner.gpus import cheapest, costs, thrifty
+from pdserve.tools.planner.plan import Planner
+from pdserve.tools.planner.search import Trial, judge
+from pdserve.tools.planner.targets import parse_targets
+from pdserve.tools.roofline.devices import DEVICES, WEIGHTS
+from pdserve.tools.roofline.estimate import MEDIAN_ERROR, WORST_ERROR, Estimate
+from pdserve.tools.roofline.shape import built_in, kv_spec, load
+from pdserve.tools.simulator.fleet import Fleet, Forecast, load_profile, num_gpus
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "roofline.py"
+SMALL = "Qwen/Qwen3-8B"
+
+
+def rows() -> list[Any]:
+    spec = importlib.util.spec_from_file_location("roofline_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = sys.modules["roofline_script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    found: list[Any] = script.rows()
+    return found
+
+
+def test_published_points_are_met_as_well_as_plans_say() -> None:
+    counted = [row for row in rows() if row.counts]
+    errors = [abs(row.error) for row in counted]
+    assert len(counted) >= 40 and len({row.point["source"] for row in counted}) == 6
+    assert statistics.median(errors) == pytest.approx(MEDIAN_ERROR, abs=0.005) and MEDIAN_ERROR <= 0.2
+    assert max(errors) == pytest.approx(WORST_ERROR, abs=0.005) and WORST_ERROR <= 0.5
+
+
+def decode_ms(gpu: str, gpus: int = 1, **settings: Any) -> float:
+    return 1e3 * Estimate(load(SMALL), gpu, gpus, **settings).step.decode_seconds(1, 1000)
+
+
+def test_common_sense() -> None:
+    one = decode_ms("h100")
+    assert 5 < one < 9 and 1.2 < one / decode_ms("h200") < 1.6 and 1.4 < one / decode_ms("h100", 2) < 2
+    assert decode_ms("l40s") > decode_ms("a100") > one > decode_ms("b200")
+    assert one > decode_ms("h100", weights="fp8") > decode_ms("h100", weights="w4a16")
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "active"),
+    [
+        ("qwen3-8b", 8.2, 8.2),
+        ("Qwen/Qwen3-32B", 32.8, 32.8),
+        ("Qwen3-30B-A3B", 30.5, 3.3),
+        ("Qwen/Qwen3-235B-A22B", 235, 22),
+        ("meta-llama/Llama-3.1-70B-Instruct", 70.6, 70.6),
+        ("mistralai/Mixtral-8x7B-v0.1", 46.7, 12.9),
+        ("deepseek-ai/DeepSeek-V3", 671, 37),
+        ("facebook/opt-66b", 66, 66),
+    ],
+)
+def test_shapes_have_the_parameters_that_their_names_say(model: str, billions: float, active: float) -> None:
+    shape = load(model)
+    assert shape.parameters == pytest.approx(billions * 1e9, rel=0.03)
+    assert shape.active + 2 * shape.output == pytest.approx(active * 1e9, rel=0.05)
+    assert shape.read(1) == pytest.approx(shape.active) and shape.read(1e6) == pytest.approx(
+        shape.parameters - 2 * shape.output
+    )
+
+
+def test_kv_is_that_of_the_spec() -> None:
+    assert load(SMALL).kv_numbers(1000) == 36 * 2 * 8 * 128
+    assert load("deepseek-ai/DeepSeek-V3").kv_numbers(1000) == 61 * 576
+    mistral = load("mistralai/Mistral-7B-v0.1")
+    assert mistral.kv_numbers(8192) == mistral.kv_numbers(4096) / 2 and mistral.attended(8192) == 0.5
+    config = built_in()[SMALL] | {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"] * 18}
+    assert [len(group.layers) for group in kv_spec(config).groups] == [18, 18] and kv_spec(config).window is None
+
+
+def test_a_config_of_a_directory_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(built_in()[SMALL]))
+    assert replace(load(str(tmp_path)), name=SMALL) == load(SMALL)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"num_hidden_layers": 2}')
+    with pytest.raises(SetupError, match="its config has no usable 'hidden_size'"):
+        load(str(other))
+    with pytest.raises(SetupError, match="which is not downloaded, and no built-in shape; there are Qwen/"):
+        load("nobody/nothing")
+
+
+@given(
+    model=st.sampled_from(sorted(built_in())),
+    gpu=st.sampled_from(sorted(DEVICES)),
+    gpus=st.sampled_from([1, 2, 4, 8]),
+    weights=st.sampled_from(sorted(WEIGHTS)),
+    tokens=st.integers(1, 8191),
+)
+def test_more_tokens_never_take_less_time(model: str, gpu: str, gpus: int, weights: str, tokens: int) -> None:
+    one = Estimate(load(model), gpu, gpus, weights)
+    step = one.step
+    assert 0 < step.prefill_seconds(tokens, 0) <= step.prefill_seconds(tokens + 1, 0)
+    assert 0 < step.decode_seconds(tokens, 0) <= step.decode_seconds(tokens + 1, 0)
+    assert one.kv_tokens <= Estimate(load(model), gpu, 2 * gpus, weights).kv_tokens
+
+
+def trial(fleet: Fleet, ratio: float) -> Trial:
+    figures = {"p99_ttft_ms": 1e3 * ratio, "failed": 0}
+    return judge(parse_targets("ttft=1s"), Forecast(fleet, figures, {}, 0, False, []))
+
+
+CONFIG = PlanConfig(model=SMALL, gpu="h100", tensor_parallel_size="4", slo="ttft=1s", request_rate=5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({1: (5, 0.9), 2: (2, 0.9), 4: (2, 0.5)}, "2"),
+        ({1: (4, 0.9), 4: (1, 0.5)}, "4"),
+        ({1: (9, 1.4), 2: (9, 1.2)}, "2"),
+    ],
+)
+def test_the_fewest_gpus_are_chosen(sizes: dict[int, tuple[int, float]], expected: str) -> None:
+    def smallest(config: PlanConfig) -> Trial:
+        size, ratio = sizes[int(config.tensor_parallel_size)]
+        return trial(Fleet(both=size), ratio if size <= config.max_instances else 2.0)
+
+    assert cheapest(CONFIG, sorted(sizes), smallest).tensor_parallel_size == expected
+
+
+def test_a_role_gets_fewer_gpus_while_the_slo_is_met() -> None:
+    def simulate(fleet: Fleet) -> Trial:
+        gpus = {"prefill": 4, "decode": 4} | {name.partition("_")[0]: value for name, value in fleet.settings}
+        return trial(fleet, 0.9 if gpus["prefill"] >= 2 and gpus["decode"] >= 4 else 1.5)
+
+    chosen = thrifty(CONFIG, trial(Fleet(1, 2), 0.5), [1, 2, 4], simulate)
+    assert dict(chosen.fleet.settings) == {"prefill_tensor_parallel_size": 2} and num_gpus(CONFIG, chosen.fleet) == 10
+    assert thrifty(CONFIG, trial(Fleet(both=2), 0.5), [1, 2, 4], simulate).fleet == Fleet(both=2)
+
+
+def planned(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
+    load = {"num_prompts": 20, "random_input_len": 500, "random_output_len": 16, "jobs": 1}
+    assert (
+        run(PlanConfig(**load | {"model": SMALL, "gpu": "h100", "slo": "ttft.p90=150ms,itl.p90=15ms"} | settings)) == 0
+    )
+    return capsys.readouterr().out
+
+
+def test_a_plan_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, request_rate=4, tensor_parallel_size="auto", itl_target_ms="off", instances=2, price=2.5)
+    assert text.startswith("Best fleet for 4 requests/s on 2 x h100, by roofline: ")
+    assert f"{MEDIAN_ERROR:.0%} off in the median" in text and "over rdma" in text and "costs 5.00 per hour" in text
+
+
+def test_ten_times_the_rate_needs_more_instances() -> None:
+    def size(rate: float) -> int:
+        load: dict[str, Any] = {"num_prompts": 60, "random_input_len": 500, "random_output_len": 16, "jobs": 1}
+        config = PlanConfig(
+            **load, model=SMALL, gpu="h100", slo="ttft.p90=150ms", request_rate=rate, itl_target_ms="off"
+        )
+        return Planner(config, load_profile(config), parse_targets(config.slo), lambda text: None).smallest().fleet.size
+
+    assert size(6) < size(60)
+
+
+def test_only_a_plan_chooses_gpus() -> None:
+    with pytest.raises(SetupError, match="auto is of `pdserve plan`"):
+        load_profile(SimulateConfig(model=SMALL, gpu="h100", tensor_parallel_size="auto"))
+    with pytest.raises(
+        SetupError, match=r"Qwen3-32B in bf16 does not fit on 1 x l40s: give more by --tensor-parallel-size"
+    ):
+        load_profile(SimulateConfig(model="Qwen/Qwen3-32B", gpu="l40s"))
+    with pytest.raises(ValueError, match="--gpu needs --model"):
+        SimulateConfig(gpu="h100")
+
+
+def test_costs_are_of_all_gpus_and_of_each_role() -> None:
+    def cost(fleet: Fleet) -> str:
+        figures = {
+            "total_input_tokens": 3_600_000,
+            "total_output_tokens": 400_000,
+            "duration": 3600.0,
+            "p99_ttft_ms": 1,
+        }
+        one = judge(parse_targets("ttft=1s"), Forecast(fleet, figures | {"failed": 0}, {}, 0, False, []))
+        return costs(replace(CONFIG, price=2.0), one)
+
+    assert cost(Fleet(both=2)) == "2 both costs 16.00 per hour, 4 per million tokens."
+    split = Fleet(1, 2, settings=(("prefill_tensor_parallel_size", 2),))
+    assert cost(split) == "1P+2D costs 20.00 per hour, 5 per million tokens (1.11 of prompts, 40 of answers)."
