@@ -17,6 +17,7 @@
 
 #pragma once
 
+#include "bfloat16.h"
 #include "problem.h"
 #include "tiles.h"
 
@@ -28,8 +29,6 @@ namespace {
 constexpr i64 SIDE = 16, PAIRS = 2 * SIDE, FLOATS = SIDE * SIDE, HALVES = 2 * FLOATS;
 constexpr i64 TILE_ROWS = 1024, STRIP = 32, KV_TILE = 256;
 constexpr i64 SPLIT = 2048;  // KV tokens: combining is dearer than in paged.cpp, as the output of 1024 rows fills half an L2 cache
-constexpr float LOG2_E = 1.44269504f;
-constexpr float MAX_LOG2_WEIGHT = 8;  // log2 of the weight above which the output is rescaled
 
 // Called between writes and the tile loads that read them, of which GCC does not know that they read memory.
 inline void forget() { asm volatile("" ::: "memory"); }
@@ -83,34 +82,6 @@ inline void multiply(float* c, i64 cj, const bf16* a, i64 ai, const bf16* b, i64
     }
 }
 
-// Transpose 16 × 16 words in place.
-inline void transpose(__m512* r) {
-    __m512 t[SIDE];
-#pragma GCC unroll 8
-    for (int i = 0; i < SIDE; i += 2) {
-        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-    }
-    const auto pairs = [&](int i, int j, bool high) {
-        const __m512d x = _mm512_castps_pd(t[i]), y = _mm512_castps_pd(t[j]);
-        return _mm512_castpd_ps(high ? _mm512_unpackhi_pd(x, y) : _mm512_unpacklo_pd(x, y));
-    };
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {  // u[i]: columns c, 4 + c, 8 + c, 12 + c of rows 4i to 4i + 3
-        __m512 u[4];
-        for (int i = 0; i < 4; i++) u[i] = pairs(4 * i + c / 2, 4 * i + c / 2 + 2, c % 2);
-        const __m512 even01 = _mm512_shuffle_f32x4(u[0], u[1], 0x88), odd01 = _mm512_shuffle_f32x4(u[0], u[1], 0xdd);
-        const __m512 even23 = _mm512_shuffle_f32x4(u[2], u[3], 0x88), odd23 = _mm512_shuffle_f32x4(u[2], u[3], 0xdd);
-        r[c] = _mm512_shuffle_f32x4(even01, even23, 0x88);
-        r[4 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0x88);
-        r[8 + c] = _mm512_shuffle_f32x4(even01, even23, 0xdd);
-        r[12 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0xdd);
-    }
-}
-
-// Mask of the first `count` of 32 lanes.
-inline __mmask32 lane_mask(i64 count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
-
 // Load K and V of tokens [first + skipped, first + count): K as k[token / 16][D / 32], and V^T as v[D / 16][token / 32], pairs
 // along the tokens. Up to multiples of PAIRS, the first and the last token are repeated.
 inline void load_kv(const PagedKV<bf16>& kv, i64 first, i64 skipped, i64 count, i64 Dp, bf16* k, bf16* v) {
@@ -143,28 +114,6 @@ inline void prefetch(const PagedKV<bf16>& kv, i64 first, i64 end) {
     for (i64 t = first; t < end; t++)
         for (i64 d = 0; d < kv.a.D; d += PAIRS) _mm_prefetch(kv.k(t) + d, _MM_HINT_T1), _mm_prefetch(kv.v(t) + d, _MM_HINT_T1);
 }
-
-// 2^x for x <= MAX_LOG2_WEIGHT to 3e-6; 0 below -126.
-inline __m512 exp2_(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
-    __m512 p = _mm512_set1_ps(9.570101791e-3f);
-    for (const float c : {5.591786031e-2f, 0.2402474483f, 0.6931218147f, 0.9999992614f})
-        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_GT_OQ), p, n);
-}
-
-// The rows of which a tile's maximum is so far above the running one that the output must be rescaled.
-inline __mmask16 is_raised(__m512 tile_max, __m512 m) {
-    return _mm512_cmp_ps_mask(tile_max, _mm512_add_ps(m, _mm512_set1_ps(MAX_LOG2_WEIGHT)), _CMP_GT_OQ);
-}
-
-// 2^(m_old - m_new), and 1 for other rows than the raised ones: exp2_(0) is not quite 1.
-inline __m512 rescaling(__m512 m_old, __m512 m_new, __mmask16 raised) {
-    return _mm512_mask_mov_ps(_mm512_set1_ps(1), raised, exp2_(_mm512_sub_ps(m_old, m_new)));
-}
-
-// What turns a score into the exponent of its weight; a softcap has applied the scale.
-inline float exponent_factor(const Problem& a) { return (a.softcap > 0 ? 1 : a.scale) * LOG2_E; }
 
 // Raise m, the running maxima (within MAX_LOG2_WEIGHT) of 16 query rows, to the scores of `count` tokens. Where m grows, l, the
 // sums, and o[D × rows] are rescaled.
@@ -226,9 +175,6 @@ struct Scores {
 // Turn the scores of `count` tokens for a strip into weights p, pairs along the tokens, and add those to l. Meanwhile the next
 // scores are computed.
 inline void weigh(const float* s, i64 count, float factor, bf16* p, const float* m, float* l, Scores& next) {
-    alignas(64) static constexpr uint16_t ORDER[32] = {0,  16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i order = _mm512_load_si512(ORDER);
     const __m512 factor16 = _mm512_set1_ps(factor), maxima[2] = {_mm512_load_ps(m), _mm512_load_ps(m + SIDE)};
     __m512 even_sums[2] = {_mm512_load_ps(l), _mm512_load_ps(l + SIDE)}, odd_sums[2] = {};
     for (i64 group = 0; group < count; group += 8) {
@@ -240,7 +186,7 @@ inline void weigh(const float* s, i64 count, float factor, bf16* p, const float*
                 const __m512 odd = exp2_(_mm512_fmsub_ps(_mm512_load_ps(s + at + SIDE), factor16, maxima[half]));
                 even_sums[half] = _mm512_add_ps(even_sums[half], even);
                 odd_sums[half] = _mm512_add_ps(odd_sums[half], odd);
-                _mm512_store_si512(p + at, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+                _mm512_store_si512(p + at, pairs_of(even, odd));
             }
         if (!next.done()) next.advance();
     }
@@ -363,12 +309,6 @@ inline void attend_split(const Problem& a, const PagedKV<bf16>& kv, i64 rows, i6
             scores = ahead;
         }
     }
-}
-
-// 2^(m - m_new), exactly 1 where they are equal.
-inline __m512 split_weight(__m512 m, __m512 m_new) {
-    const __m512 weight = exp2_(_mm512_sub_ps(m, m_new));
-    return _mm512_mask_mov_ps(weight, _mm512_cmp_ps_mask(m, m_new, _CMP_EQ_OQ), _mm512_set1_ps(1));
 }
 
 // Add a split's m, l and o of `rows` query rows to those of the splits before it.

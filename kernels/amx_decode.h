@@ -245,16 +245,12 @@ inline void combine_rows(const Problem& a, const Split& split, const float* part
             }
     }
     _mm512_store_ps(inverse_l, _mm512_div_ps(_mm512_set1_ps(1), total_l));
-    // Interleaving has put elements 0 to 3 of every 8 into one tile, and 4 to 7 into the next.
-    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     for (i64 r = 0; r < R; r++) {
         bf16* const target = (bf16*)a.out + a.starts[split.s] * a.out_token + (split.g * R + r) * a.out_head;
+        const __m512 factor = _mm512_set1_ps(inverse_l[r]);
         for (i64 d = 0; d < D; d += PAIRS) {
-            const __m512 factor = _mm512_set1_ps(inverse_l[r]), x = _mm512_mul_ps(factor, _mm512_load_ps(total + r * D + d));
-            const __m512 y = _mm512_mul_ps(factor, _mm512_load_ps(total + r * D + d + SIDE));
-            const __m512 first = _mm512_permutex2var_ps(x, low, y), second = _mm512_permutex2var_ps(x, high, y);
-            _mm512_storeu_si512(target + d, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+            const float* const x = total + r * D + d;
+            store_in_order(target + d, _mm512_mul_ps(factor, _mm512_load_ps(x)), _mm512_mul_ps(factor, _mm512_load_ps(x + SIDE)));
         }
     }
 }

@@ -9,8 +9,8 @@
 // since blocks are far apart in memory; a few lines with every product, because many at once would delay the products. The
 // (m, l, o) of the splits are combined afterwards (flash-decoding, Dao et al. 2023).
 // Prefill (more new tokens): a task is a tile of query rows (token × query head) of one key/value head. Vector lanes run along
-// the query rows, so that neither the products nor the softmax sum across lanes (after FlashAttention-2, Dao 2023). bfloat16
-// uses amx_kernel.h where AMX is available, in both phases.
+// the query rows, so that neither the products nor the softmax sum across lanes (after FlashAttention-2, Dao 2023).
+// In both phases bfloat16 uses amx_kernel.h where AMX is available, else pairs.h where AVX-512 multiplies pairs.
 //
 // A query row has the same result, bit for bit, in both phases, in any batch and with any number of threads: KV is content,
 // found by other requests under its key. So both phases round alike:
@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "amx_kernel.h"
+#include "pairs.h"
 #include "problem.h"
 #include "vectors.h"
 
@@ -211,12 +212,6 @@ void combine(const Problem& a, const Split& split, const float* partial, i64 siz
 }
 
 // ---- prefill ----------------------------------------------------------------------------------------------------------
-
-constexpr int bit_reversed(int n) {  // of a number below W
-    int reversed = 0;
-    for (int bit = 1; bit < W; bit *= 2) reversed = 2 * reversed + (n & bit ? 1 : 0);
-    return reversed;
-}
 
 // s[t][x] = Σ_d k[t][d] · q[d][x] for I tokens × V vectors of query rows, rounded as in `qk_dot`. The W sums are made in the
 // order in which the fewest of them wait for their other half.
@@ -469,6 +464,7 @@ i64 pdserve_attend_arguments() { return sizeof(Problem); }
 void pdserve_attend(const Problem* a) {
     if (a->dtype == 0) attend<VectorKernel<float>>(*a);
     if (a->dtype == 1 && a->use_amx && amx::is_permitted()) attend<amx::Kernel>(*a);
+    else if (a->dtype == 1 && pairs::supports(*a)) attend<pairs::Kernel>(*a);
     else if (a->dtype == 1) attend<VectorKernel<bf16>>(*a);
     if (a->dtype == 2) attend<VectorKernel<fp16>>(*a);
 }

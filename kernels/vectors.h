@@ -170,6 +170,13 @@ inline void sum4(const vf* v, float* to) {
 #endif
 }
 
+// The order of lanes in which `sum` adds them if they are computed one after the other, and the fewest sums wait for others.
+constexpr int bit_reversed(int n) {  // of a number below W
+    int reversed = 0;
+    for (int bit = 1; bit < W; bit *= 2) reversed = 2 * reversed + (n & bit ? 1 : 0);
+    return reversed;
+}
+
 // e^x for x <= 0 to 2 ulp (Cephes); exactly 1 for 0, and 0 below -87.
 inline vf exp_(vf x) {
     const vf y = vmax(x, splat(-87.f));
