@@ -301,6 +301,14 @@ class Sequence:
         """Become the first beam of a search."""
         self.group = BeamGroup(search, self, [self])
 
+    def expect(self, size: int) -> None:
+        """Record how many tokens are to be computed, when it is queued without blocks."""
+        self.size = size
+
+    def let_pass(self) -> None:
+        """Record that a shorter prompt goes first while this one lacks blocks."""
+        self.overtaken += 1
+
     def mark_for_storing(self) -> None:
         """Record that its role stores its KV as it is computed, so that the scheduler may pause it."""
         self.stores_kv = True

@@ -384,7 +384,7 @@ class Dispatcher:
     def _fail(self, state: RequestState, error: RequestError) -> None:
         """End the client's stream with an error."""
         if state.machine.migrations_left < 0:
-            error = Unavailable(f"{error}, and it has already migrated {MAX_MIGRATIONS} times", kind=error.kind)
+            error = Unavailable(f"{error}, and it has migrated {MAX_MIGRATIONS} times without a token", kind=error.kind)
         state.timeline.error = str(error)
         state.emit_error(error)
         if error.status >= 500:

@@ -10,7 +10,7 @@
         last token ──► FINISHED
         cancelled by the client ──► CANCELLED
         decode drained ──► PREFILLING, on other instances
-        decode failed ──► PREFILLING, on other instances, up to MAX_MIGRATIONS times; then ──► FAILED
+        decode failed ──► PREFILLING, on other instances, up to MAX_MIGRATIONS times without a decoded token; then ──► FAILED
         no instance eligible ──► WAITING ─ an instance attached ─► PREFILLING
 
 The owner of a state is the instance that must act next. An instance has failed if it is lost, or if the timeout of a state
@@ -84,7 +84,8 @@ FINAL_STATES = frozenset({State.FINISHED, State.FAILED, State.CANCELLED})
 STEPS_LIMIT = 10  # timeouts that a state may last while the owner shows no work other than engine steps
 REQUEST_LIMIT = 100  # timeouts that a request may last, besides `SECONDS_PER_TOKEN` for each token
 SECONDS_PER_TOKEN = 1.0
-MAX_MIGRATIONS = 3  # after faults; drains are not counted
+# After faults, not drains, while decode produces no token: then it may be the request over which instances fail.
+MAX_MIGRATIONS = 3
 _CANCEL_BOTH = (Action.CANCEL_PREFILL, Action.CANCEL_DECODE)
 _Transition = tuple[State, tuple[Action, ...]]
 
@@ -135,7 +136,8 @@ class HandOverMachine:
         last_step_at: when the owner last reported an engine step.
         is_split: prefill and decode are different instances. If not, the one instance owns everything, and its failure is a
             decode failure.
-        migrations_left: how many more times the request may migrate after a fault; negative once that is exceeded.
+        migrations_left: how many more times the request may migrate after a fault before decode produces a token; negative
+            once that is exceeded.
     """
 
     last_progress_at: float
@@ -172,7 +174,9 @@ class HandOverMachine:
             return ()
         if event is Event.TIMED_OUT and self.state in OWNER:
             event = Event.PREFILL_FAILED if OWNER[self.state] == "prefill" else Event.DECODE_FAILED
-        if event is Event.DECODE_FAILED:
+        if event is Event.DECODED:
+            self.migrations_left = MAX_MIGRATIONS
+        elif event is Event.DECODE_FAILED:
             self.migrations_left -= 1
             event = Event.DECODE_FAILED if self.migrations_left >= 0 else Event.REJECTED
         if self.state is State.WAITING:

@@ -69,13 +69,13 @@ def test_back_ends_are_named_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_extra_of_the_package_has_a_row() -> None:
-    """By the packages that the extras name, but those of tests."""
+    """By the packages that the extras name, but those of tests and documents."""
     settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     extras = settings["project"]["optional-dependencies"]
     named = {
         re.split("[>=;<[ ]", one)[0]
         for extra, ones in extras.items()
-        if extra not in ("dev", "browser")
+        if extra not in ("dev", "browser", "docs")
         for one in ones
     }
     assert named - {"opentelemetry-exporter-otlp-proto-http"} <= set(report())

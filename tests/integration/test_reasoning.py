@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -109,12 +110,16 @@ def test_budget_grammar_and_hits(
         earlier = {"role": "assistant", "reasoning": message["reasoning"], "content": message["content"]}
         prompt, output = first["prompt_token_ids"], first["choices"][0]["token_ids"]
         reused = len(prompt) + len(output) - 1  # the last token has no KV
-        result = {"role": "tool", "tool_call_id": "1", "content": "noon"}
+        results = (
+            {"role": "tool", "tool_call_id": "1", "content": str(at)} for at in itertools.count(1000)
+        )  # each asked once: a prompt asked again hits its own blocks
 
         def hits(messages: list[dict[str, Any]]) -> int:
             answer = chat(deployment, messages, tools=tools, max_tokens=1)
             cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             return cached
 
-        wait_until(lambda: hits([QUESTION, earlier, result]) == reused // 16 * 16, "the output's blocks are hits")
+        wait_until(
+            lambda: hits([QUESTION, earlier, next(results)]) == reused // 16 * 16, "the output's blocks are hits"
+        )
         assert hits([QUESTION, earlier, QUESTION]) == len(prompt) // 16 * 16

@@ -136,7 +136,8 @@ class Scheduler:
         """Queue a sequence, with or without blocks."""
         self._by_tenant.setdefault(seq.tenant, {})[seq] = None
         if not seq.kv.block_ids:
-            seq.size = len(seq) - len(self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])) * self.pool.block_size
+            hits = self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
+            seq.expect(len(seq) - len(hits) * self.pool.block_size)
         insort(self.loaded if seq.kv.block_ids else self.waiting, seq, key=_RANK)
 
     def fork(
@@ -374,7 +375,7 @@ class Scheduler:
                 return False
             self.waiting.remove(seq)
             if first is not seq and not self._fits(first):
-                first.overtaken += 1
+                first.let_pass()
         self._run(seq, output)
         return True
 

@@ -70,6 +70,15 @@ def test_migrations_are_limited() -> None:
     assert actions.count(Action.MIGRATE) == 3 and actions.count(Action.FAIL) == 1
 
 
+def test_a_request_that_advances_may_migrate_again() -> None:
+    """Then the instances do not fail over it. Prefill's tokens do not count: it may be decode that it breaks."""
+    after_tokens = [Event.DECODE_FAILED, Event.FIRST_TOKEN, Event.STORED, Event.DECODED]
+    machine, actions = walk(*after_tokens * 10)
+    assert machine.state is State.DECODING and actions.count(Action.MIGRATE) == 10
+    machine, actions = walk(*[Event.DECODE_FAILED, Event.FIRST_TOKEN, Event.STORED] * 4)
+    assert machine.state is State.FAILED and actions.count(Action.MIGRATE) == 3
+
+
 def test_timed_out_decode_counts_as_failed() -> None:
     machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)
     assert not machine.is_timed_out(11.0) and machine.is_timed_out(11.1)
