@@ -439,6 +439,7 @@ class Scheduler:
             output.swap_out += pairs
         output.plan.counts.pop(seq, None)
         seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
+        seq.expect(len(seq))
         insort(self.waiting, seq, key=_RANK)
         self.num_preemptions += 1
 
