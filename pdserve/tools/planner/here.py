@@ -1,4 +1,4 @@
-"""Whether a planned fleet has the cores it needs on the machine of its profile, and what it does there if it has not."""
+"""Check of a planned fleet against the cores of the profile's machine, with a forecast if there are too few."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -131,7 +131,7 @@ def compare(measured: Measured, simulate: Callable[[Fleet, float], Trial]) -> Co
 
 @dataclass(frozen=True)
 class Correction:
-    """What measurements say of a profile.
+    """Correction of a profile by measurements.
 
     Attributes:
         profile: corrected, so that forecasts meet them, or as it was if they did.

@@ -49,7 +49,7 @@ class Estimate:
 
     @property
     def _copies(self) -> float:
-        """How many GPUs of an instance keep the same KV: latent rows are on each, and heads on one if there are enough."""
+        """Number of an instance's GPUs that hold the same KV: all for latent rows, one for heads if there are enough."""
         heads = max(1, min(group.num_heads for group in self.shape.kv.groups))
         return max(1.0, self.gpus / heads)
 

@@ -60,7 +60,7 @@ class Shape:
         return self.dense + self.expert * self.chosen
 
     def read(self, tokens: float) -> float:
-        """Return the parameters that a step with so many tokens reads, without the output matrix: experts chosen evenly."""
+        """Return how many parameters a step of `tokens` reads, without the output matrix. Experts are drawn evenly."""
         if not self.experts:
             return self.dense
         used: float = 1 - (1 - self.chosen / self.experts) ** tokens
