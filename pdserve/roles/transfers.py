@@ -233,8 +233,8 @@ class Transfers:
         elif Outcome.UNAVAILABLE in result.outcomes:
             self._unresponsive_until = self._context.now() + result.seconds
         self._end(transfer, replace(result, seconds=result.seconds + transfer.queue_seconds))
-        if transfer.num_moved:
-            self._context.record_transfer(result.outcomes.count(Outcome.OK), result.seconds)
+        if transfer.num_moved and (moved := result.outcomes.count(Outcome.OK)):
+            self._context.record_transfer(moved * self._block_bytes, result.seconds, self._context.now())
         if self._waiting:
             self._start_or_fail_waiting()
 
