@@ -289,7 +289,7 @@ class Fetcher:
             on_cancelled: called instead of queueing if the job has ended in the meantime.
         """
         seq = job.seq
-        fetch = _Fetch(job, seq.kv.full_keys()[: seq.num_usable_hits], on_cancelled)
+        fetch = _Fetch(job, seq.usable_keys, on_cancelled)
         keys = fetch.keys
         if self._connector.in_place or seq.kv.num_local(self._engine.pool, keys) >= len(keys):
             self._engine.add(seq)
