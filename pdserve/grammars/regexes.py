@@ -6,33 +6,60 @@ from collections.abc import Iterable, Iterator
 
 SHORTHANDS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t-\r"}  # ASCII, which all readers of a pattern agree on
 TOKEN = re.compile(r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\.|\{\d+(?:,\d*)?\}|\(\?P?<\w+>|.", re.DOTALL)
+NUL = re.compile(r"\x00|\\(?:0|x00|u0000)")
 PLAIN = " <>=:,;_!@%'\""  # characters of no meaning in regular expressions
 ONLY = re.compile(r"\^?\[((?:\\.|[^\\\]^])(?:\\.|[^\\\]])*)\]\*\$")  # the strings of a class of characters
 
 
-def translated(pattern: str) -> str:
-    """Return a regular expression of ECMAScript or Python in Rust's syntax. What Rust has not is left, for it to refuse."""
+def translated(pattern: str, *, in_json: bool = False) -> str:
+    """Return a regular expression of ECMAScript or Python in Rust's syntax. What Rust has not is left, for it to refuse.
+
+    Args:
+        in_json: it is for strings in JSON. llguidance takes a set of characters with all control characters for one with
+            quotation marks and backslashes, too. A set without those loses NUL.
+
+    Raises:
+        ValueError: it has a NUL outside of classes, and is for strings in JSON.
+    """
     parts, in_class, position = list[str](), False, 0
+    start = 0  # of the class, in the parts
     for match in TOKEN.finditer(pattern):
         token, begins_class = match[0], in_class and position == 0
+        if in_json and not in_class and NUL.fullmatch(token):
+            raise ValueError("a NUL")
         position += 1
         if token.startswith("\\"):
             token = _escape(token, in_class)
         elif in_class:
             if token == "]" and not begins_class:
                 in_class = False
+                if in_json and _is_misread("".join(parts[start:]) + "]"):
+                    parts[start:] = ["[", *parts[start:], r"]--\x{0}"]
             elif token in "[]&~" or (token == "-" and parts[-1] == "-"):
                 token = f"\\{token}"  # not a class in a class, nor an operator between two
             elif token == "^" and begins_class:
                 position = 0
         elif token == "[":
-            in_class, position = True, 0
+            in_class, position, start = True, 0, len(parts)
         elif token in "{}":
             token = f"\\{token}"  # not a quantifier
         elif token.startswith("(?P<") or token.startswith("(?<"):
             token = "("
         parts.append(token)
     return "".join(parts)
+
+
+def _is_misread(characters: str) -> bool:
+    """Return whether a class has NUL, but not both quotation marks and backslashes; if in doubt, yes for one that excludes."""
+    try:
+        found = re.compile(re.sub(r"\\x\{([0-9A-Fa-f]+)\}", lambda match: _python_escape(match[1]), characters))
+    except re.error:
+        return characters.startswith("[^")
+    return bool(found.match("\0")) and not all(map(found.match, '"\\'))
+
+
+def _python_escape(digits: str) -> str:
+    return f"\\U{int(digits, 16):08x}"
 
 
 def _escape(token: str, in_class: bool) -> str:
@@ -65,7 +92,8 @@ def except_texts(texts: list[str], excluded: str = "") -> str:
         if text:
             heads.setdefault(text[0], []).append(text[1:])
     anything = rf"[^{_escaped(excluded)}]" if excluded else "(?s:.)"
-    other = rf"[^{_escaped([*heads, *excluded])}]" if heads else anything
+    # Without NUL, see `translated`.
+    other = rf"[^{_escaped([chr(0), *heads, *excluded])}]" if heads else anything
     parts = [*([] if "" in texts else [""]), f"{other}{anything}*"]
     parts += [literal(head) + f"(?:{except_texts(tails, excluded)})" for head, tails in heads.items()]
     return "|".join(parts)

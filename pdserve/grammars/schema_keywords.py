@@ -82,7 +82,10 @@ def text_patterns(schema: Schema) -> list[str]:
 
 def checked(pattern: str, path: Path) -> str:
     """Return a pattern in llguidance's syntax."""
-    translated = regexes.translated(pattern)
+    try:
+        translated = regexes.translated(pattern, in_json=True)
+    except ValueError as error:
+        raise Unsupported(f'"pattern" with {error}', path) from None
     schema = json.dumps({"type": "string", "pattern": translated})
     found = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": json.loads(schema)}]}))
     if found:

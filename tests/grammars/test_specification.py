@@ -67,6 +67,12 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         # listed values
         ({"type": ["string", "null"], "enum": ["a", None, 5]}, ['"a"', "null"], ["5"]),
         ({"enum": [True, 1, {"a": [1]}]}, ["true", "1", '{"a": [1]}'], ['"a"', '{"a": [2]}']),
+        # what patterns exclude, of what is escaped in JSON
+        ({"type": "string", "pattern": r'^[^"\\]*$'}, ['"a\\n"'], [r'"\""', r'"\\"']),
+        ({"type": "string", "pattern": r"^[\x00-\x21\u0023-\x7f]$"}, [r'"\\"', '"a"', r'"\u0001"'], [r'"\""', r'"\u0000"']),
+        ({"type": "string", "pattern": r"^[^\p{L}'\"]+$"}, ['"1"'], [r'"\""', '"a"']),
+        ({"type": "string", "pattern": r'^(?!["a]*$)'}, ['"b"'], [r'"\""', '"a"']),
+        (object_of({'"a': {"const": 1}}, additionalProperties={}), [r'{"\"a": 1, "b": 2}', r'{"\"ab": 2}'], [r'{"\"a": 2}']),
         # lists
         ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, ["[1]", "[1, 2]"], ["[]", "[1, 2, 3]"]),
         ({"prefixItems": [{"const": 1}, {"const": 2}], "minItems": 1, "items": {"const": 3}}, ["[1]", "[1, 2, 3, 3]", "4"], ["[]", "[1, 3]"]),
@@ -120,6 +126,7 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
         (UNION | {"oneOf": [A, A]}, '"oneOf" with schemas that may both hold'),
         ({"$ref": "http://other/schema"}, "\"$ref\" to 'http://other/schema', which is not in the schema,"),
         ({"type": "string", "pattern": "a(?!b)"}, "\"pattern\" 'a(?!b)' (look-around"),
+        ({"type": "string", "pattern": r"[^\"]|\x00"}, '"pattern" with a NUL'),
         ({"type": "string", "format": "regex"}, "\"format\" 'regex'"),
         ({"type": "objct"}, '"type" ["objct"], which is not a type,'),
         (object_of({"b": {}}, required=["a"], additionalProperties=False), "\"required\" of 'a'"),
