@@ -9,6 +9,9 @@ TOKEN = re.compile(r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\.|\{\d+(?:,\d*)?\}|\(
 NUL = re.compile(r"\x00|\\(?:0|x00|u0000)")
 PLAIN = " <>=:,;_!@%'\""  # characters of no meaning in regular expressions
 ONLY = re.compile(r"\^?\[((?:\\.|[^\\\]^])(?:\\.|[^\\\]])*)\]\*\$")  # the strings of a class of characters
+ATOM = re.compile(r"\\[dsw\W_]|\[\^?(?:\\.|[^\\\]^])+\]|[^\\\[\](){}|*+?.^$]")  # a character, or one of a class
+EXCLUDED = re.compile(rf"(\.\*)?((?:{ATOM.pattern})+)(\$)?")
+ANY = r"[\s\S]"
 
 
 def translated(pattern: str, *, in_json: bool = False) -> str:
@@ -50,7 +53,7 @@ def translated(pattern: str, *, in_json: bool = False) -> str:
 
 
 def _is_misread(characters: str) -> bool:
-    """Return whether a class has NUL, but not both quotation marks and backslashes; if in doubt, yes for one that excludes."""
+    """Return whether a class has NUL, but not both quotation marks and backslashes; if in doubt, whether it excludes."""
     try:
         found = re.compile(re.sub(r"\\x\{([0-9A-Fa-f]+)\}", lambda match: _python_escape(match[1]), characters))
     except re.error:
@@ -106,7 +109,8 @@ def _escaped(characters: Iterable[str]) -> str:
 def without_lookaheads(pattern: str) -> list[str]:
     """Return patterns which all match where a pattern of JSON schema does, with the lookaheads at its beginning taken apart.
 
-    A lookahead that excludes strings is held if those consist of the characters of a class: a string must have another one.
+    A lookahead that excludes strings is held if those consist of the characters of a class, for then a string must have
+    another one, and in the cases of `_excluding`.
 
     Raises:
         ValueError: it has other lookarounds.
@@ -121,9 +125,40 @@ def without_lookaheads(pattern: str) -> list[str]:
             patterns.append(f"^(?:{inside})")
         elif only := ONLY.fullmatch(inside):
             patterns.append(f"[^{only[1]}]")
+        elif (other := _excluding(inside)) is not None:
+            patterns.append(other)
         else:
             raise ValueError("a lookahead that excludes strings")
     return [*patterns, *([] if rest in ("^", "^.*$") else [rest])]
+
+
+def _excluding(inside: str) -> str | None:
+    """Return a pattern of all that a negative lookahead leaves, in a few cases; otherwise None.
+
+    It excludes strings that begin with some characters, or consist of them; that have or end with one; that have two.
+    """
+    match = EXCLUDED.fullmatch(inside)
+    if match is None:
+        return None
+    found, ends = ATOM.findall(match[2]), bool(match[3])
+    first, other = found[0], _other_than(found[0])
+    if not match[1]:
+        rest = f"(?:{_other_than(found[-1])}{ANY}*{f'|{found[-1]}{ANY}+' if ends else ''})?"
+        for atom in reversed(found[:-1]):
+            rest = f"(?:{_other_than(atom)}{ANY}*|{atom}{rest})?"
+        return f"^{rest}$"
+    if len(found) == 1:
+        return f"^(?:{ANY}*{other})?$" if ends else f"^{other}*$"
+    if len(found) == 2 and not ends and found[1] == first:
+        return f"^(?:{first}?{other})*{first}?$"
+    if len(found) == 2 and not ends and not any(one[0] == "[" or one[1:] in ("d", "s", "w") for one in found):
+        return f"^(?:{other}|{first}+[^{first}{found[1]}])*{first}*$"
+    return None
+
+
+def _other_than(atom: str) -> str:
+    """Return the class of all characters but a character or those of a class."""
+    return f"[{atom[2:]}" if atom.startswith("[^") else f"[^{atom[1:] if atom[0] == '[' else f'{atom}]'}"
 
 
 def _depths(pattern: str, marks: str = "()") -> Iterator[tuple[int, int]]:
