@@ -56,7 +56,6 @@ class Reporter:
         self._connector = connector
         self._transfers = transfers
         self._layout_converter = layout_converter
-        self._now = now
         self._watch: ProfileWatch | None = None
         self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
         made_at = now()
@@ -70,11 +69,6 @@ class Reporter:
         """Add `value` to a counter of `pdserve.counters`."""
         key = series(name, **labels)
         self.counts[key] = self.counts.get(key, 0) + value
-
-    def count_prompt_sources(self, sources: dict[str, int]) -> None:
-        """Count the tokens of a prompt by the source of their KV."""
-        for source, tokens in sources.items():
-            self.count("prompt_tokens_by_source", tokens, source=source)
 
     def watch(self, profile: Profile) -> None:
         """Compare steps with a profile from now on, in a metric and in the log."""
@@ -98,11 +92,6 @@ class Reporter:
             if blocks:
                 self.meter.record_swap(blocks, result.swap_seconds, now)
                 self.count("swapped_blocks", blocks, direction=direction)
-
-    def record_transfer(self, blocks: int, seconds: float) -> None:
-        """Add a finished transfer to the cost models."""
-        if blocks:
-            self.meter.record_transfer(blocks * self._engine.layout.block_bytes, seconds, self._now())
 
     def other_load(self, link: str) -> pb.Load:
         """Return the remaining work of the requests of all routers except one."""

@@ -313,6 +313,12 @@ class SequenceKV:
         self.block_ids[index] = target
         return [(source, target)]
 
+    def take_room(self, pool: BlockPool) -> BlockPairs:
+        """Make room for all tokens: allocate blocks, and return which one is to be copied first, see `copy_on_write`."""
+        copies = self.copy_on_write(pool)
+        self.grow(pool)
+        return copies
+
     def drop_blocks(self, pool: BlockPool, stop: int) -> None:
         """Release the blocks before index `stop`, to which no later token attends."""
         if stop > self.num_dropped:
@@ -334,9 +340,10 @@ class SequenceKV:
         """Keep the blocks from being registered for prefix hits."""
         self.cacheable = False
 
-    def admit(self) -> None:
-        """Record that the sequence has joined the running batch."""
+    def admit(self, pool: BlockPool) -> BlockPairs:
+        """Join the running batch, with room for all tokens, see `take_room`."""
         self.admitted = True
+        return self.take_room(pool)
 
     def mark_computed(self, num_tokens: int) -> None:
         """Record that `num_tokens` more tokens have KV."""
