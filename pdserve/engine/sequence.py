@@ -114,6 +114,10 @@ class SequenceOutput:
         """Append several tokens."""
         self.tokens.extend(tokens)
 
+    def retract(self, count: int) -> None:
+        """Remove the last tokens, which were appended for a while only."""
+        del self.tokens[len(self.tokens) - count :]
+
     def process(self, processors: list[LogitsProcessor]) -> None:
         """Have plug-ins change its logits."""
         self.processors = processors
@@ -131,9 +135,11 @@ class Feature:
 
     Attributes:
         has_output: tokens are sampled.
+        takes_drafts: a step may sample several tokens of its sequences, each after those before it.
     """
 
     has_output = True
+    takes_drafts = False
 
     @property
     def reads_prompt(self) -> bool:
@@ -270,8 +276,10 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """True if a step may compute drafts behind its last token: it has sampled here, and needs nothing but logits."""
-        return self.kv.is_decoding and len(self) > self.kv.num_initial and not self.features
+        """True if a step may compute drafts behind its last token: it has sampled here, and no feature is in the way."""
+        if not (self.kv.is_decoding and len(self) > self.kv.num_initial):
+            return False
+        return not self.features or all(feature.takes_drafts for feature in self.features)
 
     @property
     def may_give_way(self) -> bool:

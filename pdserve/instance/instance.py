@@ -185,6 +185,10 @@ class Instance:
         """Cancel a request. Ignored if it has ended."""
         self._inbox.put(lambda: self._cancel(self._jobs.get((link, request_id))))
 
+    def reset_cache(self, epoch: int) -> None:
+        """Forget the KV that is cached, unless that was done for this epoch or a later one. Running requests go on."""
+        self._inbox.put(lambda: self._reset_cache(epoch))
+
     def drop_link(self, link: str) -> None:
         """Cancel all requests of a router that has disconnected."""
         self._inbox.put(lambda: self._cancel_all(link))
@@ -317,7 +321,7 @@ class Instance:
                 self._reject(link, request_id, refusal)
             return
         new_job = partial(Job, link=link, phase=message.phase, multi_turn=request.multi_turn, whole=request.whole)
-        job, others = new_job(seq=seq), []
+        job, others = new_job(seq=seq, pin=request.pin), []
         if message.members:
             siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
             others = [new_job(seq=one, leader=job) for one in siblings]
@@ -334,6 +338,13 @@ class Instance:
     def _hand_over(self, link: str, message: pb.HandOver) -> None:
         if (job := self._jobs.get((link, message.request_id))) is not None:
             self.decoder.hand_over(job, message)
+
+    def _reset_cache(self, epoch: int) -> None:
+        if epoch > self.reporter.cache_epoch:
+            self.reporter.cache_epoch = epoch
+            self.engine.pool.reset()
+            for job in self._by_sequence.values():
+                job.pin = False
 
     def _cancel(self, job: Job | None) -> None:
         if job is not None:
@@ -393,6 +404,10 @@ class Instance:
 
     def close_job(self, job: Job) -> None:
         del self._by_sequence[job.seq]
+        if job.pin:
+            pool, kv = self.engine.pool, job.seq.kv
+            pool.pin(kv.full_keys()[: kv.num_initial // kv.block_size])
+            log.info("%d blocks are pinned for warm prompts, of at most %d", len(pool.pinned), pool.max_pinned)
         key = job.link, job.seq.request_id
         if self._jobs.get(key) is job:
             del self._jobs[key]

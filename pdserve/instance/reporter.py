@@ -39,6 +39,7 @@ class Reporter:
         costs_updated_at: when the cost models were fitted, on the clock.
         counts: counters of `pdserve.counters`, by series.
         meter: fits the cost models.
+        cache_epoch: of the last reset of the prefix cache.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Reporter:
         self.costs_updated_at = -math.inf
         self.counts: dict[str, float] = {}
         self.meter = CostMeter()
+        self.cache_epoch = 0
         self._engine = engine
         self._connector = connector
         self._transfers = transfers
@@ -123,6 +125,7 @@ class Reporter:
             free_blocks=self._engine.pool.num_free,
             costs=self._costs,
             counters=counters,
+            cache_epoch=self.cache_epoch,
         )
         remaining: dict[str, list[pb.Load]] = {}
         for job in jobs:
@@ -141,6 +144,7 @@ class Reporter:
             "num_pauses": scheduler.num_pauses,
             "kv_cache_blocks": pool.num_blocks,
             "kv_cache_blocks_held": pool.num_held,
+            "kv_cache_blocks_pinned": len(pool.pinned),
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
             "kv_transfer_bytes_in_flight": self._transfers.in_flight * block_bytes,
             "kv_transfer_bytes_waiting": self._transfers.waiting * block_bytes,

@@ -67,6 +67,8 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
                 self._instance.hand_over(self.name, frame.hand_over)
             case "cancel":
                 self._instance.cancel(self.name, frame.cancel.request_id)
+            case "reset_cache":
+                self._instance.reset_cache(frame.reset_cache.epoch)
             case "heard":
                 pass
             case "welcome":

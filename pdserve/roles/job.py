@@ -31,6 +31,7 @@ class Job:
         phase: prefill, decode, or both.
         multi_turn: another turn may follow, whose prompt begins with this prompt and its output.
         whole: the client reads the answer only at its end, so tokens are sent in batches.
+        pin: the prompt's blocks are to be pinned at its end.
         keys: keys of the prompt's blocks, including a partial last one.
         output: what has happened since the last frame, or None.
         urgent: send `output` with the next frame.
@@ -50,6 +51,7 @@ class Job:
     phase: "pb.Phase"
     multi_turn: bool = False
     whole: bool = False
+    pin: bool = False
     keys: list[bytes] = field(default_factory=list)
     output: Output | None = None
     urgent: bool = False

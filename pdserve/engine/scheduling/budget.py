@@ -65,7 +65,11 @@ class StepBudget:
         return budget
 
     def share(
-        self, demands: Collection[Sequence], tokens_now: Mapping[Tenant, float], creditors: Collection[Tenant]
+        self,
+        demands: Collection[Sequence],
+        tokens_now: Mapping[Tenant, float],
+        creditors: Collection[Tenant],
+        turn: int,
     ) -> None:
         """Limit the time and the tokens of each tenant to its share of the step.
 
@@ -73,6 +77,7 @@ class StepBudget:
             demands: all that could run if their tenant were alone; for time, see `step_shares`.
             tokens_now: how many tokens of each tenant could be computed in this step: what no other can use is not kept.
             creditors: tenants that have credit.
+            turn: number of the step.
         """
         if sum(tokens_now.values()) > self.tokens:
             granted = split(self.tokens, tokens_now)
@@ -84,7 +89,7 @@ class StepBudget:
             if chunk := min(seq.kv.num_uncomputed, tokens[seq.tenant]):
                 tokens[seq.tenant] -= chunk
                 seconds[seq.tenant] += self.seconds(seq, chunk)
-        self.shares = step_shares(self.base, seconds, creditors)
+        self.shares, self.turn = step_shares(self.base, seconds, creditors), turn
 
     def has_share(self, tenant: Tenant) -> bool:
         """Return whether a tenant may have further tokens computed in this step."""

@@ -314,9 +314,8 @@ class Scheduler:
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
             return budget
-        creditors = self._credit.creditors(self._by_tenant.keys())
-        budget.share([*decoding, *prompts, *self._queued()], self._tokens_now([*decoding, *prompts]), creditors)
-        budget.turn = self._num_steps
+        creditors, demands = self._credit.creditors(self._by_tenant.keys()), [*decoding, *prompts]
+        budget.share([*demands, *self._queued()], self._tokens_now(demands), creditors, self._num_steps)
         order = self.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
