@@ -258,13 +258,14 @@ class ModelRunner:
         """
         first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
-            new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
-            for rows, before in plan.work(seq):
+            start, drafts = seq.kv.num_computed, plan.drafts.get(seq)
+            new.append(np.frombuffer(seq.output.tokens, np.uint32)[start : start + count])
+            for rows, before in plan.work(seq) if drafts else [(count, start)]:
                 counts.append(rows)
                 first.append(before)
                 tables.append(seq.kv.block_ids)
-            if seq in plan.drafts:
-                new.append(np.array(plan.drafts[seq], np.uint32))
+            if drafts:
+                new.append(np.array(drafts, np.uint32))
         return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
 
     def step_inputs(
