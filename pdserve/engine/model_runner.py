@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pdserve.config import EngineConfig
+from pdserve.engine.architectures.attention_sinks import has_sinks
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion.experts import inexact_products
 from pdserve.engine.cpu_fusion.row_products import RowProducts
@@ -346,7 +347,8 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
     try:
         batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
         sizes = frozenset(section.head_dim for section in sections)
-        kv = KVFormat(checkpoint.dtype, sizes, config.block_size)
+        sinks = has_sinks(checkpoint.model)
+        kv = KVFormat(checkpoint.dtype, sizes, config.block_size, sinks)
         kernel = select_kernel(config.kernel, checkpoint.device, batch_invariant, kv)
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
@@ -354,6 +356,11 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow"
+        )
+    if sinks and not kernel.CAPABILITIES.sinks:
+        raise SetupError(
+            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
+            "it knows no attention sinks; use --kernel auto"
         )
     return kernel
 
