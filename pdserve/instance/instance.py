@@ -269,7 +269,7 @@ class Instance:
         self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         if self._event_publisher is not None:
             self._event_publisher.flush()
-        self._send_outputs()
+        self.send_outputs()
         if not self.num_jobs:
             self._check_idle(started)
         if result.idle or started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
@@ -346,7 +346,7 @@ class Instance:
             if job.link == link:
                 self._cancel(job)
 
-    def _send_outputs(self) -> None:
+    def send_outputs(self) -> None:
         """Send all urgent outputs, one frame per router, or several if they are large."""
         frames: dict[str, list[Output | Raw]] = {}
         sizes: dict[str, int] = {}
