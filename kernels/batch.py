@@ -113,6 +113,7 @@ class PagedBatch:
         kv_lens_S: the same on the device, integers.
         starts: index of each sequence's first new token in the flattened batch, then T: integers [S + 1] on the device.
         kernel: the back end that all layers use.
+        on_layer: is told of each layer that has written its KV, on CPUs; a replayed step tells it nothing.
 
     The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
@@ -125,6 +126,7 @@ class PagedBatch:
     kv_lens_S: torch.Tensor
     starts: torch.Tensor
     kernel: Kernel
+    on_layer: Callable[[int], None] | None = None
 
     @property
     def block_size(self) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, TypeAlias
 
@@ -266,7 +266,10 @@ class ModelRunner:
                 tables.append(seq.kv.block_ids)
             if seq in plan.drafts:
                 new.append(np.array(plan.drafts[seq], np.uint32))
-        return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
+        inputs = self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
+        if plan.on_layer is not None:
+            return replace(inputs, batch=replace(inputs.batch, on_layer=plan.on_layer))
+        return inputs
 
     def step_inputs(
         self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]

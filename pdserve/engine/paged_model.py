@@ -73,6 +73,8 @@ def attention_forward(
         q_THD = deferred.rotate_and_write(q_THD, k_TGD, v_TGD, cache_N2GBD, paged.slots_T)
     else:
         paged.kernel.write_kv(cache_N2GBD, k_TGD, v_TGD, paged.slots_T)
+        if paged.on_layer is not None:
+            paged.on_layer(layer)
     sinks = () if s_aux is None else (s_aux,)
     y_THD = paged.kernel.attend(q_THD, cache_N2GBD, paged, scale, sliding_window, softcap, *sinks)
     y_1THD = y_THD.expand(q_1HTD.shape[2], -1, -1)[None]
