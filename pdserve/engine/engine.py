@@ -28,6 +28,8 @@ from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Te
 if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
 
+MAX_PINNED_SHARE = 0.25  # of the pool's blocks, for warm prompts
+
 
 @dataclass
 class StepResult:
@@ -111,6 +113,8 @@ class Engine:
             grows_ahead=self.runner.pipeline is not None,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.kv.num_blocks)
+        room = self.pool.num_blocks - self.pool.blocks_for(self.max_model_len)  # the longest request always fits
+        self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         if config.speculate != "off":
             self.drafter = extension("speculation")(config, self.scheduler)
@@ -202,8 +206,8 @@ class Engine:
             return f"beam_width is {width}, and this server runs {self.scheduler.max_num_seqs} sequences at once"
         # Without shared blocks, with one to spare for each beam: then the oldest search can always advance.
         needed = width * (self.pool.blocks_for(num_tokens) + 1)
-        if needed > self.pool.num_blocks:
-            return f"{width} beams of {num_tokens} tokens do not fit into {self.pool.num_blocks} blocks of KV; ask for less"
+        if needed > (room := self.pool.num_blocks - len(self.pool.pinned)):
+            return f"{width} beams of {num_tokens} tokens do not fit into {room} blocks of KV; ask for less"
         return ""
 
     def new_siblings(self, seq: Sequence, members: Iterable[tuple[str, int]]) -> list[Sequence]:
