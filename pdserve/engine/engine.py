@@ -18,7 +18,7 @@ from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import Drafter, StepOutcome
+from pdserve.engine.step import Drafter, StepOutcome, StepPlan
 from pdserve.errors import SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
 from pdserve.logits_processors import make_processors
@@ -75,9 +75,11 @@ class Engine:
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
         drafter: proposes drafts for the sequences that take them; None: steps have no drafts.
+        on_planned: is told of each step before the model computes it, and returns the plan's `on_layer`.
     """
 
     drafter: Drafter | None = None
+    on_planned: Callable[[StepPlan], Callable[[int], None] | None] | None = None
 
     def __init__(
         self,
@@ -286,6 +288,8 @@ class Engine:
             swap_seconds = kv.swap(schedule.swap_out, schedule.swap_in)
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
+        if self.on_planned is not None:
+            plan.on_layer = self.on_planned(plan)
         outcome = (self.runner.pipeline or self.runner).step(plan)
         work, leaders, num_tokens = list[tuple[int, int]](), list[Sequence](), 0
         drafted: list[tuple[int, int]] = []
