@@ -39,6 +39,7 @@ HELP = {
     "num_requests_waiting": "sequences that have no blocks yet, or were preempted",
     "kv_cache_blocks": "blocks of the pool",
     "kv_cache_blocks_held": "blocks that a sequence or a transfer holds",
+    "kv_cache_blocks_pinned": "blocks of --warm-prompts, which are not evicted",
     "kv_cache_usage_perc": "share of the pool's blocks that are held, 0 to 1",
     "profile_ratio": "median of the time of a step, divided by that of the profile, by phase",
 }
@@ -60,6 +61,7 @@ GAUGES = frozenset(
         "num_requests_waiting",
         "kv_cache_blocks",
         "kv_cache_blocks_held",
+        "kv_cache_blocks_pinned",
         "kv_cache_usage_perc",
         "kv_store_out",
         "kv_transfer_bytes_in_flight",

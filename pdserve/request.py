@@ -212,6 +212,7 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
         priority: lower is served first, where instances schedule by priority.
         tenant: whose request it is; instances are shared by weight.
         whole: the client reads the output at its end only, so tokens may be sent in batches.
+        pin: keep the prompt's full blocks from eviction.
     """
 
     prompt: Prompt
@@ -222,6 +223,7 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     priority: int = 0
     tenant: Tenant = NO_TENANT
     whole: bool = False
+    pin: bool = False
 
     def pack(self) -> bytes:
         """Return the bytes of `Submit.request`: MessagePack, of the fields that are not at their defaults."""

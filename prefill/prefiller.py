@@ -147,7 +147,8 @@ class Prefiller:
             job.report_tokens(accepted, now)
         is_searching = seq.group is not None and seq.kv.num_uncomputed == 0
         if accepted.tokens or is_searching or (seq.features and job.report_embedding(now)):
-            self._context.count_prompt_sources(job.report_prompt_sources())
+            job.report_prompt_sources()
+            job.count_prompt_sources(self._context)
             state.unsampled.discard(job)
             self._engine.remove(seq)  # its stores continue
         self._announce(state)

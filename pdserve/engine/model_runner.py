@@ -165,7 +165,7 @@ class ModelRunner:
             start += len(part)
         is_shared = len(rows.sampled) > len(rows.last)
         sampled_from = rows.sampled_from if is_shared else slice(len(rows.last))
-        return plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead))
+        return plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead, plan.drafts))
 
     @property
     def _head(self) -> torch.nn.Module:
@@ -252,16 +252,19 @@ class ModelRunner:
         return logits_SV
 
     def inputs(self, plan: StepPlan, logit_rows: list[int]) -> StepInputs:
-        """Return the inputs of a planned step, see `step_inputs`."""
+        """Return the inputs of a planned step, see `step_inputs`. A draft is a row with its sequence's blocks.
+
+        All rows write their KV before any attends, so that each finds that of the drafts before it.
+        """
         first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
             new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
-            first.append(seq.kv.num_computed)
+            for rows, before in plan.work(seq):
+                counts.append(rows)
+                first.append(before)
+                tables.append(seq.kv.block_ids)
             if seq in plan.drafts:
                 new.append(np.array(plan.drafts[seq], np.uint32))
-                count += len(plan.drafts[seq])
-            counts.append(count)
-            tables.append(seq.kv.block_ids)
         inputs = self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
         if plan.on_layer is not None:
             return replace(inputs, batch=replace(inputs.batch, on_layer=plan.on_layer))

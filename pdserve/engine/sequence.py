@@ -114,6 +114,10 @@ class SequenceOutput:
         """Append several tokens."""
         self.tokens.extend(tokens)
 
+    def retract(self, count: int) -> None:
+        """Remove the last tokens, which were appended for a while only."""
+        del self.tokens[len(self.tokens) - count :]
+
     def process(self, processors: list[LogitsProcessor]) -> None:
         """Have plug-ins change its logits."""
         self.processors = processors
@@ -131,9 +135,11 @@ class Feature:
 
     Attributes:
         has_output: tokens are sampled.
+        takes_drafts: a step may sample several tokens of its sequences, each after those before it.
     """
 
     has_output = True
+    takes_drafts = False
 
     @property
     def reads_prompt(self) -> bool:
@@ -205,7 +211,6 @@ class Sequence:
         tenant: whose request it is.
         gave_way_at: its length when it last gave way to another tenant; None if it never has.
         last_turn: the last step that computed it, among those that were too short for all sequences of its tenant.
-        size: tokens to compute when it was queued without blocks.
         overtaken: how often shorter prompts went before it when it lacked blocks.
         stores_kv: its role stores its KV as it is computed; the scheduler pauses it while the store is behind.
         siblings: sequences of the same request that wait for this one's prompt, to share its KV.
@@ -222,7 +227,6 @@ class Sequence:
     tenant: Tenant = NO_TENANT
     gave_way_at: int | None = None
     last_turn: int = 0
-    size: int = 0
     overtaken: int = 0
     stores_kv: bool = False
     siblings: list["Sequence"] = field(default_factory=list)
@@ -267,8 +271,10 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """True if a step may compute drafts behind its last token: it has sampled here, and needs nothing but logits."""
-        return self.kv.is_decoding and len(self) > self.kv.num_initial and not self.features
+        """True if a step may compute drafts behind its last token: it has sampled here, and no feature is in the way."""
+        if not (self.kv.is_decoding and len(self) > self.kv.num_initial):
+            return False
+        return not self.features or all(feature.takes_drafts for feature in self.features)
 
     @property
     def may_give_way(self) -> bool:
@@ -291,6 +297,11 @@ class Sequence:
         return (len(self) - 1) // self.kv.block_size
 
     @property
+    def usable_keys(self) -> list[bytes]:
+        """Keys of the leading full blocks that need not be computed."""
+        return self.kv.full_keys()[: self.num_usable_hits]
+
+    @property
     def reads_logits(self) -> bool:
         """True if a feature still needs logits of the prompt."""
         return any(feature.reads_logits for feature in self.features)
@@ -300,10 +311,6 @@ class Sequence:
     def search(self, search: BeamSearch) -> None:
         """Become the first beam of a search."""
         self.group = BeamGroup(search, self, [self])
-
-    def expect(self, size: int) -> None:
-        """Record how many tokens are to be computed, when it is queued without blocks."""
-        self.size = size
 
     def let_pass(self) -> None:
         """Record that a shorter prompt goes first while this one lacks blocks."""

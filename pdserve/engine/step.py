@@ -44,13 +44,6 @@ class Accepted(msgspec.Struct, gc=False):
 StepOutcome = dict[Sequence, Accepted]  # what was computed of a plan, and the sequences that share its prompts
 
 
-class Drafter(Protocol):
-    """Proposes tokens that the model may be about to sample."""
-
-    def propose(self, seqs: list[Sequence]) -> Mapping[Sequence, SequenceABC[int]]:
-        """Return the tokens that may follow some of these sequences, each of which only decodes."""
-
-
 @dataclass
 class StepPlan:
     """Work of one step: the tokens that the model computes, by sequence, in batch order.
@@ -68,6 +61,11 @@ class StepPlan:
     def num_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes."""
         return self.counts[seq] + len(self.drafts.get(seq, ()))
+
+    def work(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Return (tokens to compute, tokens before them) of each row: drafts are rows of their own, as if each decoded."""
+        first, drafts = seq.kv.num_computed, self.drafts.get(seq, ())
+        return [(self.counts[seq], first), *((1, first + ahead) for ahead, _ in enumerate(drafts, 1))]
 
     def rows(self) -> "StepRows":
         """Return which rows of the step's output are needed."""
@@ -98,6 +96,13 @@ class StepPlan:
             if of_token is not None:
                 accepted.logprobs.append(of_token)
         return outcome
+
+
+class Drafter(Protocol):
+    """Proposes tokens that the model may be about to sample."""
+
+    def propose(self, plan: StepPlan) -> Mapping[Sequence, SequenceABC[int]]:
+        """Return the tokens that may follow some of a plan's sequences, of those that take drafts (`takes_drafts`)."""
 
 
 @dataclass

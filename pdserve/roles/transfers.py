@@ -256,8 +256,8 @@ class Transfers:
         elif Outcome.UNAVAILABLE in result.outcomes:
             self._unresponsive_until = self._context.now() + result.seconds
         self._end(transfer, replace(result, seconds=result.seconds + transfer.queue_seconds))
-        if transfer.num_moved:
-            self._context.record_transfer(result.outcomes.count(Outcome.OK), result.seconds)
+        if transfer.num_moved and (moved := result.outcomes.count(Outcome.OK)):
+            self._context.record_transfer(moved * self._block_bytes, result.seconds, self._context.now())
         if self._waiting:
             self._start_or_fail_waiting()
 
@@ -312,7 +312,7 @@ class Fetcher:
             on_cancelled: called instead of queueing if the job has ended in the meantime.
         """
         seq = job.seq
-        fetch = _Fetch(job, seq.kv.full_keys()[: seq.num_usable_hits], on_cancelled)
+        fetch = _Fetch(job, seq.usable_keys, on_cancelled)
         keys = fetch.keys
         if self._connector.in_place or seq.kv.num_local(self._engine.pool, keys) >= len(keys):
             self._engine.add(seq)
