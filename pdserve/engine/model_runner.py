@@ -259,12 +259,13 @@ class ModelRunner:
         first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
             new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
-            for rows, before in plan.work(seq):
-                counts.append(rows)
-                first.append(before)
+            drafts = plan.drafts.get(seq, ())
+            for ahead in range(len(drafts) + 1):
+                counts.append(1 if ahead else count)
+                first.append(seq.kv.num_computed + ahead)
                 tables.append(seq.kv.block_ids)
-            if seq in plan.drafts:
-                new.append(np.array(plan.drafts[seq], np.uint32))
+            if drafts:
+                new.append(np.array(drafts, np.uint32))
         return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
 
     def step_inputs(
