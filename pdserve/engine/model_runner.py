@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pdserve.config import EngineConfig
+from pdserve.engine.architectures.attention_sinks import has_sinks
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion.experts import inexact_products
 from pdserve.engine.cpu_fusion.row_products import RowProducts
@@ -266,7 +267,10 @@ class ModelRunner:
                 tables.append(seq.kv.block_ids)
             if drafts:
                 new.append(np.array(drafts, np.uint32))
-        return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
+        inputs = self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
+        if plan.on_layer is not None:
+            return replace(inputs, batch=replace(inputs.batch, on_layer=plan.on_layer))
+        return inputs
 
     def step_inputs(
         self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]
@@ -347,7 +351,8 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
     try:
         batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
         sizes = frozenset(section.head_dim for section in sections)
-        kv = KVFormat(checkpoint.dtype, sizes, config.block_size)
+        sinks = has_sinks(checkpoint.model)
+        kv = KVFormat(checkpoint.dtype, sizes, config.block_size, sinks)
         kernel = select_kernel(config.kernel, checkpoint.device, batch_invariant, kv)
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
@@ -355,6 +360,11 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow"
+        )
+    if sinks and not kernel.CAPABILITIES.sinks:
+        raise SetupError(
+            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
+            "it knows no attention sinks; use --kernel auto"
         )
     return kernel
 

@@ -66,6 +66,7 @@ class PacedMemory:
     swap_seconds: Callable[[float], float]
     take: Callable[[float], None]
     copies: ClassVar[None] = None
+    final_bytes: ClassVar[list[int]] = []  # a step writes nothing, and so no layer
 
     @property
     def num_blocks(self) -> int:

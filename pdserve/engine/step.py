@@ -6,7 +6,7 @@ A plan may have drafts, tokens that a drafter expects to follow. The step comput
 that the model samples itself are accepted, with the token behind the last of them. The output is what it is without drafts.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -51,10 +51,12 @@ class StepPlan:
     Attributes:
         counts: of each sequence, the number of further tokens, the first one without KV first.
         drafts: tokens that are computed behind those of some sequences. Such a sequence only decodes.
+        on_layer: see `PagedBatch`.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    on_layer: Callable[[int], None] | None = None
 
     def num_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes."""

@@ -271,7 +271,7 @@ class Instance:
             self.count("generation_tokens", generated)
         if self._event_publisher is not None:
             self._event_publisher.flush()
-        self._send_outputs()
+        self.send_outputs()
         if not self.num_jobs:
             self._check_idle(started)
         self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
@@ -356,7 +356,7 @@ class Instance:
             if job.link == link:
                 self._cancel(job)
 
-    def _send_outputs(self) -> None:
+    def send_outputs(self) -> None:
         """Send all urgent outputs, one frame per router, or several if they are large."""
         frames: dict[str, list[Output | Raw]] = {}
         sizes: dict[str, int] = {}

@@ -204,6 +204,9 @@ class InstanceContext(Protocol):
     def post(self, work: Callable[[], None]) -> None:
         """Run a function on the engine thread. May be called from any thread."""
 
+    def send_outputs(self) -> None:
+        """Send what is to be told to routers now, rather than after the current step."""
+
     def close_job(self, job: Job) -> None:
         """Forget a job of which nothing is held any more, once its last output is sent."""
 

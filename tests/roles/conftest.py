@@ -114,6 +114,8 @@ class FakeContext:
     def now(self) -> float:
         return self.time
 
+    def send_outputs(self) -> None: ...
+
     def close_job(self, job: Job) -> None:
         self.closed.append(job)
 

@@ -72,6 +72,8 @@ class FakeContext:
     def post(self, work: Callable[[], None]) -> None:
         work()
 
+    def send_outputs(self) -> None: ...
+
     def close_job(self, job: Job) -> None: ...
 
     def count(self, name: str, value: float, **labels: str) -> None:
