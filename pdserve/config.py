@@ -22,6 +22,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
+SPECULATE = ("off", "auto", "ngram", "suffix")
 AUTO_ON_OFF = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
@@ -208,6 +209,13 @@ class EngineConfig(ModelConfig):
         "auto",
         choices=AUTO_ON_OFF,
     )
+    speculate: str = flag(
+        "compute tokens that may follow, and keep those that the model samples itself: what has followed the same words in"
+        " prompt or answer, last (ngram) or most often (suffix), or as much of that as pays (auto); answers stay the same",
+        "off",
+        choices=SPECULATE,
+    )
+    speculative_tokens: int = flag("most tokens that a step computes ahead of a sequence", 16, least=0)
     pooling: str = flag(
         "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none;"
         " yes-no: scores, by the answer yes or no (Qwen3-Reranker)",

@@ -114,8 +114,7 @@ class Instance:
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, now)
         # With `now` and `close_job`, what the roles call: `InstanceContext`.
-        self.count, self.count_prompt_sources = self.reporter.count, self.reporter.count_prompt_sources
-        self.record_transfer = self.reporter.record_transfer
+        self.count, self.record_transfer = self.reporter.count, self.reporter.meter.record_transfer
         self._roles: dict[int, Prefiller | Decoder] = {
             pb.PREFILL: self.prefiller,
             pb.DECODE: self.decoder,
@@ -270,12 +269,12 @@ class Instance:
             generated += len(accepted.tokens)
         if generated:
             self.count("generation_tokens", generated)
-        self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         if self._event_publisher is not None:
             self._event_publisher.flush()
-        self._send_outputs()
+        self.send_outputs()
         if not self.num_jobs:
             self._check_idle(started)
+        self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         if result.idle or started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
             self._heartbeat_updated_at = started
             now = self.now()
@@ -357,7 +356,7 @@ class Instance:
             if job.link == link:
                 self._cancel(job)
 
-    def _send_outputs(self) -> None:
+    def send_outputs(self) -> None:
         """Send all urgent outputs, one frame per router, or several if they are large."""
         frames: dict[str, list[Output | Raw]] = {}
         sizes: dict[str, int] = {}

@@ -197,6 +197,7 @@ class SequenceKV:
         tokens: of the sequence, whose output appends to them.
         num_initial: number of tokens at creation: the prompt, and the output that another instance had generated.
         chain: computes the keys.
+        initial_keys: those of all blocks of the initial tokens, a partial last block included.
         block_ids: one per block of tokens. The first `num_dropped` entries are void.
         num_dropped: leading blocks released because they lie outside the attention window of every later token.
         num_computed: leading tokens whose KV is in `block_ids`.
@@ -218,6 +219,7 @@ class SequenceKV:
     block_size: int
     num_initial: int
     chain: KeyChain
+    initial_keys: list[bytes] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
     num_dropped: int = 0
     num_computed: int = 0
@@ -259,11 +261,6 @@ class SequenceKV:
         if first <= len(self.tokens):
             self.keys += self.prefix_keys(range(first, len(self.tokens) + 1, self.block_size))
         return self.keys
-
-    def initial_keys(self) -> list[bytes]:
-        """Return the keys of all blocks of the initial tokens, a partial last block included."""
-        full, rest = divmod(self.num_initial, self.block_size)
-        return self.full_keys()[:full] + self.prefix_keys([self.num_initial] if rest else [])
 
     def prefix_keys(self, ends: Sequence[int]) -> list[bytes]:
         """Return the key of the first n tokens for each n of `ends`, which must ascend."""
@@ -337,6 +334,12 @@ class SequenceKV:
         self.block_ids[index] = target
         return [(source, target)]
 
+    def take_room(self, pool: BlockPool) -> BlockPairs:
+        """Make room for all tokens: allocate blocks, and return which one is to be copied first, see `copy_on_write`."""
+        copies = self.copy_on_write(pool)
+        self.grow(pool)
+        return copies
+
     def drop_blocks(self, pool: BlockPool, stop: int) -> None:
         """Release the blocks before index `stop`, to which no later token attends."""
         if stop > self.num_dropped:
@@ -358,9 +361,10 @@ class SequenceKV:
         """Keep the blocks from being registered for prefix hits."""
         self.cacheable = False
 
-    def admit(self) -> None:
-        """Record that the sequence has joined the running batch."""
+    def admit(self, pool: BlockPool) -> BlockPairs:
+        """Join the running batch, with room for all tokens, see `take_room`."""
         self.admitted = True
+        return self.take_room(pool)
 
     def mark_computed(self, num_tokens: int) -> None:
         """Record that `num_tokens` more tokens have KV."""
