@@ -65,7 +65,7 @@ def test_a_peer_is_told_how_long_sequences_get(pdserve: Callable[..., Any], tmp_
 
 
 def test_handover(run: Callable[..., Any]) -> None:
-    content = run("handover.py")
+    content = run("handover.py", "--turns")
     assert content["skipped"] == {}
     assert [(row["connector"], row["prompt_tokens"]) for row in content["rows"]] == [("shm", 1), ("shm", 40)]
     block_bytes = content["rows"][0]["bytes"]
@@ -75,6 +75,8 @@ def test_handover(run: Callable[..., Any]) -> None:
         assert row["prefill_ms"] > 0 and row["memcpy_ms"] > 0
         assert row["store_gb_per_s"] > 0 and row["load_gb_per_s"] > 0
         assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
+    for turn in content["turns"]:
+        assert turn["bytes to decode"] == turn["forecast bytes"] == 3 * block_bytes < turn["whole bytes"]
 
 
 @pytest.mark.slow
