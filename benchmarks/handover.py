@@ -308,6 +308,7 @@ class Echo:
         self._loop = asyncio.new_event_loop()
         here, there = multiprocessing.Pipe()
         multiprocessing.get_context("spawn").Process(target=_echo, args=(there,), daemon=True).start()
+        there.close()  # so that this end notices if the other has failed
         self._port = here.recv()
 
     def milliseconds(self) -> float:

@@ -86,6 +86,13 @@ def test_structured(run: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+def test_speculation(run: Callable[..., Any]) -> None:
+    rows = {(row["task"], row["mode"]): row for row in run("speculation.py")["rows"]}
+    assert {mode for task, mode in rows if task == "edit"} == {"off", "ngram", "suffix", "auto"}
+    assert not rows["edit", "off"]["drafts"] and rows["edit", "ngram"]["drafts"] > 0
+
+
+@pytest.mark.slow
 def test_exactness(run: Callable[..., Any]) -> None:
     content = run("exactness.py")
     assert [row["requests"] for row in content["rows"]] == [8] * 10 + [32]
