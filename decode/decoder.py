@@ -132,7 +132,7 @@ class Decoder:
             others: further choices of the same prompt.
         """
         if job.phase == pb.DECODE:
-            job.keys = job.seq.kv.initial_keys()
+            job.keys = job.seq.kv.initial_keys
         limit: float = job.seq.kv.num_initial  # tokens whose KV later requests may load, if it is computed here
         if self._store_generated == "off" or self._connector.in_place:
             limit = 0

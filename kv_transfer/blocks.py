@@ -79,6 +79,9 @@ class Operation(OperationFuture[T]):
         fence: around its pool rows.
         work: is run by a worker thread; again, after it has returned GOES_ON.
         on_end: is called before the future is done, with its result; None if it ends by an exception.
+
+    Args:
+        make_result: returns the result; None: it is `matched`.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Operation(OperationFuture[T]):
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         deadline: float,
-        make_result: "Callable[[Operation[T]], T]",
+        make_result: "Callable[[Operation[T]], T] | None" = None,
         expected: Set[Outcome] = frozenset(),
     ) -> None:
         self.kind = kind
@@ -120,9 +123,10 @@ class Operation(OperationFuture[T]):
         if self.fence.cancelled:
             final = {Outcome.UNAVAILABLE: Outcome.CANCELLED}
             self.outcomes = [final.get(outcome, outcome) for outcome in self.outcomes]
-        result = None
+        result: Any = None
         try:
-            result = self._make_result(self) if error is None else None
+            if error is None:
+                result = self.matched if self._make_result is None else self._make_result(self)
         except Exception as raised:  # noqa: BLE001 - raised to the caller; the thread that completes others lives on
             error = raised
         if self.on_end is not None:
@@ -130,7 +134,7 @@ class Operation(OperationFuture[T]):
         if error is not None:
             self.set_exception(error)
         else:
-            self.set_result(result)  # type: ignore[arg-type]  # of T, as there is no error
+            self.set_result(result)
 
 
 class GrowingOperation(Operation[Result], GrowingStore):

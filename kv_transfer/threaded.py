@@ -249,11 +249,11 @@ class BatchedConnector(Connector):
         return self._submit(operation, partial(self.__follow, operation, patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
-        operation = Operation("match", keys, [], self._deadline(0), self._finish_match)
+        operation: Operation[int] = Operation("match", keys, [], self._deadline(0))
         return self._submit(operation, partial(self.__count_leading, operation, operation.keys))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        operation = Operation("release", keys, [], self._deadline(0), self._finish_match)
+        operation: Operation[int] = Operation("release", keys, [], self._deadline(0))
         self._submit(operation, partial(self.release_many, operation.keys))
 
     def stats(self) -> Stats:
@@ -367,7 +367,9 @@ class BatchedConnector(Connector):
         self.put_many(self._blocks(Outgoing, operation), lease_s)
 
     def __load(self, operation: Operation[Result]) -> None:
-        self.__get(operation, self._blocks(Incoming, operation))
+        self.get_many(blocks := self._blocks(Incoming, operation))
+        if Outcome.CORRUPT in operation.outcomes:
+            self.__delete_corrupt(blocks)
 
     def __follow(
         self, operation: Operation[Result], patience_s: float, blocks: Sequence[Incoming] = (), give_up_at: float = 0.0
@@ -381,7 +383,9 @@ class BatchedConnector(Connector):
         while blocks:
             visible = self.__count_leading(operation, operation.keys[-len(blocks) :])
             if visible:
-                self.__get(operation, blocks[:visible])
+                self.get_many(blocks[:visible])
+                if Outcome.CORRUPT in operation.outcomes:
+                    self.__delete_corrupt(blocks[:visible])
                 blocks, give_up_at = blocks[visible:], time.monotonic() + patience_s
             elif self.read_ahead(blocks):
                 give_up_at = time.monotonic() + patience_s
@@ -397,10 +401,7 @@ class BatchedConnector(Connector):
             block.missing()
         return None
 
-    def __get(self, operation: Operation[Result], blocks: Sequence[Incoming]) -> None:
-        self.get_many(blocks)
-        if Outcome.CORRUPT not in operation.outcomes:
-            return
+    def __delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         corrupt = [block for block in blocks if block.outcome is Outcome.CORRUPT]
         if corrupt:
             self._limited_log.warning(
@@ -415,9 +416,6 @@ class BatchedConnector(Connector):
             if not found:
                 break
             operation.matched += 1
-        return operation.matched
-
-    def _finish_match(self, operation: Operation[int]) -> int:
         return operation.matched
 
     def _finish_transfer(self, operation: Operation[Result]) -> Result:
@@ -449,7 +447,7 @@ class BatchedConnector(Connector):
                 if operation is self.__probe:
                     self.__probe = None
                 if is_open and self.__probe is None and not self._closed:
-                    probe = self.__probe = Operation("match", [PROBE_KEY], [], self._deadline(0), self._finish_match)
+                    probe = self.__probe = Operation("match", [PROBE_KEY], [], self._deadline(0))
         if is_open and not was_open:
             self._limited_log.warning("does not answer; requests go on without the store until it does", kind="out")
         elif was_open and not is_open:

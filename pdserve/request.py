@@ -110,20 +110,6 @@ class SamplingParams(BodyParams, frozen=True, kw_only=True, omit_defaults=True, 
     embed: bool = False
     reasoning: ReasoningSpan | None = None
 
-    @property
-    def needs_only_logits(self) -> bool:
-        """True if a token depends on its logits and its position alone, not on the tokens before it."""
-        return self == SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-        )
-
     def newest_field(self) -> tuple[int, str]:
         """Return the version of the control protocol that an instance must have to know all fields that are set.
 

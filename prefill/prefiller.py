@@ -120,7 +120,7 @@ class Prefiller:
 
     def submit(self, job: Job, others: Sequence[Job] = ()) -> None:
         """Start a request: fetch stored blocks, then queue the sequence in the engine. `others` continue the same prompt."""
-        job.keys = job.seq.kv.initial_keys()
+        job.keys = job.seq.kv.initial_keys
         job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
         is_last_token = job.seq.output.awaits_last_token and job.seq.group is None

@@ -17,10 +17,10 @@ from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.sequence import Feature, Sequence
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepOutcome, StepPlan
 from pdserve.errors import SetupError
-from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, root_key, token_array
+from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.plugins import extension
 from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
@@ -154,11 +154,11 @@ class Engine:
         tokens = token_array(prompt)
         self._check(tokens, sampling, packed_keys)
         tokens.extend(output)
-        features: tuple[Feature, ...] = ()
-        if not sampling.needs_only_logits:
-            pooling = self.checkpoint.pooling if sampling.embed else None
-            features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
-        root = root_key(model_digest=self.layout.model_digest, salt=salt)
+        pooling = self.checkpoint.pooling if sampling.embed else None
+        features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
+        root, block_size = root_key(model_digest=self.layout.model_digest, salt=salt), self.layout.block_size
+        chain = KeyChain(root, packed_keys)
+        keys = chain.keys(tokens, block_ends(len(tokens), block_size, partial=True))
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
         seq = Sequence.new(
@@ -171,8 +171,9 @@ class Engine:
             num_initial=len(prompt) + len(output),
             sampling=sampling,
             root=root,
-            block_size=self.layout.block_size,
-            chain=KeyChain(root, packed_keys),
+            block_size=block_size,
+            chain=chain,
+            keys=keys,
             stop_token_ids=stops,
             features=features,
         )

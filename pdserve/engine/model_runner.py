@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pdserve.config import EngineConfig
+from pdserve.engine.architectures.attention_sinks import has_sinks
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion.experts import inexact_products
 from pdserve.engine.cpu_fusion.row_products import RowProducts
@@ -259,12 +260,13 @@ class ModelRunner:
         first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
             new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
-            for rows, before in plan.work(seq):
-                counts.append(rows)
-                first.append(before)
+            drafts = plan.drafts.get(seq, ())
+            for ahead in range(len(drafts) + 1):
+                counts.append(1 if ahead else count)
+                first.append(seq.kv.num_computed + ahead)
                 tables.append(seq.kv.block_ids)
-            if seq in plan.drafts:
-                new.append(np.array(plan.drafts[seq], np.uint32))
+            if drafts:
+                new.append(np.array(drafts, np.uint32))
         inputs = self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
         if plan.on_layer is not None:
             return replace(inputs, batch=replace(inputs.batch, on_layer=plan.on_layer))
@@ -349,7 +351,8 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
     try:
         batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
         sizes = frozenset(section.head_dim for section in sections)
-        kv = KVFormat(checkpoint.dtype, sizes, config.block_size)
+        sinks = has_sinks(checkpoint.model)
+        kv = KVFormat(checkpoint.dtype, sizes, config.block_size, sinks)
         kernel = select_kernel(config.kernel, checkpoint.device, batch_invariant, kv)
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
@@ -357,6 +360,11 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow"
+        )
+    if sinks and not kernel.CAPABILITIES.sinks:
+        raise SetupError(
+            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
+            "it knows no attention sinks; use --kernel auto"
         )
     return kernel
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.memory.blocks import BlockPool, BlockTable, SequenceKV, SwappedKV
 from pdserve.errors import RequestError
-from pdserve.keys import KeyChain, Tokens
+from pdserve.keys import KeyChain, Tokens, block_ends
 from pdserve.logits_processors import LogitsProcessor
 from pdserve.reasoning import ReasoningTracker
 from pdserve.request import NO_TENANT, SamplingParams, Tenant
@@ -248,6 +248,7 @@ class Sequence:
         stop_token_ids: frozenset[int] = frozenset(),
         constraint: Constraint | None = None,
         chain: KeyChain | None = None,
+        keys: list[bytes] | None = None,
         block_ids: "BlockTable | None" = None,
         num_computed: int = 0,
         rank: int = 0,
@@ -260,9 +261,13 @@ class Sequence:
             tokens: the prompt, and the output that another instance has generated.
             num_prompt, num_initial: how many tokens the prompt has, and how many there are.
             root: of the keys, unless a chain is given.
+            keys: of the blocks of these tokens, a partial last block included; None: they are computed.
         """
         table = array("q") if block_ids is None else block_ids
-        kv = SequenceKV(tokens, block_size, num_initial, chain or KeyChain(root), table, num_computed=num_computed)
+        chain = chain or KeyChain(root)
+        if keys is None:
+            keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
+        kv = SequenceKV(tokens, block_size, num_initial, chain, keys, table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
         return cls(request_id, sampling, kv, output, rank, tenant, features=features)
 
@@ -299,7 +304,8 @@ class Sequence:
     @property
     def usable_keys(self) -> list[bytes]:
         """Keys of the leading full blocks that need not be computed."""
-        return self.kv.full_keys()[: self.num_usable_hits]
+        count = self.num_usable_hits
+        return self.kv.full_keys()[:count]
 
     @property
     def reads_logits(self) -> bool:

@@ -64,8 +64,10 @@ class StepPlan:
 
     def work(self, seq: Sequence) -> list[tuple[int, int]]:
         """Return (tokens to compute, tokens before them) of each row: drafts are rows of their own, as if each decoded."""
-        first, drafts = seq.kv.num_computed, self.drafts.get(seq, ())
-        return [(self.counts[seq], first), *((1, first + ahead) for ahead, _ in enumerate(drafts, 1))]
+        first = seq.kv.num_computed
+        if seq not in self.drafts:
+            return [(self.counts[seq], first)]
+        return [(1, first + ahead) for ahead in range(len(self.drafts[seq]) + 1)]
 
     def rows(self) -> "StepRows":
         """Return which rows of the step's output are needed."""

@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -132,7 +133,7 @@ def _message(error: str) -> str:
     """Return what is wrong by an error of llguidance, without the place in the Lark grammar, which is not the client's."""
     lines = error.split("\n   1 | ")[0].splitlines()
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    return reason.rpartition("failed to compile JSON schema: ")[2]
+    return re.sub(r"^(?:at )?\d+\(\d+\): ", "", reason.rpartition("failed to compile JSON schema: ")[2])
 
 
 def _follows_within_budget(matcher: LLMatcher, vocab_size: int) -> bool:

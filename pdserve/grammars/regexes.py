@@ -5,8 +5,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 SHORTHANDS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t-\r"}  # ASCII, which all readers of a pattern agree on
-TOKEN = re.compile(r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\.|\{\d+(?:,\d*)?\}|\(\?P?<\w+>|.", re.DOTALL)
-NUL = re.compile(r"\x00|\\(?:0|x00|u0000)")
+TOKEN = re.compile(
+    r"\\u[0-9A-Fa-f]{4}|\\u\{[0-9A-Fa-f]+\}|\\x[0-9A-Fa-f]{2}|\\[pP]\{[\w=:^-]+\}|\\.|\{\d+(?:,\d*)?\}|\(\?P?<\w+>|.",
+    re.DOTALL,
+)
+NUL = re.compile(r"\x00|\\(?:0|x00|u0000|u\{0+\})")
 PLAIN = " <>=:,;_!@%'\""  # characters of no meaning in regular expressions
 ONLY = re.compile(r"\^?\[((?:\\.|[^\\\]^])(?:\\.|[^\\\]])*)\]\*\$")  # the strings of a class of characters
 ATOM = re.compile(r"\\[dsw\W_]|\[\^?(?:\\.|[^\\\]^])+\]|[^\\\[\](){}|*+?.^$]")  # a character, or one of a class
@@ -73,8 +76,8 @@ def _escape(token: str, in_class: bool) -> str:
         return f"[^{SHORTHANDS[kind.lower()]}]"
     if kind in "/<>":
         return kind
-    if len(kind) > 1:
-        return rf"\x{{{kind[1:]}}}"
+    if kind[0] in "ux" and len(kind) > 1:
+        return rf"\x{{{kind[1:].strip('{}')}}}"
     return token if kind.isascii() else kind
 
 

@@ -294,6 +294,8 @@ class _Writer:
     def _object(self, given: Schema, path: Path, closed: bool, required: frozenset[str]) -> Schema:
         properties = dict(expect(given.get("properties", {}), dict, '"properties"', path))
         names = expect(given.get("required", []), list, '"required"', path)
+        for name in names:
+            expect(name, str, 'a name in "required"', path)
         needed = list(dict.fromkeys([*names, *sorted(required - set(names))]))
         patterns = expect(given.get("patternProperties", {}), dict, '"patternProperties"', path)
         rest = given.get("additionalProperties", not (closed and ("properties" in given or patterns)))

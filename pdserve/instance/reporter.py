@@ -88,6 +88,12 @@ class Reporter:
             self.count("engine_steps", 1)
         if result.storing_paused:
             self.count("prefill_steps_held_back", 1)
+        for drafted, accepted in result.drafted:
+            self.count("spec_decode_num_drafts", 1)
+            self.count("spec_decode_num_draft_tokens", drafted)
+            self.count("spec_decode_num_accepted_tokens", accepted)
+            for position in range(accepted):
+                self.count("spec_decode_num_accepted_tokens_per_pos", 1, position=str(position))
         if result.work:
             self.meter.record_step(result.work, result.num_tokens > 0, seconds, now)
         for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):

@@ -5,6 +5,7 @@ exceeds the tokens that the step would otherwise give in the time of that row.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -68,7 +69,7 @@ def chances(draft: Draft, own: Acceptance, all_of_them: Acceptance) -> list[floa
 def worthwhile(
     expected: Mapping[Sequence, list[float]], seqs: list[Sequence], costs: Costs, most_seconds: float | None
 ) -> dict[Sequence, int]:
-    """Return how many drafts of each sequence pay.
+    """Return how many drafts of each sequence pay, a power of two in sum: a step is only recorded once its size recurs.
 
     Args:
         expected: chances of the drafts of some of `seqs`, which all decode.
@@ -79,6 +80,7 @@ def worthwhile(
     queue = [(-found[0], index, seq) for index, (seq, found) in enumerate(expected.items()) if found]
     heapq.heapify(queue)
     lengths = dict[Sequence, int]()
+    chosen: list[Sequence] = []
     while queue:
         chance, index, seq = queue[0]
         length = lengths.get(seq, 0)
@@ -87,8 +89,9 @@ def worthwhile(
             heapq.heappop(queue)  # the further ones of this sequence are less likely; another's row may cost less
             continue
         lengths[seq], tokens, seconds = length + 1, tokens - chance, seconds + more
+        chosen.append(seq)
         if length + 1 < len(expected[seq]):
             heapq.heapreplace(queue, (-expected[seq][length + 1], index, seq))
         else:
             heapq.heappop(queue)
-    return lengths
+    return Counter(chosen[: 1 << len(chosen).bit_length() >> 1])

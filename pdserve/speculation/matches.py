@@ -53,9 +53,9 @@ def occurrences(tokens: Tokens, least: int = MIN_MATCH, most: int = MAX_MATCH) -
     return length, [end + 1 for end in ends_E[: -MAX_VOTES - 1 : -1].tolist()]
 
 
-def continue_last(tokens: Tokens, match: int, position: int, most: int) -> Draft:
-    """Return what follows a position, as prompt lookup does. Where that is all there is, it repeats itself."""
-    found = tokens[position : position + most].tolist()
+def continue_last(tokens: Tokens, match: int, positions: list[int], most: int) -> Draft:
+    """Return what follows the latest position, as prompt lookup does. Where that is all there is, it repeats itself."""
+    found = tokens[positions[0] : positions[0] + most].tolist()
     while len(found) < most:
         found += found[: most - len(found)]
     return Draft(found, match, [1.0] * len(found))
@@ -80,6 +80,6 @@ def continue_by_votes(tokens: Tokens, match: int, positions: list[int], most: in
         drafts.append(token)
         positions = agreeing
     if len(drafts) < most:
-        rest = continue_last(tokens, match, positions[0], most)
+        rest = continue_last(tokens, match, positions, most)
         drafts += rest.tokens[len(drafts) :]
     return Draft(drafts, match, shares + [1.0] * (len(drafts) - len(shares)))

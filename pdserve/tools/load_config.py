@@ -137,6 +137,9 @@ class PlanConfig(FleetConfig):
         "results of `pdserve bench serve --save-result` to compare, by fleet, such as 1P+1D=a.json,2B=b.json; empty: none",
         "",
     )
+    apply: str = flag(
+        "folder for plan.env of Compose and plan-values.yaml of Helm, which start the fleet; empty: none", ""
+    )
     price: float = flag("of one instance per hour, with --gpu of one GPU; 0: unknown", 0.0, least=0)
     json: str = flag("JSON file with all figures; empty: none", "")
     html: str = flag("HTML report in one file; needs plotly; empty: none", "")

@@ -38,6 +38,7 @@ def compiler(model: Path) -> Iterator[GrammarCompiler]:
     ("spec", "message"),
     [
         ({"json": {"type": "foo"}}, 'the grammar cannot be used: "type" ["foo"], which is not a type, at the top'),
+        ({"regex": r"\ba"}, 'the grammar cannot be used: invalid regex "\\\\ba"'),
         ({"regex": "[a"}, "the grammar cannot be used: unclosed character class"),
         ({"grammar": "nothing"}, "the grammar cannot be used: a rule must begin with its name and ::= (line 1)"),
     ],

@@ -151,6 +151,7 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
         (object_of(propertyNames={"format": "email"}), "\"format\" 'email' of a key"),
         (object_of({"a": {}}, propertyNames={"pattern": "a"}), '"propertyNames" beside "properties"'),
         ({"allOf": [{}, {}], "unevaluatedProperties": False}, '"unevaluatedProperties" beside allOf'),
+        ({"required": [1]}, 'a name in "required" must be a string'),
         ({"minimum": "1"}, '"minimum" "1", which is not a number,'),
         ({"minItems": -1}, '"minItems" -1, which is not a count,'),
     ],
@@ -166,6 +167,8 @@ def test_what_a_grammar_cannot_hold_is_refused_with_its_place(keywords: dict[str
     ("spec", "good", "bad"),
     [
         ({"regex": r"^[ab]{3}-\d{2}/{x}$"}, ["aba-12/{x}"], ["aba-1٣/{x}", "ab-12/{x}"]),
+        ({"regex": r"\p{Lu}\P{L}{2}\u{41}"}, ["É12A"], ["é12A", "ÉabA"]),
+        ({"regex": ""}, [""], ["a"]),
         ({"choice": ["Paris", 'Bonn "am\nRhein" é']}, ["Paris", 'Bonn "am\nRhein" é'], ["Bonn"]),
         ({"json": {"type": ["boolean", "null"]}, "place": "python"}, ["True", "true", "None"], ["TRUE"]),
         ({"json": object_of({"a<": {}, "b": {"enum": ["x<y"]}}), "place": "xml"}, ['{"a<": {"u": [1]}, "b": "x<y"}'], ['{"a<": "<"}', '{"a<": {"<": 1}}']),

@@ -17,7 +17,8 @@ def sequence(length: int = 10) -> Sequence:
 
 def test_drafts_are_as_long_as_pays() -> None:
     seq = sequence()
-    assert worthwhile({seq: [0.9, 0.8, 0.7]}, [seq], CHEAP, None) == {seq: 3}
+    assert worthwhile({seq: [0.9, 0.8, 0.7, 0.6]}, [seq], CHEAP, None) == {seq: 4}
+    assert worthwhile({seq: [0.9, 0.8, 0.7]}, [seq], CHEAP, None) == {seq: 2}, "a power of two"
     assert worthwhile({seq: [0.9, 0.001, 0.001]}, [seq], CHEAP, None) == {seq: 1}
     assert worthwhile({seq: [0.001]}, [seq], CHEAP, None) == {}
     assert worthwhile({seq: [0.99] * 3}, [seq], DEAR, None) == {}, "a step of two rows takes as long as two steps"
@@ -25,7 +26,7 @@ def test_drafts_are_as_long_as_pays() -> None:
 
 def test_drafts_stop_where_a_step_would_take_too_long() -> None:
     seq, other = sequence(), sequence()
-    assert worthwhile({seq: [0.9] * 9}, [seq, other], CHEAP, 0.0106) == {seq: 4}
+    assert worthwhile({seq: [0.9] * 9}, [seq, other], CHEAP, 0.01062) == {seq: 4}
 
 
 def test_likelier_drafts_go_first_and_long_contexts_cost_more() -> None:

@@ -37,7 +37,7 @@ def test_matches_are_those_of_a_plain_search(tokens: list[int], least: int, most
 
 def test_what_reaches_the_end_repeats_itself() -> None:
     tokens = token_array([1, 2, 3, 1, 2, 3])
-    assert continue_last(tokens, 3, 3, 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+    assert continue_last(tokens, 3, [3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_what_follows_most_often_is_proposed() -> None:

@@ -197,6 +197,7 @@ class SequenceKV:
         tokens: of the sequence, whose output appends to them.
         num_initial: number of tokens at creation: the prompt, and the output that another instance had generated.
         chain: computes the keys.
+        initial_keys: those of all blocks of the initial tokens, a partial last block included.
         block_ids: one per block of tokens. The first `num_dropped` entries are void.
         num_dropped: leading blocks released because they lie outside the attention window of every later token.
         num_computed: leading tokens whose KV is in `block_ids`.
@@ -218,6 +219,7 @@ class SequenceKV:
     block_size: int
     num_initial: int
     chain: KeyChain
+    initial_keys: list[bytes] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
     num_dropped: int = 0
     num_computed: int = 0
@@ -259,11 +261,6 @@ class SequenceKV:
         if first <= len(self.tokens):
             self.keys += self.prefix_keys(range(first, len(self.tokens) + 1, self.block_size))
         return self.keys
-
-    def initial_keys(self) -> list[bytes]:
-        """Return the keys of all blocks of the initial tokens, a partial last block included."""
-        full, rest = divmod(self.num_initial, self.block_size)
-        return self.full_keys()[:full] + self.prefix_keys([self.num_initial] if rest else [])
 
     def prefix_keys(self, ends: Sequence[int]) -> list[bytes]:
         """Return the key of the first n tokens for each n of `ends`, which must ascend."""

@@ -466,7 +466,7 @@ class Scheduler:
             output.block_copies += seq.kv.admit(self.pool)
             insort(self.running, seq, key=_RANK)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
-                if seq.kv.is_decoding:
+                if budget.room(seq) > seq.kv.num_uncomputed:  # it leaves room, whoever else there is
                     budget.allocate(seq)
                 else:
                     self._schedule_prompt(seq, output, budget)

@@ -1,14 +1,11 @@
 """Sentences of `pdserve plan`: which fleet, how far from the SLO, and whether disaggregation pays."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from pdserve.tools.planner.search import NOISE, Trial, best
 from pdserve.tools.planner.targets import Target
-from pdserve.tools.simulator.fleet import Fleet
 
 TRADED = {"throughput": "request_throughput", "TTFT p50": "p50_ttft_ms", "ITL p99": "p99_itl_ms"}  # figures, by name
-ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others are the router's
 
 
 def describe(trial: Trial, targets: Sequence[Target]) -> str:
@@ -66,36 +63,3 @@ def _worst(trial: Trial) -> str:
     if trial.failure:
         return f"{trial.fleet} {trial.failure}"
     return f"{trial.fleet} has {trial.binding.beside(trial.values[trial.binding])}"
-
-
-def env_lines(trial: Trial, by_role: Mapping[str, int]) -> list[str]:
-    """Return the lines for `.env` of docker-compose.yml that deploy a fleet; the GPUs are numbered from 0.
-
-    Args:
-        by_role: GPUs of an instance.
-    """
-    fleet = trial.fleet
-    settings = {name: value for name, value in fleet.settings if not name.endswith("_tensor_parallel_size")}
-    connector = settings.pop("connector", None)
-    remark = [f"# with a KV store of the connector {connector}, as CONNECTOR"] if connector else []
-    engine = replace(fleet, settings=()).flags
-    router = list[str]()
-    for name, value in settings.items():
-        (engine if name in ENGINE_SETTINGS else router).extend(Fleet(settings=((name, value),)).flags)
-    if not fleet.prefill:
-        engine += [f"--tensor-parallel-size {by_role['both']}"] if by_role["both"] > 1 else []
-        command = " ".join([f"pdserve up --prefill 0 --decode 0 --both {fleet.both}", *engine, *router])
-        return [f"# docker-compose.yml has no colocated instances; start them by `{command}`", *remark]
-    of_prefill = fleet.prefill * by_role["prefill"]
-    gpus = [str(number) for number in range(of_prefill + fleet.decode * by_role["decode"])]
-    roles = {"prefill": gpus[:of_prefill], "decode": gpus[of_prefill:]}
-    lines = list[str]()
-    for role, own in roles.items():
-        lines += [f"{role.upper()}={getattr(fleet, role)}", f"{role.upper()}_GPUS={','.join(own)}"]
-        lines += [f"{role.upper()}_TENSOR_PARALLEL_SIZE={by_role[role]}"] if by_role[role] > 1 else []
-    return [
-        *lines,
-        *([f"ENGINE_FLAGS={' '.join(engine)}"] if engine else []),
-        *([f"ROUTER_FLAGS={' '.join(router)}"] if router else []),
-        *remark,
-    ]

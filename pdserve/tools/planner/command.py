@@ -14,7 +14,8 @@ from pdserve.tools.bench import page
 from pdserve.tools.bench.report import write_file
 from pdserve.tools.bench.requests import counted
 from pdserve.tools.load_config import PlanConfig
-from pdserve.tools.planner.advice import advise, describe, env_lines, trade
+from pdserve.tools.planner import deploy
+from pdserve.tools.planner.advice import advise, describe, trade
 from pdserve.tools.planner.charts import charts
 from pdserve.tools.planner.gpus import cheapest, costs, fitting, gpus_by_role
 from pdserve.tools.planner.measured import Correction, load_measured
@@ -57,6 +58,10 @@ def run(config: PlanConfig) -> int:
     print("\n".join(verdict) + "\n")
     table = as_table([trial.forecast for trials in plan.trials for trial in notable(trials)])
     console_for_tables().print(table)
+    if config.apply and plan.chosen is not None:
+        by_role = gpus_by_role(config, plan.chosen.fleet)
+        has_gpus = config.gpu is not None or profile.machine.device not in ("", "cpu")
+        details += ["", *deploy.write(config.apply, plan.chosen, by_role, config.model, has_gpus=has_gpus)]
     print("\n" + "\n".join(details))
     lines = [*verdict, *details]
     if config.json:
@@ -129,7 +134,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     lines += [advise(last, targets), *traded, *worth]
     if config.price:
         lines += [costs(config, one) for one in (plan.chosen, *plan.compared[1:])]
-    return [*lines, "", *env_lines(plan.chosen, gpus_by_role(config, fleet))]
+    return [*lines, "", *deploy.env_lines(plan.chosen, gpus_by_role(config, fleet))]
 
 
 def _above(breaks: Trial) -> str:

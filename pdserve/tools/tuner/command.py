@@ -23,7 +23,7 @@ from pdserve.tools.planner.targets import FAILED, Target, compare
 from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, check_fits, load_profile, mean_rate, simulate_all
 from pdserve.tools.tuner.candidates import Candidates, grid
 
-Measure = Callable[[Fleet], Sequence[Sample]]
+Measure = Callable[[Fleet], Sequence[Sample]]  # empty if Ctrl-C ended the run
 NOT_PASSED_ON = ("port", "slo", "prefill", "decode", "both")  # of UpConfig's fields: each run has its own
 TRIED = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 SHOWN = 10  # of the fleets that were not measured
@@ -42,6 +42,8 @@ def run(config: BenchTuneConfig, measure: Measure | None = None, now: Callable[[
     fleets = grid(config.instances, config.try_itl_target_ms, {name: getattr(config, f"try_{name}") for name in TRIED})
     tuning = Tuning(config, targets, fleets, now)
     tuning.search(measure or (lambda fleet: measure_fleet(config, fleet)))
+    if not tuning.has_measured:
+        raise SetupError("interrupted before a fleet was measured")
     print("\n".join(tuning.report()))
     return tuning.meets
 
@@ -79,6 +81,10 @@ class Tuning:
         return self._candidates.ranked()[0]
 
     @property
+    def has_measured(self) -> bool:
+        return bool(self._candidates.measured)
+
+    @property
     def meets(self) -> bool:
         return self._candidates.ratio(self.best) <= 1
 
@@ -89,7 +95,8 @@ class Tuning:
             if self._candidates.measured and self._spent + self._longest > budget:
                 return
             began = self._now()
-            samples = measure(fleet)
+            if not (samples := measure(fleet)):
+                return
             figures = summarize(samples, {}, METRICS, PERCENTILES, [])
             values, _, ratio = compare(self._targets, figures, samples)
             if failed := figures["failed"]:
@@ -173,7 +180,7 @@ def fleet_config(config: BenchTuneConfig) -> FleetConfig:
 
 
 def measure_fleet(config: BenchTuneConfig, fleet: Fleet) -> Sequence[Sample]:
-    """Start a fleet, play the load against it, and return the requests that count."""
+    """Start a fleet, play the load against it, and return the requests that count; none if Ctrl-C ended the run."""
     from pdserve.cli.deployment import free_port
     from pdserve.offline.llm import Fleet as Started
 
@@ -187,6 +194,7 @@ def measure_fleet(config: BenchTuneConfig, fleet: Fleet) -> Sequence[Sample]:
         warm_up(benchmark)
         requests = requests_of(benchmark, config.request_rate, config.seed)
         with progress(str(fleet), len(requests)) as show:
-            return counted(play(requests, benchmark.target, 1, show).samples, config.warmup_requests)
+            played = play(requests, benchmark.target, 1, show)
+        return [] if played.stopped else counted(played.samples, config.warmup_requests)
     finally:
         started.close()

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferModel
 from pdserve.tools.bench.requests import Request
 from pdserve.tools.load_config import PlanConfig
-from pdserve.tools.planner.advice import advise, env_lines, trade
+from pdserve.tools.planner.advice import advise, trade
+from pdserve.tools.planner.deploy import env_lines
 from pdserve.tools.planner.plan import Planner
 from pdserve.tools.planner.search import (
     NOISE,
@@ -285,8 +286,8 @@ def test_lines_for_compose_deploy_the_fleet() -> None:
     several = env_lines(trial(Fleet(1, 2), 1, 1), {"prefill": 2, "decode": 1, "both": 4})
     assert several[:3] == ["PREFILL=1", "PREFILL_GPUS=0,1", "PREFILL_TENSOR_PARALLEL_SIZE=2"]
     assert several[3:] == ["DECODE=2", "DECODE_GPUS=2,3"]
-    (line,) = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1), ONE_EACH)
-    assert "pdserve up --prefill 0 --decode 0 --both 3 --itl-target-ms 20" in line, "by default, up starts 1P+1D"
+    colocated = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1), ONE_EACH)
+    assert colocated == ["PREFILL=0", "DECODE=0", "BOTH=3", "BOTH_GPUS=0,1,2", "ENGINE_FLAGS=--itl-target-ms 20"]
 
 
 # ---- the commands -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.profile.profile import Profile, TransferModel
 from pdserve.tools.load_config import PlanConfig
-from pdserve.tools.planner.advice import env_lines
+from pdserve.tools.planner.deploy import env_lines
 from pdserve.tools.planner.search import Trial, best, judge, smallest
 from pdserve.tools.planner.settings import Dimension, dimensions
 from pdserve.tools.planner.targets import parse_targets

@@ -67,7 +67,7 @@ def test_hopeless_fleets_are_not_measured() -> None:
 def tune(tiny_profile: Path, tmp_path: Path) -> Callable[..., tuple[list[Fleet], bool]]:
     """Return a function that tunes with made-up measurements, which take no time but that of a made-up clock."""
 
-    def tune(**settings: Any) -> tuple[list[Fleet], bool]:
+    def tune(interrupted: int = -1, **settings: Any) -> tuple[list[Fleet], bool]:
         config = BenchTuneConfig(
             profile=str(tiny_profile),
             slo="ttft.p90=100ms",
@@ -84,6 +84,8 @@ def tune(tiny_profile: Path, tmp_path: Path) -> Callable[..., tuple[list[Fleet],
         clock = count(0, RUN_S)
 
         def measure(fleet: Fleet) -> list[Sample]:
+            if len(measured) == interrupted:
+                return []
             measured.append(fleet)
             slow = 0.05 if fleet.both else 0.2
             return [
@@ -118,3 +120,13 @@ def test_an_interrupted_line_is_measured_again_and_another_load_refused(tune: An
     assert all(json.loads(line) for line in state.read_text().splitlines())
     with pytest.raises(SetupError, match="is of another load or SLO"):
         tune(seed=1)
+
+
+def test_ctrl_c_ends_the_search_and_its_run_does_not_count(tune: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    measured, _ = tune(interrupted=1, budget=50 * RUN_S)
+    assert len(measured) == 1 and "Of 1 measured of 8 fleets" in capsys.readouterr().out
+
+
+def test_an_interrupted_search_without_a_measurement_has_no_report(tune: Any) -> None:
+    with pytest.raises(SetupError, match="interrupted before a fleet was measured"):
+        tune(interrupted=0)

@@ -1,0 +1,95 @@
+"""A planned fleet as settings of a deployment: variables of the Compose files, and values of the Helm chart."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdserve.errors import SetupError
+from pdserve.tools.planner.search import Trial
+from pdserve.tools.simulator.fleet import Fleet
+
+ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others are the router's
+ROLES = ("prefill", "decode", "both")
+ENV_FILE, VALUES_FILE = "plan.env", "plan-values.yaml"
+
+
+def flags_of(fleet: Fleet) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the flags of instances and of routers, without dashes."""
+    settings = {one: value for one, value in fleet.settings if not one.endswith("_tensor_parallel_size")}
+    settings.pop("connector", None)
+    engine = {} if fleet.itl_target_ms is None else {"itl-target-ms": fleet.itl_target_ms}
+    engine |= {_dashed(name): value for name, value in settings.items() if name in ENGINE_SETTINGS}
+    return engine, {_dashed(name): value for name, value in settings.items() if name not in ENGINE_SETTINGS}
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _remarks(fleet: Fleet) -> list[str]:
+    """Return what neither file can say."""
+    connector = dict(fleet.settings).get("connector")
+    return [f"# with a KV store of the connector {connector}, as CONNECTOR"] if connector else []
+
+
+def env_lines(trial: Trial, by_role: Mapping[str, int]) -> list[str]:
+    """Return the lines for `.env` of docker-compose.yml that deploy a fleet; the GPUs are numbered from 0.
+
+    Args:
+        by_role: GPUs of an instance.
+    """
+    fleet, lines, first = trial.fleet, list[str](), 0
+    for role in ROLES:
+        count, each = getattr(fleet, role), by_role[role]
+        if count or role != "both":
+            lines.append(f"{role.upper()}={count}")
+        if count:
+            last = first + count * each
+            lines.append(f"{role.upper()}_GPUS={','.join(map(str, range(first, last)))}")
+            lines += [f"{role.upper()}_TENSOR_PARALLEL_SIZE={each}"] if each > 1 else []
+            first = last
+    for name, flags in zip(("ENGINE_FLAGS", "ROUTER_FLAGS"), flags_of(fleet), strict=True):
+        lines += [f"{name}={' '.join(Fleet(settings=tuple(flags.items())).flags)}"] if flags else []
+    return [*lines, *_remarks(fleet)]
+
+
+def helm_values(trial: Trial, by_role: Mapping[str, int], model: str) -> dict[str, Any]:
+    """Return the values of the chart that deploy a fleet.
+
+    Args:
+        by_role: GPUs of an instance; 0 without GPUs.
+        model: empty to leave it to other values.
+    """
+    fleet = trial.fleet
+    engine, router = flags_of(fleet)
+    values: dict[str, Any] = {"model": {"name": model}} if model else {}
+    for role in ROLES:
+        count, gpus = getattr(fleet, role), by_role[role]
+        values[role] = {"enabled": count > 0, "replicas": count}
+        if count and gpus:
+            values[role]["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+            values[role]["flags"] = {"tensor-parallel-size": gpus} if gpus > 1 else {}
+    return values | {"instances": {"flags": engine}, "router": {"flags": router}}
+
+
+def write(folder: str, trial: Trial, by_role: Mapping[str, int], model: str, *, has_gpus: bool) -> Sequence[str]:
+    """Write both files into a folder, and return how they are used, a line each.
+
+    Raises:
+        SetupError: a file cannot be written.
+    """
+    gpus = by_role if has_gpus else dict.fromkeys(by_role, 0)
+    values = json.dumps(helm_values(trial, gpus, model), indent=2)
+    env = [f"MODEL={model}"] if model else []
+    file = "docker-compose.yml" if has_gpus else "docker-compose.cpu.yml"
+    texts = {ENV_FILE: "\n".join([*env, *env_lines(trial, by_role)]), VALUES_FILE: f"# JSON is YAML\n{values}"}
+    for name, text in texts.items():
+        try:
+            Path(folder, name).write_text(text + "\n")
+        except OSError as error:
+            raise SetupError(f"--apply {folder}: {name} cannot be written: {error.strerror}") from None
+    return [
+        f"docker compose -f {file} --env-file {Path(folder, ENV_FILE)} up",
+        f"helm upgrade --install pdserve deploy/helm/pdserve -f {Path(folder, VALUES_FILE)}",
+    ]
