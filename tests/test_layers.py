@@ -24,7 +24,7 @@ def names(text: str) -> list[str]:
 
 # What a prompt touches by default, from HTTP to kernel and back, and what all of it shares: packages and files.
 CORE = names("""
-    request output keys kv_spec config costs counters errors lifetime slo sizes plugins parent model_path
+    request output keys kv_spec config costs counters errors lifetime slo sizes plugins parent priority model_path
     reasoning pooling beam_search logits_processors grammars lines
     proto kernels kv_transfer engine roles prefill decode instance control profile
     router.api router.text router.web router.parse_server router.limits router.routed_request
@@ -34,7 +34,7 @@ CORE = names("""
 EXTENSIONS = names("""
     __main__ cli offline admin_client batch launchers ranks
     tools
-    kernels.gpu engine.gpu
+    kernels.gpu engine.gpu speculation
     interop router.dialects router.rpc router.kv_events
     kv_transfer.connectors.redis kv_transfer.connectors.nixl kv_transfer.connectors.mooncake kv_transfer.connectors.tiered
     kv_transfer.rules kv_transfer.conformance kv_transfer.bench kv_transfer.check_command kv_transfer.pytest_plugin

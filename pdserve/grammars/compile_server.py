@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -30,11 +31,11 @@ from pdserve.grammars.limits import MAX_MASK_CPU_S, CompileLimits, mask_budget_s
 from pdserve.grammars.mask_worker import new_matcher, serve_masks
 from pdserve.grammars.specification import lark_grammar
 from pdserve.grammars.vocabulary import Vocabulary
+from pdserve.priority import NICENESS, lower_session
 
 READY, COMPILE, MASKS = b"r", b"c", b"m"
 STARTED, OK, ERROR = b".", b"+", b"-"
 LENGTH_BYTES = 4
-NICENESS = 10  # of compiling: running requests come first
 MAX_MESSAGE_CHARS = 1000
 TRIAL_TOKENS = 64
 TOO_COMPLEX = ("too big", "too large", "too many", "too complex", "too deeply", "fuel", "limit", "panic")
@@ -58,6 +59,7 @@ def main(arguments: list[str]) -> None:
     limits = CompileLimits(**json.loads(limits_json))
     gc.collect()
     gc.freeze()  # what is loaded stays shared with the forked processes
+    lower_session()
     with contextlib.suppress(ConnectionError):
         control.sendall(READY)
         while True:
@@ -76,7 +78,7 @@ def main(arguments: list[str]) -> None:
 def _run_mask_worker(connection: socket.socket, loaded: Loaded, limits: CompileLimits) -> None:
     """Serve masks until the connection is closed, and exit. This does not end with the compile server."""
     try:
-        os.setpgid(0, 0)
+        os.setsid()
         _limit_memory(limits)
         with contextlib.suppress(ConnectionError):
             serve_masks(connection, loaded.tokenizer, limits.cpu_s)
@@ -131,7 +133,7 @@ def _message(error: str) -> str:
     """Return what is wrong by an error of llguidance, without the place in the Lark grammar, which is not the client's."""
     lines = error.split("\n   1 | ")[0].splitlines()
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    return reason.rpartition("failed to compile JSON schema: ")[2]
+    return re.sub(r"^(?:at )?\d+\(\d+\): ", "", reason.rpartition("failed to compile JSON schema: ")[2])
 
 
 def _follows_within_budget(matcher: LLMatcher, vocab_size: int) -> bool:

@@ -134,7 +134,7 @@ class _Writer:
 
 def _specified_terminal(spec: dict[str, Any]) -> str | None:
     if "regex" in spec:
-        return f"({regexes.between_slashes(regexes.translated(spec['regex']))})"
+        return f"({regexes.between_slashes(regexes.translated(spec['regex']) or '(?:)')})"
     if "choice" in spec:
         return "(" + " | ".join(map(_text, spec["choice"])) + ")"
     if "text" in spec:

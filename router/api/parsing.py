@@ -1,6 +1,7 @@
 """Parses and validates JSON bodies of requests, with errors in the router's own format.
 
-No field is ignored silently: an unknown field is an error, with a suggestion where one is close.
+No field is ignored silently: an unknown field is an error, with a suggestion where one is close. One that is null says
+nothing: libraries of clients write those that their server has and others lack.
 """
 
 import difflib
@@ -44,7 +45,7 @@ def check_size(value: object, most: int) -> object:
 
 
 class Body(BaseModel):
-    """Base of all bodies: unknown fields are errors.
+    """Base of all bodies: unknown fields are errors, unless they are null.
 
     Attributes:
         no_ops: unsupported fields and their values without effect.
@@ -59,10 +60,16 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_num_fields(cls, fields: object) -> object:
-        if isinstance(fields, dict) and len(fields) > MAX_FIELDS:
-            check_size(fields, MAX_FIELDS)
-        return fields
+    def _without_effectless(cls, fields: object) -> object:
+        """Return the fields without unknown ones that are null, or are without effect whatever they hold."""
+        if not isinstance(fields, dict) or fields.keys() <= cls.model_fields.keys():
+            return fields
+        check_size(fields, MAX_FIELDS)
+        return {
+            name: value
+            for name, value in fields.items()
+            if name in cls.model_fields or not (value is None or ANY in cls.no_ops.get(name, ()))
+        }
 
 
 BodyType = TypeVar("BodyType", bound=Body)

@@ -53,6 +53,7 @@ NO_OPS: NoOps = {
     "kv_transfer_params": (),
     "modalities": (["text"],),
     "prediction": (),
+    "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "request_id": (),
     "service_tier": SERVICE_TIERS,
     "spaces_between_special_tokens": (True,),
@@ -66,6 +67,7 @@ MESSAGE_NO_OPS: NoOps = {
     "audio": (),
     "cache_control": (ANY,),
     "function_call": (),
+    "parsed": (ANY,),  # by OpenAI's library, as `parsed_arguments` below
     "refusal": (),
 }
 
@@ -179,6 +181,8 @@ class CompletionBody(SamplingBody):
 
 
 class CalledFunction(Body):
+    no_ops: ClassVar = {"parsed_arguments": (ANY,)}
+
     name: str
     arguments: str
 

@@ -3,7 +3,7 @@
 The pool counts references, and is the prefix cache, from which it evicts. A block is in exactly one of three states:
     free     unreferenced, without a key
     cached   unreferenced, with a key: a prefix hit revives it, an allocation may evict it (least recently used first)
-    held     referenced by one or more holders (sequences, transfers in flight)
+    held     referenced by one or more holders (sequences, transfers in flight), or pinned: never evicted until a reset
 
 Of a sequence, `SequenceKV` has the blocks, which tokens have KV, where that came from, and the keys of full blocks. Only its
 methods change this state; other modules call them and read the attributes.
@@ -41,6 +41,8 @@ class BlockPool:
     Attributes:
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
+        pinned: blocks to which the pool itself has a reference.
+        max_pinned: how many blocks may be pinned.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -53,6 +55,8 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self.listeners: list[BlockListener] = []
+        self.pinned: set[int] = set()
+        self.max_pinned = num_blocks
 
     @property
     def num_free(self) -> int:
@@ -61,7 +65,8 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_free
+        """Number of blocks that have holders, without the pinned ones."""
+        return self.num_blocks - self.num_free - len(self.pinned)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -126,6 +131,24 @@ class BlockPool:
             for listener in self.listeners:
                 listener.store(key, parent, tokens)
 
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep the blocks of the longest prefix of `keys` that is here from eviction, as far as `max_pinned` allows."""
+        for block in self.match(keys):
+            if block not in self.pinned and len(self.pinned) < self.max_pinned:
+                self.pinned.add(block)
+                self.hold([block])
+
+    def reset(self) -> None:
+        """Forget all keys and pins: held blocks stay with their holders, but nobody finds them any more."""
+        pinned, self.pinned = self.pinned, set()
+        self.release([*pinned])
+        self._free.extend(self._cached)
+        self._cached.clear()
+        keys, self._block_of, self._key_of = [*self._block_of], {}, {}
+        for key in keys:
+            for listener in self.listeners:
+                listener.remove(key)
+
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and that keys and blocks agree."""
         free, cached = set(self._free), set(self._cached)
@@ -133,6 +156,7 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached and not held & (free | cached), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
+        assert self.pinned <= held and len(self.pinned) <= self.max_pinned, "a pinned block was released"
         assert min(self.refs) >= 0
         assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
         assert cached <= self._key_of.keys() and not free & self._key_of.keys()
@@ -173,6 +197,7 @@ class SequenceKV:
         tokens: of the sequence, whose output appends to them.
         num_initial: number of tokens at creation: the prompt, and the output that another instance had generated.
         chain: computes the keys.
+        initial_keys: those of all blocks of the initial tokens, a partial last block included.
         block_ids: one per block of tokens. The first `num_dropped` entries are void.
         num_dropped: leading blocks released because they lie outside the attention window of every later token.
         num_computed: leading tokens whose KV is in `block_ids`.
@@ -194,6 +219,7 @@ class SequenceKV:
     block_size: int
     num_initial: int
     chain: KeyChain
+    initial_keys: list[bytes] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
     num_dropped: int = 0
     num_computed: int = 0
@@ -235,11 +261,6 @@ class SequenceKV:
         if first <= len(self.tokens):
             self.keys += self.prefix_keys(range(first, len(self.tokens) + 1, self.block_size))
         return self.keys
-
-    def initial_keys(self) -> list[bytes]:
-        """Return the keys of all blocks of the initial tokens, a partial last block included."""
-        full, rest = divmod(self.num_initial, self.block_size)
-        return self.full_keys()[:full] + self.prefix_keys([self.num_initial] if rest else [])
 
     def prefix_keys(self, ends: Sequence[int]) -> list[bytes]:
         """Return the key of the first n tokens for each n of `ends`, which must ascend."""
@@ -313,6 +334,12 @@ class SequenceKV:
         self.block_ids[index] = target
         return [(source, target)]
 
+    def take_room(self, pool: BlockPool) -> BlockPairs:
+        """Make room for all tokens: allocate blocks, and return which one is to be copied first, see `copy_on_write`."""
+        copies = self.copy_on_write(pool)
+        self.grow(pool)
+        return copies
+
     def drop_blocks(self, pool: BlockPool, stop: int) -> None:
         """Release the blocks before index `stop`, to which no later token attends."""
         if stop > self.num_dropped:
@@ -334,9 +361,10 @@ class SequenceKV:
         """Keep the blocks from being registered for prefix hits."""
         self.cacheable = False
 
-    def admit(self) -> None:
-        """Record that the sequence has joined the running batch."""
+    def admit(self, pool: BlockPool) -> BlockPairs:
+        """Join the running batch, with room for all tokens, see `take_room`."""
         self.admitted = True
+        return self.take_room(pool)
 
     def mark_computed(self, num_tokens: int) -> None:
         """Record that `num_tokens` more tokens have KV."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pdserve.costs import Costs, attention_pairs
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.request import Tenant
 
 CREDIT_S = 0.5  # the most that a tenant can make up for
@@ -19,7 +20,7 @@ CREDITOR_SLOWDOWN = 1 / 8  # of its steps by those who have no credit: these adv
 
 @dataclass
 class StepBudget:
-    """Remaining budget of one step.
+    """Remaining budget of one step, and what it was spent for.
 
     Attributes:
         tokens: token limit over all sequences.
@@ -28,7 +29,10 @@ class StepBudget:
         scored_tokens: limit over all prompts whose log probabilities are due: each token needs a large row of logits.
         base: seconds of the step, whatever it computes.
         shares: time that each tenant may add to the step; one that is missing is not limited.
+        token_shares: tokens of each tenant, if together they ask for more than the limit; else empty.
         kept: tokens and seconds that are set aside for long prompts.
+        plan: the tokens that were allocated.
+        turn: number of the step, from which sequences know whose turn it is in the next one, if tenants are limited.
     """
 
     costs: Costs
@@ -38,21 +42,46 @@ class StepBudget:
     scored_tokens: int = 128
     base: float = 0.0
     shares: dict[Tenant, float] = field(default_factory=dict)
+    token_shares: dict[Tenant, int] = field(default_factory=dict)
     kept: dict[Sequence, tuple[int, float]] = field(default_factory=dict)
+    plan: StepPlan = field(default_factory=StepPlan)
+    turn: int = 0
 
     @classmethod
     def for_step(
-        cls, costs: Costs, tokens: int, decoding: Collection[Sequence], itl: float | None, min_chunk: int
+        cls,
+        costs: Costs,
+        tokens: int,
+        decoding: Collection[Sequence],
+        itl: float | None,
+        min_chunk: int,
+        plan: StepPlan,
     ) -> "StepBudget":
         """Return the budget of a step in which `decoding` decode, forecast to take at most `itl` seconds (None: no limit)."""
-        base = costs.decode[0] if decoding else costs.prefill[0]
-        if itl is None or not decoding:
-            return cls(costs, tokens, base=base)
-        seconds = costs.step_seconds(len(decoding), sum(map(len, decoding)))
-        return cls(costs, tokens, itl - seconds, min_chunk, base=base)
+        budget = cls(costs, tokens, base=costs.decode[0] if decoding else costs.prefill[0], plan=plan)
+        if itl is not None and decoding:
+            budget.prompt_seconds = itl - costs.step_seconds(len(decoding), sum(map(len, decoding)))
+            budget.min_chunk = min_chunk
+        return budget
 
-    def share(self, demands: Collection[Sequence], creditors: Collection[Tenant]) -> None:
-        """Limit the time of each tenant to its share of the step, see `step_shares`. `demands` are all that could run."""
+    def share(
+        self,
+        demands: Collection[Sequence],
+        tokens_now: Mapping[Tenant, float],
+        creditors: Collection[Tenant],
+        turn: int,
+    ) -> None:
+        """Limit the time and the tokens of each tenant to its share of the step.
+
+        Args:
+            demands: all that could run if their tenant were alone; for time, see `step_shares`.
+            tokens_now: how many tokens of each tenant could be computed in this step: what no other can use is not kept.
+            creditors: tenants that have credit.
+            turn: number of the step.
+        """
+        if sum(tokens_now.values()) > self.tokens:
+            granted = split(self.tokens, tokens_now)
+            self.token_shares = {tenant: math.ceil(count) for tenant, count in granted.items() if count}
         weights = sum(tenant.weight for tenant in {seq.tenant for seq in demands})
         tokens = {seq.tenant: max(1, int(self.tokens * seq.tenant.weight / weights)) for seq in demands}
         seconds = dict.fromkeys(tokens, 0.0)
@@ -60,11 +89,11 @@ class StepBudget:
             if chunk := min(seq.kv.num_uncomputed, tokens[seq.tenant]):
                 tokens[seq.tenant] -= chunk
                 seconds[seq.tenant] += self.seconds(seq, chunk)
-        self.shares = step_shares(self.base, seconds, creditors)
+        self.shares, self.turn = step_shares(self.base, seconds, creditors), turn
 
     def has_share(self, tenant: Tenant) -> bool:
         """Return whether a tenant may have further tokens computed in this step."""
-        return self.shares.get(tenant, math.inf) > 0
+        return self.shares.get(tenant, math.inf) > 0 and self.token_shares.get(tenant, 1) > 0
 
     def take_back(self, tokens: int) -> None:
         """Return tokens of a sequence that was allocated them, and leaves the step."""
@@ -79,7 +108,7 @@ class StepBudget:
         share = self.shares.get(seq.tenant, math.inf)
         if share <= 0:
             return 0
-        room = self.tokens
+        room = min(self.tokens, self.token_shares.get(seq.tenant, self.tokens))
         if seq.features and seq.reads_logits:
             room = min(room, self.scored_tokens)
         if not seq.kv.is_decoding:
@@ -88,7 +117,7 @@ class StepBudget:
         return room
 
     def allocate(self, seq: Sequence) -> int:
-        """Return how many tokens of a sequence the step computes, and take them off the budget."""
+        """Plan as many tokens of a sequence as there is room for, and return their number."""
         if (kept := self.kept.pop(seq, None)) is not None:
             self._take(seq, -kept[0], -kept[1])
             self.min_chunk = max(self.min_chunk, kept[0])
@@ -99,6 +128,9 @@ class StepBudget:
             if not seq.kv.is_decoding:
                 self.min_chunk = 0
             self._take(seq, count, self.seconds(seq, count))
+            self.plan.counts[seq] = count
+            if self.shares:
+                seq.take_turn(self.turn)
         return count
 
     def keep_half(self, seq: Sequence) -> None:
@@ -114,6 +146,8 @@ class StepBudget:
             self.prompt_seconds -= seconds
         if seq.tenant in self.shares:
             self.shares[seq.tenant] -= seconds
+        if seq.tenant in self.token_shares:
+            self.token_shares[seq.tenant] -= tokens
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""

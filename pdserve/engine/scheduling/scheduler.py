@@ -128,16 +128,15 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_pauses = 0
         self.unreserved: Sequence | None = None
-        self._by_tenant: dict[Tenant, dict[Sequence, None]] = {}  # in the order in which they came
+        # In the order in which they came, each with the tokens to compute when it was queued without blocks.
+        self._by_tenant: dict[Tenant, dict[Sequence, int]] = {}
         self._credit = Credit()
         self._num_steps = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
-        self._by_tenant.setdefault(seq.tenant, {})[seq] = None
-        if not seq.kv.block_ids:
-            hits = self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
-            seq.expect(len(seq) - len(hits) * self.pool.block_size)
+        hits = [] if seq.kv.block_ids else self.pool.match(seq.usable_keys)
+        self._by_tenant.setdefault(seq.tenant, {})[seq] = len(seq) - len(hits) * self.pool.block_size
         insort(self.loaded if seq.kv.block_ids else self.waiting, seq, key=_RANK)
 
     def fork(
@@ -195,7 +194,7 @@ class Scheduler:
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
-            if self._has_rivals and not output.swap_in:
+            if self._has_rivals and not (output.swap_in or output.paused):
                 self._make_room(output)
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
@@ -307,23 +306,22 @@ class Scheduler:
         for seq in self.running:
             if not (output.storing_paused and seq.stores_kv):
                 (decoding if seq.kv.is_decoding else prompts).append(seq)
-        budget = StepBudget.for_step(
-            self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
-        )
+        most, plan = self.max_num_batched_tokens, output.plan
+        budget = StepBudget.for_step(self.costs, most, decoding, self.itl_target, self.pool.block_size, plan)
         if len(self._by_tenant) < 2:
             for seq in decoding:
-                self._schedule(seq, output, budget)
+                budget.allocate(seq)
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
             return budget
-        candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
-        budget.share([*candidates, *self._queued()], self._credit.creditors(self._by_tenant.keys()))
+        creditors, demands = self._credit.creditors(self._by_tenant.keys()), [*decoding, *prompts]
+        budget.share([*demands, *self._queued()], self._tokens_now(demands), creditors, self._num_steps)
         order = self.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
         for seq in [*overdue, *sorted(decoding, key=lambda seq: seq.turn)] if budget.shares else decoding:
-            self._schedule(seq, output, budget)
+            budget.allocate(seq)
         for seq in prompts:
             if not output.preempted:
                 self._admit(output, budget, below=order(seq)[0])
@@ -341,17 +339,18 @@ class Scheduler:
             budget.keep_half(seq)
             for other in shorter:
                 if budget.room(other) and (other in self.running or self._overtakes(other, output)):
-                    self._schedule(other, output, budget)
-        self._schedule(seq, output, budget)
+                    budget.allocate(other)
+        budget.allocate(seq)
 
     def _shorter(self, seq: Sequence, limit: int, output: SchedulerOutput) -> list[Sequence]:
         """Return the prompts that go before one that does not end in this step, the shortest first."""
         queued = [] if output.preempted else [*self.loaded, *self.waiting]
+        sizes = self._by_tenant[seq.tenant]
         shorter = [
             (size, other)
             for other in (*self.running, *queued)
-            if 1 < (size := other.kv.num_uncomputed if other.kv.block_ids else other.size) <= limit
-            and other.tenant == seq.tenant
+            if other.tenant == seq.tenant
+            and 1 < (size := other.kv.num_uncomputed if other.kv.block_ids else sizes[other]) <= limit
             and other.rank < seq.rank + ARRIVALS_PER_PRIORITY
             and other is not seq
             and not (other in output.plan.counts or (output.storing_paused and other.stores_kv))
@@ -376,20 +375,27 @@ class Scheduler:
             self.waiting.remove(seq)
             if first is not seq and not self._fits(first):
                 first.let_pass()
-        self._run(seq, output)
+        output.block_copies += seq.kv.admit(self.pool)
+        insort(self.running, seq, key=_RANK)
         return True
-
-    def _schedule(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
-        if count := budget.allocate(seq):
-            output.plan.counts[seq] = count
-            if budget.shares:
-                seq.take_turn(self._num_steps)
 
     def _queued(self) -> Iterator[Sequence]:
         """Yield sequences that do not run, of each tenant as many as there are slots: if it were alone, they would."""
         running = set(self.running)
         for seqs in self._by_tenant.values():
             yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
+
+    def _tokens_now(self, candidates: list[Sequence]) -> dict[Tenant, float]:
+        """Return how many tokens of each tenant there are that this step could compute, if it were alone in the step."""
+        tokens = dict.fromkeys(self._by_tenant, 0.0)
+        for seq in candidates:
+            tokens[seq.tenant] += seq.kv.num_uncomputed
+        slots, blocks = self.max_num_seqs - len(self.running), dict.fromkeys(self._by_tenant, self.pool.num_free)
+        for seq in self._queued():
+            blocks[seq.tenant] -= seq.kv.blocks_needed(self.pool)
+            if blocks[seq.tenant] >= 0 and (slots > 0 or self._giving_way(seq.tenant) is not None):
+                tokens[seq.tenant] += seq.kv.num_uncomputed
+        return tokens
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
@@ -410,8 +416,7 @@ class Scheduler:
                 self._preempt(victim, self.running, output)
             if seq in victims:
                 return
-        output.block_copies += seq.kv.copy_on_write(self.pool)
-        seq.kv.grow(self.pool)
+        output.block_copies += seq.kv.take_room(self.pool)
 
     def _last_to_run(self, tenant: Tenant) -> Sequence:
         """Return the newest running sequence of the tenant of the highest level; of this one if no other is above it."""
@@ -439,7 +444,7 @@ class Scheduler:
             output.swap_out += pairs
         output.plan.counts.pop(seq, None)
         seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
-        seq.expect(len(seq))
+        self._by_tenant[seq.tenant][seq] = len(seq)
         insort(self.waiting, seq, key=_RANK)
         self.num_preemptions += 1
 
@@ -455,20 +460,17 @@ class Scheduler:
                 continue
             if len(self.running) >= self.max_num_seqs and (victim := self._giving_way(seq.tenant)) is not None:
                 self._pause(victim, output, budget)
-            self._run(seq, output)
+            if seq.kv.swapped is not None:
+                output.swap_in += self.swap_space.swap_in(seq)
+                seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
+            output.block_copies += seq.kv.admit(self.pool)
+            insort(self.running, seq, key=_RANK)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
-                (self._schedule if seq.kv.is_decoding else self._schedule_prompt)(seq, output, budget)
+                if seq.kv.is_decoding or budget.room(seq) > seq.kv.num_uncomputed:  # it leaves room for others
+                    budget.allocate(seq)
+                else:
+                    self._schedule_prompt(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
-
-    def _run(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Run a sequence that has left its queue, and has blocks for the tokens whose KV it has."""
-        if seq.kv.swapped is not None:
-            output.swap_in += self.swap_space.swap_in(seq)
-            seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
-        output.block_copies += seq.kv.copy_on_write(self.pool)
-        seq.kv.grow(self.pool)
-        seq.kv.admit()
-        insort(self.running, seq, key=_RANK)
 
     def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Take the slot of a running sequence, which keeps its blocks."""
@@ -482,9 +484,8 @@ class Scheduler:
     def _make_room(self, output: SchedulerOutput) -> None:
         """Preempt a sequence of another tenant if the first one that waits for blocks has none, and should go before it."""
         order = self.order()
-        first = min(
-            [*self.waiting, *([self.unreserved] if self.unreserved is not None else [])], key=order, default=None
-        )
+        queued = [*self.waiting, self.unreserved]
+        first = min((seq for seq in queued if seq is not None), key=order, default=None)
         if first is None or self._fits(first):
             return
         paused = [one for one in self.loaded if one.gave_way_at is not None and order(one)[0] > order(first)[0]]
@@ -496,7 +497,7 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits]))
+        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys))
         return needed + self._watermark(seq) <= self.pool.num_free
 
     def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
@@ -519,7 +520,7 @@ class Scheduler:
             if seq.kv.swapped is not None:
                 computed = seq.kv.swapped.num_tokens
             else:
-                hits = [] if seq.kv.block_ids else self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
+                hits = [] if seq.kv.block_ids else self.pool.match(seq.usable_keys)
                 computed = seq.kv.num_computed + len(hits) * self.pool.block_size
             is_prompt = len(seq) - computed > 1
             has_time = has_time and (not is_prompt or budget.min_chunk > 0 or budget.affordable(computed) > 0)

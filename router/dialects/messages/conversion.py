@@ -128,11 +128,12 @@ def _conversation(body: CountTokensBody) -> dict[str, Any]:
     """Return the fields of messages and tools."""
     messages = [*_system(body.system), *_messages(body.messages)]
     choice = body.tool_choice or {}
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     return {
         "messages": messages,
         "continue_final_message": messages[-1].role == "assistant" or None,
-        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
-        "tool_choice": _tool_choice(choice),
+        "tools": tools or None,
+        "tool_choice": _tool_choice(choice, [tool.function.name for tool in tools]),
         "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
     }
 
@@ -217,7 +218,8 @@ def _blocks(content: object, path: str, types: tuple[str, ...]) -> Iterator[dict
         required, optional = BLOCK_FIELDS[block["type"]]
         if missing := required - set(block):
             raise _invalid(f"{where}.{min(missing)} is required")
-        if extra := set(block) - required - optional - {"type", "cache_control"}:
+        given = {name for name, value in block.items() if value is not None}
+        if extra := given - required - optional - {"type", "cache_control"}:
             raise BadRequest(
                 f"{where} has an unknown field {quote(min(extra))}", kind="unknown_field", param="messages"
             )
@@ -247,14 +249,16 @@ def _tool(tool: object, path: str) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _tool_choice(choice: dict[str, Any]) -> object:
+def _tool_choice(choice: dict[str, Any], names: list[str]) -> object:
     kind = choice.get("type")
     if not choice:
         return None
-    if kind == "tool" and isinstance(choice.get("name"), str):
+    if kind == "tool" and choice.get("name") in names:
         return {"type": "function", "function": {"name": choice["name"]}}
-    if kind not in CHOICES:
-        message = 'tool_choice must be {"type": "auto"}, "any", "none", or {"type": "tool", "name": …}'
+    if kind not in CHOICES or (kind == "any" and not names):
+        message = (
+            'tool_choice must be {"type": "auto"}, "any", "none", or {"type": "tool", "name": …} with a name of tools'
+        )
         raise InvalidParameter("tool_choice", message)
     return CHOICES[kind]
 

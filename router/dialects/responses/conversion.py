@@ -3,7 +3,7 @@
 A conversation is the input, after that of the response that it continues.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from pdserve.errors import BadRequest, InvalidParameter
@@ -26,8 +26,9 @@ from pdserve.router.dialects.responses.schemas import FunctionTool, ResponseBody
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
 REASONING_ITEM_FIELDS = {"type", "id", "status", "summary", "content", "encrypted_content"}
-ITEM_FIELDS = {"type", "role", "content", "id", "status"}
-PART_FIELDS = {"type", "text", "annotations", "logprobs"}
+ITEM_FIELDS = {"type", "role", "content", "id", "status", "phase"}
+PART_FIELDS = {"type", "text", "annotations", "logprobs", "parsed"}  # the last by OpenAI's library, as the next
+CALL_FIELDS = {"type", "id", "status", "parsed_arguments"}
 
 
 @checked_fields()
@@ -120,9 +121,14 @@ def _result_message(item: dict[str, Any], path: str) -> Message:
 
 def _strings(item: dict[str, Any], path: str, names: tuple[str, ...]) -> list[str]:
     values = [item.get(name) for name in names]
-    if set(item) - {"type", "id", "status", *names} or not all(isinstance(value, str) for value in values):
+    if _unknown(item, {*CALL_FIELDS, *names}) or not all(isinstance(value, str) for value in values):
         raise _invalid_input(f"{path} must have {', '.join(names)} as strings; it may have type, id and status")
     return [str(value) for value in values]
+
+
+def _unknown(item: Mapping[str, object], known: Set[str]) -> Set[str]:
+    """Return the names of unknown fields; those that are null say nothing."""
+    return {name for name, value in item.items() if name not in known and value is not None}
 
 
 CALL_ITEMS = {"function_call": _call_message, "function_call_output": _result_message}
@@ -131,7 +137,7 @@ CALL_ITEMS = {"function_call": _call_message, "function_call_output": _result_me
 def _reasoning_text(item: dict[str, object], path: str) -> str:
     """Return the text of an item of reasoning that a client sends back."""
     parts = item.get("content") or []
-    if set(item) - REASONING_ITEM_FIELDS or not isinstance(parts, list):
+    if _unknown(item, REASONING_ITEM_FIELDS) or not isinstance(parts, list):
         raise _invalid_input(f"{path} must be an item of reasoning as the router returned it")
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -145,7 +151,7 @@ def _message(item: object, path: str) -> Message:
         raise _invalid_input(
             f"{path} must be a message, reasoning, a function_call or a function_call_output; {kind} is not supported"
         )
-    if set(item) - ITEM_FIELDS or item.get("role") not in ROLES:
+    if _unknown(item, ITEM_FIELDS) or item.get("role") not in ROLES:
         raise _invalid_input(
             f"{path} must have content and one of the roles {', '.join(ROLES)}; it may have type, id and status"
         )
@@ -162,7 +168,7 @@ def _text_part(part: object, path: str) -> dict[str, str]:
         raise _invalid_input(
             f'{path} must be a text part, {{"type": "input_text", "text": "…"}}; others are not supported'
         )
-    if extra := set(part) - PART_FIELDS:
+    if extra := _unknown(part, PART_FIELDS):
         raise _invalid_input(f"{path} has an unknown field {quote(min(extra))}")
     return {"type": "text", "text": part["text"]}
 

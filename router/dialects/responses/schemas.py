@@ -25,6 +25,7 @@ RESPONSES_NO_OPS: NoOps = {
     "conversation": (),
     "max_tool_calls": (),
     "prompt": (),
+    "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "service_tier": SERVICE_TIERS,
     "stream_options": ({},),
     "top_logprobs": (0,),

@@ -191,3 +191,46 @@ def items_of(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def text_of(item: dict[str, Any]) -> str:
     parts = item.get("content") or [item]
     return str(parts[0].get("text") or item.get("arguments") or json.dumps(item["input"]))
+
+
+PARSED = {
+    "parsed": {"a": [1]},
+    "library": None,
+}  # as OpenAI's library adds to what it has parsed; and a field of another server
+CALLED = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}, "library": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "items"),
+    [
+        (CHAT, [{"role": "assistant", "content": "{}", **PARSED}]),
+        (
+            CHAT,
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "type": "function", "function": CALLED, "custom": None}],
+                },
+                {"role": "tool", "tool_call_id": "c", "content": "x"},
+            ],
+        ),
+        (
+            RESPONSES,
+            [
+                {"type": "reasoning", "summary": [], "library": None},
+                {
+                    **{"type": "message", "role": "assistant", "phase": "final_answer", "library": None},
+                    "content": [{"type": "output_text", "text": "{}", **PARSED}],
+                },
+                {"type": "function_call", "call_id": "c", **CALLED},
+                {"type": "function_call_output", "call_id": "c", "output": "x", "caller": None},
+            ],
+        ),
+        (MESSAGES, [{"role": "assistant", "content": [{"type": "text", "text": "{}", "library": None}]}]),
+    ],
+)
+def test_messages_may_have_what_libraries_of_clients_add(
+    path: str, items: list[dict[str, Any]], talk: Callable[..., dict[str, Any]]
+) -> None:
+    sent = [QUESTION, *items, QUESTION]
+    talk(path, {"input": sent, "max_output_tokens": 16} if path == RESPONSES else {"messages": sent, "max_tokens": 9})
