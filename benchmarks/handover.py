@@ -4,6 +4,10 @@ For each connector, a router, a prefill and a decode instance run as processes. 
 time, streaming; the stages come from /debug/requests/{id}, the gap before the second token from the client's clock. Every
 prompt is new, so no cache contains it. The hand-over is compared with one plain memcpy of its bytes, and with that and a
 frame of the control plane each way between two processes.
+
+With --turns, each prompt is followed by the next turn of its conversation: prompt, answer and 32 new tokens. Decode has the
+KV of the first two, so only the rest should move to it; prefill has that of the prompt, and should load the answer's from the
+store. The bytes are compared with that forecast.
 """
 
 import asyncio
@@ -43,6 +47,7 @@ class Settings(report.Settings):
     connectors: str = flag("comma separated, see the README", "shm,file-tmpfs,file-disk,redis-tcp,redis-unix,nixl")
     model: str = flag("checkpoint directory; default: a random one with the KV of Qwen3-0.6B and little else", "")
     repeat: int = flag("prompts of each length", 3)
+    turns: bool = flag("also ask the next turn, and compare the bytes that move with the forecast", False)
     threads: int | None = flag("CPU threads of each instance; default: an equal share of the cores", None)
     max_num_batched_tokens: int = flag("tokens of a prefill chunk at most", EngineConfig.max_num_batched_tokens)
     store_size: str = flag("what each store may take; twice the KV of the longest prompt is enough", "1536MiB")
@@ -68,8 +73,10 @@ class Settings(report.Settings):
 QUICK = {"tokens": "1,40", "repeat": 1, "connectors": "shm", "store_size": "64MiB"}
 WARM_UPS = 2  # with the longest prompt: touches the memory of pools, stores and buffers
 OUTPUT_TOKENS = 3
+ANSWER_TOKENS, NEW_TOKENS = 65, 32  # of a turn with --turns; the answer's last token has no KV
 TIMELINE_TIMEOUT_S = 10.0  # the last stamps of a request reach the router after its last token
 TIMEOUT_S = 300.0  # per request
+STORE_BACK_S = 1.0  # for decode's last stores of an answer, which no stage shows
 MIB = 1 << 20
 
 
@@ -108,6 +115,7 @@ class Measured:
     """Results of one connector by prompt length, or the reason why it could not be measured completely."""
 
     samples: dict[int, list[Sample]] = field(default_factory=dict)
+    turns: list[dict[str, Any]] = field(default_factory=list)
     skipped: str = ""
 
 
@@ -123,8 +131,11 @@ def benchmark(settings: Settings) -> None:
     skipped = {name: one.skipped for name, one in measured.items() if one.skipped}
     rows = [_row(name, length, samples) for name, one in measured.items() for length, samples in one.samples.items()]
     _print(rows, skipped)
+    turns = [turn for one in measured.values() for turn in one.turns]
+    if turns:
+        report.show(turns)
     shown = replace(settings, model=Path(settings.model).name, disk="")
-    print(report.write("handover", shown, {"skipped": skipped, "rows": rows}))
+    print(report.write("handover", shown, {"skipped": skipped, "rows": rows, "turns": turns}))
 
 
 # ---- connectors: each a context manager that gives the URL of a store -----------------------------------
@@ -161,6 +172,8 @@ def _measure(name: str, model: Path, settings: Settings, say: Callable[[str], No
                 for length in settings.lengths:
                     say(f"{name}: {length} tokens, {turn + 1} of {settings.repeat}")
                     measured.samples.setdefault(length, []).append(client.ask(length))
+                    if settings.turns:
+                        measured.turns.append({"connector": name, **client.ask_turns(length)})
     except SetupError as error:
         reason = next((line for line in reversed(log_lines) if " pdserve: " in line), str(error))
         measured.skipped = reason.partition(" pdserve: ")[2] or reason
@@ -179,7 +192,11 @@ def _config(model: Path, connector: str, settings: Settings) -> UpConfig:
         port=free_port(),
         threads=settings.threads,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        num_blocks=_blocks(max(settings.lengths) + OUTPUT_TOKENS) + 2,
+        num_blocks=_blocks(
+            max(settings.lengths) + (2 * ANSWER_TOKENS + NEW_TOKENS if settings.turns else OUTPUT_TOKENS)
+        )
+        + 2,
+        store_generated="on" if settings.turns else "auto",
     )
 
 
@@ -203,7 +220,7 @@ class Client:
         self._deployment.check_children()
         self._requests += 1
         name = f"handover-{self._requests}"
-        times = self._stream(name, [self._random.randrange(256) for _ in range(length)])
+        times = [at for at, _ in self._stream(name, self._tokens(length), OUTPUT_TOKENS)]
         timeline = self._timeline(name)
         at = {Stage(stage): float(ms) for stage, ms in timeline["stages_ms"].items()}
         stored, loaded = timeline["stored"], timeline["loaded"]
@@ -221,11 +238,36 @@ class Client:
             whole=loaded["blocks"] == _blocks(length) and timeline["prompt_tokens_by_source"]["computed"] == length,
         )
 
-    def _stream(self, name: str, prompt: list[int]) -> list[float]:
-        """Return the arrival time of each token."""
-        body = {"model": self._deployment.config.name, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+    def ask_turns(self, length: int) -> dict[str, Any]:
+        """Send a new prompt and its next turn; return what moved for that, and what had to."""
+        self._requests += 1
+        name, prompt = f"turn-{self._requests}", self._tokens(length)
+        answer = [token for _, token in self._stream(name, prompt, ANSWER_TOKENS)]
+        block_bytes = self._timeline(name)["loaded"]["bytes"] // _blocks(length)
+        full_prompt, full = length // EngineConfig.block_size, (length + ANSWER_TOKENS - 1) // EngineConfig.block_size
+        next_prompt = [*prompt, *answer, *self._tokens(NEW_TOKENS)]
+        time.sleep(STORE_BACK_S)
+        self._stream(f"{name}-next", next_prompt, OUTPUT_TOKENS)
+        timeline = self._timeline(f"{name}-next")
+        return {
+            "tokens": length,
+            "next turn": len(next_prompt),
+            "whole bytes": _blocks(len(next_prompt)) * block_bytes,
+            "forecast bytes": (_blocks(len(next_prompt)) - full) * block_bytes,
+            "bytes to decode": timeline["loaded"]["bytes"],
+            "answer's tokens in the store": (full - full_prompt) * EngineConfig.block_size,
+            "loaded by prefill": timeline["prompt_tokens_by_source"]["loaded"],
+            "computed by prefill": timeline["prompt_tokens_by_source"]["computed"],
+        }
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(256) for _ in range(count)]
+
+    def _stream(self, name: str, prompt: list[int], count: int) -> list[tuple[float, int]]:
+        """Return the arrival time of each of `count` tokens, and its id."""
+        body = {"model": self._deployment.config.name, "prompt": prompt, "max_tokens": count, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
-        times: list[float] = []
+        tokens: list[tuple[float, int]] = []
         with self._http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": name}) as reply:
             if reply.status_code != 200:
                 raise SetupError(f"the router answered {reply.status_code}: {reply.read().decode()}")
@@ -233,10 +275,10 @@ class Client:
                 if data != "[DONE]":
                     now = time.perf_counter()
                     for choice in json.loads(data).get("choices", []):
-                        times += [now] * len(choice.get("token_ids") or [])
-        if len(times) != OUTPUT_TOKENS:
-            raise SetupError(f"{len(times)} tokens came instead of {OUTPUT_TOKENS}")
-        return times
+                        tokens += [(now, token) for token in choice.get("token_ids") or []]
+        if len(tokens) != count:
+            raise SetupError(f"{len(tokens)} tokens came instead of {count}")
+        return tokens
 
     def _timeline(self, name: str) -> dict[str, Any]:
         deadline = time.monotonic() + TIMELINE_TIMEOUT_S
@@ -308,6 +350,7 @@ class Echo:
         self._loop = asyncio.new_event_loop()
         here, there = multiprocessing.Pipe()
         multiprocessing.get_context("spawn").Process(target=_echo, args=(there,), daemon=True).start()
+        there.close()  # so that this end notices if the other has failed
         self._port = here.recv()
 
     def milliseconds(self) -> float:

@@ -3,11 +3,18 @@
 import importlib
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
+_FILES = {  # of each class for offline use
+    **dict.fromkeys(("LLM", "AsyncLLM"), "llm"),
+    **dict.fromkeys(
+        ("BeamSearchParams", "GuidedDecodingParams", "SamplingParams", "StructuredOutputsParams"), "params"
+    ),
+    **{"KVTransferConfig": "arguments", "RequestOutput": "outputs"},
+}
+__all__ = [*_FILES, "__version__"]
 
 
 def __getattr__(name: str) -> object:
     """Load the classes for offline use when they are first asked for: `import pdserve` stays cheap."""
-    if name in __all__:
-        return getattr(importlib.import_module("pdserve.offline.llm"), name)
+    if name in _FILES:
+        return getattr(importlib.import_module(f"pdserve.offline.{_FILES[name]}"), name)
     raise AttributeError(f"module 'pdserve' has no attribute {name!r}")

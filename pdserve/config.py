@@ -4,6 +4,7 @@
 `max_num_seqs` into `--max-num-seqs`.
 """
 
+import json
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import combinations
@@ -216,6 +217,9 @@ class EngineConfig(ModelConfig):
         choices=SPECULATE,
     )
     speculative_tokens: int = flag("most tokens that a step computes ahead of a sequence", 16, least=0)
+    speculative_config: str = flag(
+        "as vLLM's: a JSON object with method (ngram, suffix) and num_speculative_tokens, in place of these two", ""
+    )
     pooling: str = flag(
         "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none;"
         " yes-no: scores, by the answer yes or no (Qwen3-Reranker)",
@@ -242,6 +246,33 @@ class EngineConfig(ModelConfig):
             raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:1")
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
+        if self.speculative_config:
+            method, tokens = _parse_speculative(self.speculative_config)
+            object.__setattr__(self, "speculate", method)
+            object.__setattr__(self, "speculative_tokens", self.speculative_tokens if tokens is None else tokens)
+
+
+def _parse_speculative(text: str) -> tuple[str, int | None]:
+    """Return method and number of tokens of vLLM's `--speculative-config`.
+
+    Raises:
+        ValueError: it asks for what we do not have.
+    """
+    try:
+        asked = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--speculative-config is not JSON: {error}") from error
+    known = {"method", "num_speculative_tokens"}
+    if not isinstance(asked, dict) or asked.keys() - known or "method" not in asked:
+        raise ValueError(
+            f"--speculative-config needs a method, and knows {' and '.join(sorted(known))} only, not {text}"
+        )
+    method, tokens = asked["method"], asked.get("num_speculative_tokens")
+    if method not in SPECULATE:
+        raise ValueError(f"--speculative-config: method must be one of {', '.join(SPECULATE)}, not {method!r}")
+    if tokens is not None and (type(tokens) is not int or tokens < 0):
+        raise ValueError(f"--speculative-config: num_speculative_tokens must be a number from 0, not {tokens!r}")
+    return method, tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,10 @@ from pdserve.router.web.operator_endpoints import OperatorEndpoints
 from pdserve.router.web.pages import page_routes
 
 ROOT = Path(__file__).parent.parent
+OFFLINE = {  # fields that only the class has
+    "guided_decoding": "the older name of `structured_outputs`",
+    "detokenize": "only `True`: the router makes the texts",
+}
 
 
 def all_commands(group: Any = None, prefix: str = "pdserve") -> Iterator[tuple[str, Any]]:
@@ -102,7 +106,7 @@ def python_page() -> str:
         if owner is SamplingParams:
             lines += ["| field | default | meaning |", "|---|---|---|"]
             for field in msgspec.structs.fields(SamplingParams):
-                lines.append(f"| `{field.name}` | `{field.default!r}` | {_one_line(FIELDS[field.name])} |")
+                lines.append(f"| `{field.name}` | `{field.default!r}` | {_one_line((FIELDS | OFFLINE)[field.name])} |")
             lines.append("")
             continue
         for name, member in inspect.getmembers(owner, inspect.isfunction):

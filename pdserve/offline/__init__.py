@@ -1,4 +1,4 @@
 """`LLM` and `AsyncLLM`: a deployment that a Python program starts and calls.
 
-In reading order: llm, params, outputs.
+In reading order: llm, arguments, params, outputs.
 """

@@ -6,6 +6,7 @@ topologies, restarts, validation. Nothing of the engine runs in the caller's pro
 
 import asyncio
 import atexit
+import json
 import threading
 import uuid
 from collections import deque
@@ -23,14 +24,26 @@ from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
 from pdserve.errors import PdserveError, SetupError
 from pdserve.lines.event_stream import read_events_async
-from pdserve.offline.outputs import CompletionOutput, RequestOutput
-from pdserve.offline.params import SamplingParams
+from pdserve.model_path import resolve_model
+from pdserve.offline.arguments import settings_of
+from pdserve.offline.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    ClassificationOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from pdserve.offline.params import BeamSearchParams, SamplingParams
 
 Prompt = str | dict[str, Any]
 Messages = list[dict[str, Any]]
 
 ATTEMPTS = 60  # of a request that the fleet cannot take now, for example as an instance restarts
 RETRY_S = 1.0
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class _Client:
@@ -40,10 +53,12 @@ class _Client:
         model: a directory, a hub id or `demo`.
         prefill, decode, both: instances of each role; by default one with the role both.
         max_in_flight: requests that are sent to the router at once.
-        settings: further flags of `pdserve up`, with underscores (`pdserve up --help`).
+        settings: further flags of `pdserve up`, with underscores (`pdserve up --help`), and vLLM's arguments
+            (`arguments.py`).
 
     Raises:
         SetupError: a process cannot start.
+        TypeError: there is no such setting.
         ValueError: a setting can never work.
     """
 
@@ -58,13 +73,22 @@ class _Client:
         **settings: Any,
     ) -> None:
         both = int(not (prefill or decode)) if both is None else both
+        if isinstance(settings.get("speculative_config"), dict):  # as vLLM takes it
+            settings["speculative_config"] = json.dumps(settings["speculative_config"])
         counts: dict[str, Any] = {"prefill": prefill, "decode": decode, "both": both}
         self._max_in_flight = max_in_flight
-        self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings}, model=str(model), **counts))
+        self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings_of(settings)}, model=str(model), **counts))
+        self._model = str(model)
 
     def close(self) -> None:
         """Stop all processes. Further calls do nothing."""
         self._fleet.close()
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, of transformers."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(resolve_model(self._model))
 
     def _http(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)
@@ -86,6 +110,7 @@ class LLM(_Client):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Return the prompts with their answers, in the prompts' order.
 
@@ -93,6 +118,7 @@ class LLM(_Client):
             prompts: texts, or dictionaries with `prompt` or `prompt_token_ids`; one or several.
             sampling_params: one for all prompts, or one for each.
             use_tqdm: show a progress bar.
+            priority: one for all prompts, or one for each; lower ones are first with scheduling_policy="priority".
 
         Raises:
             ValueError: a prompt or a parameter is not valid. The other requests are cancelled.
@@ -100,6 +126,9 @@ class LLM(_Client):
         """
         listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         bodies = [_body(prompt, params) for prompt, params in zip(listed, _each(sampling_params, listed), strict=True)]
+        if priority is not None:
+            priorities = [priority] * len(listed) if isinstance(priority, int) else priority
+            bodies = [{**body, "priority": one} for body, one in zip(bodies, priorities, strict=True)]
         with start_blocking_portal() as portal:  # leaving it by Ctrl-C cancels the requests
             return portal.call(self._complete_all, bodies, use_tqdm)
 
@@ -109,12 +138,73 @@ class LLM(_Client):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **template: Any,
     ) -> list[RequestOutput]:
-        """Return the answers to one or several conversations, through the model's chat template; errors as in `generate`."""
+        """Return the answers to one or several conversations, through the model's chat template; errors as in `generate`.
+
+        Args:
+            template: of /tokenize: `tools`, `chat_template_kwargs`, `add_generation_prompt`.
+        """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        with start_blocking_portal() as portal:
-            prompts = portal.call(self._apply_template, conversations)
+        bodies = [{"messages": one, **template} for one in conversations]
+        prompts: list[Prompt] = [{"prompt_token_ids": one["tokens"]} for one in self._ask("/tokenize", bodies)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Return the best continuations of each prompt, as in vLLM; errors as in `generate`."""
+        listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        answers = self._ask("/v1/completions", [_body(prompt, params) for prompt in listed])
+        beams = [
+            (answer["prompt_token_ids"] + one["token_ids"], one) for answer in answers for one in answer["choices"]
+        ]
+        texts = [found["prompt"] for found in self._ask("/detokenize", [{"tokens": tokens} for tokens, _ in beams])]
+        sequences = [
+            BeamSearchSequence(tokens, text, sum(one["logprobs"]["token_logprobs"]), one["finish_reason"])
+            for (tokens, one), text in zip(beams, texts, strict=True)
+        ]
+        width = params.beam_width
+        return [BeamSearchOutput(sequences[i : i + width]) for i in range(0, len(sequences), width)]
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Return the embedding of each text; the model needs a `pooling`. Errors as in `generate`."""
+        answers = self._pool("/v1/embeddings", prompts)
+        return [PoolingRequestOutput(str(i), EmbeddingOutput(one["embedding"])) for i, one in enumerate(answers)]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return the probabilities of a sequence classifier's classes for each text; errors as in `generate`."""
+        answers = self._pool("/classify", prompts)
+        return [PoolingRequestOutput(str(i), ClassificationOutput(one["probs"])) for i, one in enumerate(answers)]
+
+    def score(
+        self, text_1: str | list[str], text_2: str | list[str], *, use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Return the score of each pair, by a cross-encoder or by embeddings; one first text belongs to all others."""
+        [answer] = self._ask("/score", [{"text_1": text_1, "text_2": text_2}])
+        return [PoolingRequestOutput(str(i), ScoringOutput(one["score"])) for i, one in enumerate(answer["data"])]
+
+    def _pool(self, path: str, prompts: Prompt | Sequence[Prompt]) -> list[dict[str, Any]]:
+        listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        answers = self._ask(path, [{"input": _prompt_of(prompt)} for prompt in listed])
+        return [answer["data"][0] for answer in answers]
+
+    def _ask(self, path: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the answers to bodies."""
+        with start_blocking_portal() as portal:
+            return portal.call(self._ask_all, path, bodies)
+
+    async def _ask_all(self, path: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        slots = asyncio.Semaphore(self._max_in_flight)
+        async with self._http() as http:
+
+            async def ask(body: dict[str, Any]) -> dict[str, Any]:
+                async with slots:
+                    return await _post(http, path, body)
+
+            return await asyncio.gather(*map(ask, bodies))
 
     async def _complete_all(self, bodies: list[dict[str, Any]], show: bool) -> list[RequestOutput]:
         slots = asyncio.Semaphore(self._max_in_flight)
@@ -131,11 +221,6 @@ class LLM(_Client):
                     return output
 
                 return await asyncio.gather(*(complete(index, body) for index, body in enumerate(bodies)))
-
-    async def _apply_template(self, conversations: list[Messages]) -> list[Prompt]:
-        async with self._http() as http:
-            answers = [await _post(http, "/tokenize", {"messages": messages}) for messages in conversations]
-        return [{"prompt_token_ids": answer["tokens"]} for answer in answers]
 
 
 class AsyncLLM(_Client):
@@ -160,7 +245,7 @@ class AsyncLLM(_Client):
         output = _new_output(request_id or uuid.uuid4().hex, body)
         async with (
             self._http() as http,
-            http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+            http.stream("POST", "/v1/completions", json={**body, **STREAMED}) as answer,
         ):
             if answer.status_code != 200:
                 await answer.aread()
@@ -172,7 +257,8 @@ class AsyncLLM(_Client):
                 if "error" in event:
                     raise PdserveError(event["error"]["message"])
                 output.add(event)
-                yield output
+                if event["choices"]:
+                    yield output
 
 
 def _each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: list[Prompt]) -> list[SamplingParams]:
@@ -185,14 +271,19 @@ def _each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: lis
     return list(params)
 
 
-def _body(prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
+def _body(prompt: Prompt, params: SamplingParams | BeamSearchParams) -> dict[str, Any]:
+    return {"prompt": _prompt_of(prompt), "return_token_ids": True, **params.body()}
+
+
+def _prompt_of(prompt: Prompt) -> str | list[int]:
     given = {"prompt": prompt} if isinstance(prompt, str) else prompt
     if not isinstance(given, dict) or set(given) not in ({"prompt"}, {"prompt_token_ids"}):
         raise ValueError(f"a prompt is a text, or a dictionary with prompt or prompt_token_ids, not {prompt!r}")
     [value] = given.values()
     if not value:
         raise ValueError("a prompt must not be empty")
-    return {"prompt": value, "return_token_ids": True, **params.body()}
+    text_or_ids: str | list[int] = value
+    return text_or_ids
 
 
 def _new_output(request_id: str, body: dict[str, Any]) -> RequestOutput:

@@ -1,7 +1,7 @@
 """Results of offline use, in vLLM's shapes."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,18 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
 
+    def finished(self) -> bool:
+        """Return True once nothing more will come."""
+        return self.finish_reason is not None
+
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answers. `prompt` is None if token ids were given; `metrics` is always None."""
+    """A prompt and its answers. `prompt` is None if token ids were given; `metrics` and `lora_request` are always None.
+
+    Attributes:
+        num_cached_tokens: tokens of the prompt that were prefix hits.
+    """
 
     request_id: str
     prompt: str | None
@@ -36,6 +44,8 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: None = None
+    lora_request: None = None
+    num_cached_tokens: int | None = None
 
     def add(self, answer: dict[str, Any]) -> None:
         """Add a completion or a chunk of its stream, as the router sends them."""
@@ -43,9 +53,9 @@ class RequestOutput:
         for choice in answer["choices"]:
             self._add_choice(self.outputs[choice["index"]], choice)
             if entries := choice.get("prompt_logprobs"):
-                self.prompt_logprobs = [
-                    entry and {int(token): Logprob(**fields) for token, fields in entry.items()} for entry in entries
-                ]
+                self.prompt_logprobs = [entry and _logprobs(entry) for entry in entries]
+        if usage := answer.get("usage"):
+            self.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         self.finished = all(output.finish_reason for output in self.outputs)
 
     @staticmethod
@@ -55,9 +65,70 @@ class RequestOutput:
         output.token_ids += token_ids
         output.finish_reason = choice["finish_reason"]
         if choice["logprobs"]:
-            names, values = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(values)
-            output.logprobs = (output.logprobs or []) + [
-                {token: Logprob(value, decoded_token=name)}
-                for token, value, name in zip(token_ids, values, names, strict=True)
-            ]
+            entries = choice["logprobs"]["by_token_id"]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(choice["logprobs"]["token_logprobs"])
+            output.logprobs = (output.logprobs or []) + [_logprobs(entry) for entry in entries]
+
+
+def _logprobs(entry: dict[str, Any]) -> dict[int, Logprob]:
+    return {int(token): Logprob(**fields) for token, fields in entry.items()}
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam: `tokens` and `text` of prompt and answer."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    finish_reason: str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The beams of a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass
+class EmbeddingOutput:
+    """The embedding of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its numbers."""
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    """The probability of each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled")
+
+
+@dataclass
+class PoolingRequestOutput(Generic[Pooled]):
+    """What a model for embeddings or classes says of a text, or of a pair."""
+
+    request_id: str
+    outputs: Pooled
+    finished: bool = True

@@ -1,5 +1,6 @@
 """Sampling parameters of offline use, with vLLM's names and defaults."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -8,6 +9,42 @@ from msgspec.structs import asdict, fields
 from pdserve.errors import BadRequest
 from pdserve.request import BodyParams
 from pdserve.request import SamplingParams as CheckedParams
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an answer must look like. One of these is given.
+
+    Attributes:
+        json: a JSON schema, as a dictionary or a text.
+        regex, choice, grammar: a regular expression, a list of texts, a grammar in EBNF.
+        json_object: any JSON object.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`, as in vLLM."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def body(self) -> dict[str, Any]:
+        """Return the fields of a body of /v1/completions."""
+        return {**vars(self), "use_beam_search": True, "n": self.beam_width, "logprobs": 0}
 
 
 class _Fields(BodyParams, frozen=True, kw_only=True):
@@ -24,11 +61,15 @@ class _Fields(BodyParams, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Any = None  # StructuredOutputsParams, or a dictionary of what it would be made of
+    guided_decoding: Any = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
 
 
 class SamplingParams(_Fields, frozen=True, kw_only=True):
-    """The fields are those of /v1/completions (its /docs), and mean the same.
+    """The fields are those of /v1/completions (its /docs), and mean the same; `guided_decoding` is the older name of
+    `structured_outputs`.
 
     Raises:
         TypeError: a field is unknown.
@@ -43,8 +84,10 @@ class SamplingParams(_Fields, frozen=True, kw_only=True):
             raise ValueError(str(error)) from error
         if self.n < 1:
             raise ValueError(f"n must be at least 1, not {self.n}")
-        if self.logprobs:
-            raise ValueError(f"logprobs must be 0 (the tokens of the output) or None offline, not {self.logprobs}")
+        if not self.detokenize:
+            raise ValueError("detokenize=False is not supported, since the router makes the texts; leave it out")
+        if self.structured_outputs is not None and self.guided_decoding is not None:
+            raise ValueError("guided_decoding is the older name of structured_outputs; give one of them")
 
     def _checked(self) -> CheckedParams:
         return CheckedParams(
@@ -59,4 +102,7 @@ class SamplingParams(_Fields, frozen=True, kw_only=True):
 
     def body(self) -> dict[str, Any]:
         """Return the fields that are set, as a body of /v1/completions has them."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        given = asdict(self) | {"detokenize": None, "guided_decoding": None}
+        if isinstance(structured := self.structured_outputs or self.guided_decoding, StructuredOutputsParams):
+            structured = {name: value for name, value in vars(structured).items() if value is not None}
+        return {name: value for name, value in {**given, "structured_outputs": structured}.items() if value is not None}

@@ -59,14 +59,26 @@ def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
 ) -> list[dict[str, object] | None]:
     """Return vLLM's `prompt_logprobs`: for each token of a prompt a map from token ids; None for the first."""
-    entries: list[dict[str, object] | None] = [None]
+    return [None, *logprobs_by_id(tokenizer, ids[1:], logprobs, num_top)]
+
+
+def logprobs_by_id(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, object]]:
+    """Return a map from token ids for each token, as in vLLM: the most likely tokens, and the token itself."""
+    entries: list[dict[str, object]] = []
     decode = cache(lambda one: tokenizer.decode([one]))
-    for token_id, entry in zip(ids[1:], logprobs, strict=True):
-        ranked = [(top_id, value, rank) for rank, (top_id, value) in enumerate(entry.top[:num_top], 1)]
+    for token_id, entry in zip(ids, logprobs, strict=True):
+        ranks = {top_id: rank for rank, (top_id, _) in enumerate(entry.top[:num_top], 1)}
+        values = dict(entry.top[:num_top]) | {token_id: entry.logprob}
         entries.append(
             {
-                str(one): {"logprob": _finite(value), "rank": rank, "decoded_token": decode(one)}
-                for one, value, rank in [*ranked, (token_id, entry.logprob, entry.rank)]
+                str(one): {
+                    "logprob": _finite(value),
+                    "rank": ranks.get(one) or entry.rank or None,
+                    "decoded_token": decode(one),
+                }
+                for one, value in values.items()
             }
         )
     return entries

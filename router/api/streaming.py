@@ -14,7 +14,14 @@ from pdserve.errors import RequestError
 from pdserve.request import TokenLogprobs
 from pdserve.router.api.generation import Delta, Generation, Json, cancel_all
 from pdserve.router.api.http_responses import CLIENT_GONE, InternalError, json_response, sliced_json
-from pdserve.router.api.logprobs import are_many, chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
+from pdserve.router.api.logprobs import (
+    are_many,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    logprobs_by_id,
+    prompt_logprobs,
+)
 from pdserve.router.text.parsers.output import ToolCallDelta
 
 BuildBody = Callable[[Generation, list[Delta]], Json]  # builds the response body from one merged delta per choice
@@ -370,9 +377,11 @@ def _logprobs(generation: Generation, choice: Delta) -> Json | None:
     if generation.chat:
         return chat_logprobs(tokenizer, choice.token_ids, choice.logprobs)
     answer = completion_logprobs(tokenizer, choice.token_ids, choice.logprobs, choice.text_offsets)
+    num_top = generation.requests[choice.index].sampling.logprobs or 0
+    if generation.return_token_ids and not generation.echo:
+        answer["by_token_id"] = logprobs_by_id(tokenizer, choice.token_ids, choice.logprobs, num_top)
     if not generation.echo or choice.prompt_logprobs is None:
         return answer
-    num_top = generation.requests[choice.index].sampling.logprobs or 0
     prompt = echoed_logprobs(tokenizer, generation.prompt_of(choice.index), choice.prompt_logprobs, num_top)
     return {name: [*prompt[name], *values] for name, values in answer.items()}
 

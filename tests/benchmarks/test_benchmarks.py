@@ -65,7 +65,7 @@ def test_a_peer_is_told_how_long_sequences_get(pdserve: Callable[..., Any], tmp_
 
 
 def test_handover(run: Callable[..., Any]) -> None:
-    content = run("handover.py")
+    content = run("handover.py", "--turns")
     assert content["skipped"] == {}
     assert [(row["connector"], row["prompt_tokens"]) for row in content["rows"]] == [("shm", 1), ("shm", 40)]
     block_bytes = content["rows"][0]["bytes"]
@@ -75,6 +75,8 @@ def test_handover(run: Callable[..., Any]) -> None:
         assert row["prefill_ms"] > 0 and row["memcpy_ms"] > 0
         assert row["store_gb_per_s"] > 0 and row["load_gb_per_s"] > 0
         assert row["second_token_gap_ms"] >= 0 and len(row["handover_ms_all"]) == 1
+    for turn in content["turns"]:
+        assert turn["bytes to decode"] == turn["forecast bytes"] == 3 * block_bytes < turn["whole bytes"]
 
 
 @pytest.mark.slow
@@ -83,6 +85,13 @@ def test_structured(run: Callable[..., Any]) -> None:
     assert [row["answers"] for row in content["rows"]] == ["new schemas", "again", "without"]
     assert content["valid"] == content["same_again"] == content["settings"]["requests"]
     assert len({row["tokens"] for row in content["rows"]}) == 1
+
+
+@pytest.mark.slow
+def test_speculation(run: Callable[..., Any]) -> None:
+    rows = {(row["task"], row["mode"]): row for row in run("speculation.py")["rows"]}
+    assert {mode for task, mode in rows if task == "edit"} == {"off", "ngram", "suffix", "auto"}
+    assert not rows["edit", "off"]["drafts"] and rows["edit", "ngram"]["drafts"] > 0
 
 
 @pytest.mark.slow

@@ -97,7 +97,6 @@ def test_what_is_not_valid(llm: LLM) -> None:
         {"n": 0},
         {"stop_token_ids": ["a"]},
         {"max_tokens": 0},
-        {"logprobs": 3},
     ]
     for fields in invalid:
         with pytest.raises(ValueError, match=next(iter(fields))):

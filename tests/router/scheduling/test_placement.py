@@ -69,11 +69,14 @@ def test_an_idle_prefill_instance_keeps_a_request_that_decode_would_serve_more_s
     assert (placement.way, placement.reason) == ("prefill", "idle")
     assert place(prefill, decode, request, None, 0.2).way == "split", "prefill has no time to spare"
     assert place(prefill, decode, request, None).way == "split", "there is no target"
-    generous = replace(prefill, itl_target=0.05), replace(decode, itl_target=0.05)
-    assert place(*generous, request, None, 1.0).way == "split", "decode meets the ITL target"
+
+    def way(itl_target: float) -> str:
+        one, other = replace(prefill, itl_target=itl_target), replace(decode, itl_target=itl_target)
+        return place(one, other, request, None, 1.0).way
+
+    assert way(0.05) == "split", "decode meets the ITL target"
     decode.replace_load(NO_LOAD, Load(-56, context_tokens=-56_000))
-    strict = replace(prefill, itl_target=0.004), replace(decode, itl_target=0.004)
-    assert place(*strict, request, None, 1.0).way == "split", "decode is nearly as fast"
+    assert way(0.004) == "split", "decode is nearly as fast"
     decode.replace_load(NO_LOAD, Load(56, context_tokens=56_000))
     assert place(replace(prefill, itl_target=math.inf), decode, request, None, 1.0).way == "split", (
         "prompts would stall it"
