@@ -5,6 +5,10 @@ The pool counts references, and is the prefix cache, from which it evicts. A blo
     cached   unreferenced, with a key: a prefix hit revives it, an allocation may evict it (least recently used first)
     held     referenced by one or more holders (sequences, transfers in flight)
 
+Blocks are also promised, to sequences that have some already and whose other KV does not exist yet. What such sequences have
+and are promised is together never more than the pool. Only running sequences may take promised blocks, and these end without
+waiting for a promise; so every promise is kept in the end, in whatever order KV comes.
+
 Of a sequence, `SequenceKV` has the blocks, which tokens have KV, where that came from, and the keys of full blocks. Only its
 methods change this state; other modules call them and read the attributes.
 """
@@ -39,6 +43,7 @@ class BlockPool:
     """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
 
     Attributes:
+        num_promised: blocks that sequences are promised, see `SequenceKV.promise`.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
     """
@@ -47,6 +52,7 @@ class BlockPool:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_promised = 0
         self.refs = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -58,6 +64,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Number of blocks available to an allocation: free or cached."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_spare(self) -> int:
+        """Free blocks that are promised to no sequence; negative if running ones have taken promised blocks."""
+        return self.num_free - self.num_promised
 
     @property
     def num_held(self) -> int:
@@ -133,7 +144,7 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached and not held & (free | cached), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert min(self.refs) >= 0
+        assert min(self.refs) >= 0 and self.num_promised >= 0
         assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
         assert cached <= self._key_of.keys() and not free & self._key_of.keys()
 
@@ -176,6 +187,7 @@ class SequenceKV:
         block_ids: one per block of tokens. The first `num_dropped` entries are void.
         num_dropped: leading blocks released because they lie outside the attention window of every later token.
         num_computed: leading tokens whose KV is in `block_ids`.
+        num_promised: further blocks that it will get when KV comes for them.
         num_registered: leading blocks that are registered in the pool by key.
         keys: content keys of the full blocks of `tokens`, derived on demand.
         cacheable: the KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
@@ -196,6 +208,7 @@ class SequenceKV:
     chain: KeyChain
     block_ids: BlockTable = field(default_factory=block_table)
     num_dropped: int = 0
+    num_promised: int = 0
     num_computed: int = 0
     num_registered: int = 0
     keys: list[bytes] = field(default_factory=list)
@@ -265,8 +278,8 @@ class SequenceKV:
         """Return the state of another sequence, which shares all KV computed so far. `tokens` is a copy of its own."""
         block_ids = self.block_ids[: pool.blocks_for(self.num_computed)]
         pool.hold(block_ids[self.num_dropped :])
-        chain = self.chain.copy()
-        return replace(self, tokens=tokens, keys=[*self.keys], block_ids=block_ids, swapped=None, chain=chain)
+        chain, keys = self.chain.copy(), [*self.keys]
+        return replace(self, tokens=tokens, keys=keys, block_ids=block_ids, num_promised=0, swapped=None, chain=chain)
 
     def share(self, other: "SequenceKV", pool: BlockPool) -> None:
         """Take over the KV that another sequence of the same tokens has. Later writes are copy-on-write."""
@@ -296,7 +309,16 @@ class SequenceKV:
 
     def grow(self, pool: BlockPool, further: int = 0) -> None:
         """Allocate the blocks that all tokens need, and `further` tokens after them."""
-        self.block_ids.extend(pool.allocate(max(0, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))))
+        self._take(pool, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))
+
+    def take_promised(self, pool: BlockPool, stop: int) -> None:
+        """Allocate those of the promised blocks that are before index `stop`, as far as there are free ones."""
+        self._take(pool, min(stop - len(self.block_ids), self.num_promised, pool.num_free))
+
+    def promise(self, pool: BlockPool, count: int) -> None:
+        """Promise it `count` further blocks, or so many fewer if that is negative."""
+        self.num_promised += count
+        pool.num_promised += count
 
     def copy_on_write(self, pool: BlockPool) -> BlockPairs:
         """Replace the block that the next token is written to if others read it or may find it by its key.
@@ -322,6 +344,7 @@ class SequenceKV:
     def release_blocks(self, pool: BlockPool) -> None:
         """Release all blocks."""
         pool.release(self.held_blocks)
+        self.promise(pool, -self.num_promised)
         self.block_ids = block_table()
         self.num_computed = self.num_registered = self.num_dropped = 0
 
@@ -392,6 +415,12 @@ class SequenceKV:
     def end_refetch(self) -> None:
         """Record that the store is asked for the KV, as it is once after each preemption."""
         self.needs_refetch = False
+
+    def _take(self, pool: BlockPool, count: int) -> None:
+        """Allocate further blocks, if any. The promised ones come first."""
+        if count > 0:
+            self.block_ids.extend(pool.allocate(count))
+            self.promise(pool, -min(count, self.num_promised))
 
     def _block_to_copy(self, pool: BlockPool) -> int | None:
         """Return the index of the block that the next token is written to if others read it or may find it, else None."""

@@ -215,14 +215,14 @@ class Scheduler:
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
         for seq in output.plan.counts:
-            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_free > len(self.running):
+            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_spare > len(self.running):
                 seq.kv.grow(self.pool, 1)
 
     def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
         """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
         room = self.max_num_batched_tokens - sum(plan.counts.values())
         for seq, drafts in proposed.items():
-            spare = max(0, self.pool.num_free - len(self.running)) + len(
+            spare = max(0, self.pool.num_spare - len(self.running)) + len(
                 seq.kv.block_ids
             )  # one stays for each running one
             most = min(
@@ -256,6 +256,7 @@ class Scheduler:
         first_block: int = 0,
         respect_queue: bool = False,
         watermark: int = 0,
+        num_now: int | None = None,
     ) -> bool:
         """Give a sequence without blocks room for `num_tokens`: prefix hits first, new blocks for the rest.
 
@@ -264,6 +265,7 @@ class Scheduler:
             first_block: index of the first block that it needs.
             respect_queue: leave the blocks that waiting sequences before it in the order, or of its rank, need.
             watermark: leave this many blocks free.
+            num_now: leading blocks that it gets now, while the others are promised to it. None: all.
 
         Returns:
             False if the pool has too few blocks; nothing was taken.
@@ -273,10 +275,12 @@ class Scheduler:
         hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks])
         self.pool.hold(hits)
         needed = self.pool.blocks_for(num_tokens) - first_block - len(hits)
-        if needed > self.pool.num_free - claimed - watermark:
+        if needed > self.pool.num_spare - claimed - watermark:
             self.pool.release(hits)
             return False
-        seq.kv.take_blocks(first_block, hits, self.pool.allocate(needed))
+        now = needed if num_now is None else min(needed, max(0, num_now - first_block - len(hits)))
+        seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
+        seq.kv.promise(self.pool, needed - now)
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
@@ -497,7 +501,7 @@ class Scheduler:
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
         needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits]))
-        return needed + self._watermark(seq) <= self.pool.num_free
+        return needed + self._watermark(seq) <= self.pool.num_spare
 
     def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
