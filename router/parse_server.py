@@ -18,12 +18,12 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pdserve.errors import RequestError
+from pdserve.priority import NICENESS, lower_session
 from pdserve.router.api.http_responses import InternalError
 from pdserve.router.api.parsing import UnknownFields
 from pdserve.router.text.tokenizer import Tokenizer
 
 LENGTH_BYTES = 8
-NICENESS = 10  # of parsing: running requests come first
 LARGE = 1 << 20  # bytes of a request or an answer, after which a worker ends: its memory would remain
 
 Result = TypeVar("Result")
@@ -107,6 +107,8 @@ def _serve(control: socket.socket, shared: Mapping[str, object]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the router drains its requests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers are reaped by the kernel
+    os.setsid()
+    lower_session()
     os.nice(NICENESS)
     while (descriptors := socket.recv_fds(control, 1, 1)[1]) != []:
         with socket.socket(fileno=descriptors[0]) as connection:

@@ -30,11 +30,11 @@ from pdserve.grammars.limits import MAX_MASK_CPU_S, CompileLimits, mask_budget_s
 from pdserve.grammars.mask_worker import new_matcher, serve_masks
 from pdserve.grammars.specification import lark_grammar
 from pdserve.grammars.vocabulary import Vocabulary
+from pdserve.priority import NICENESS, lower_session
 
 READY, COMPILE, MASKS = b"r", b"c", b"m"
 STARTED, OK, ERROR = b".", b"+", b"-"
 LENGTH_BYTES = 4
-NICENESS = 10  # of compiling: running requests come first
 MAX_MESSAGE_CHARS = 1000
 TRIAL_TOKENS = 64
 TOO_COMPLEX = ("too big", "too large", "too many", "too complex", "too deeply", "fuel", "limit", "panic")
@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> None:
     limits = CompileLimits(**json.loads(limits_json))
     gc.collect()
     gc.freeze()  # what is loaded stays shared with the forked processes
+    lower_session()
     with contextlib.suppress(ConnectionError):
         control.sendall(READY)
         while True:
@@ -76,7 +77,7 @@ def main(arguments: list[str]) -> None:
 def _run_mask_worker(connection: socket.socket, loaded: Loaded, limits: CompileLimits) -> None:
     """Serve masks until the connection is closed, and exit. This does not end with the compile server."""
     try:
-        os.setpgid(0, 0)
+        os.setsid()
         _limit_memory(limits)
         with contextlib.suppress(ConnectionError):
             serve_masks(connection, loaded.tokenizer, limits.cpu_s)

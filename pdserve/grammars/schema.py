@@ -26,6 +26,7 @@ from pdserve.grammars.schema_keywords import (
     size_keywords,
     string_patterns,
     subschemas,
+    text_patterns,
 )
 
 OF_TYPE = {  # keywords that apply to values of a type
@@ -343,14 +344,15 @@ class _Writer:
         if values is not None and keys <= {"enum", "const"}:
             allowed = [json.loads(value)[1] for value in sorted(values)]
             pattern = "^(?:" + "|".join(regexes.literal(one) for one in allowed if isinstance(one, str)) + ")$"
-        elif keys <= {"pattern", "format"} and (patterns := string_patterns(names, where)) and len(patterns) == 1:
+        elif keys == {"pattern"} and len(patterns := string_patterns(names, where)) == 1:
             pattern = patterns[0]
-        elif keys <= {"minLength", "maxLength"}:
-            least, most = names.get("minLength", 0), names.get("maxLength", "")
-            pattern = f"^(?s:.{{{least},{most}}})$"
+        elif (
+            keys <= {"pattern", "format", "minLength", "maxLength"} and len(patterns := text_patterns(names, where)) < 2
+        ):
+            pattern = f"^(?:{patterns[0]})$" if patterns else ""
         else:
             raise Unsupported(f'"propertyNames" with "{min(keys)}"', path)
-        if properties:
+        if properties and pattern:
             raise Unsupported('"propertyNames" beside "properties"', path)
         return pattern
 

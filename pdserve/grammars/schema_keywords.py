@@ -56,33 +56,41 @@ def string_patterns(given: Schema, path: Path = ()) -> list[str]:
     return [checked(pattern, path) for pattern in patterns]
 
 
-TEXT_FORMATS = {
-    "date": r"\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])",
+MONTHS = r"(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])"
+TEXT_FORMATS = {  # whole
+    "date": rf"(?:\d{{4}}-(?:{MONTHS})|{LEAP_YEAR}-02-29)",
     "time": r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)",
     "uuid": r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    **{
+        f"uuid{version}": rf"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}"
+        for version in range(1, 9)
+    },
 }
 TEXT_FORMATS["date-time"] = f"{TEXT_FORMATS['date']}T{TEXT_FORMATS['time']}"
 
 
-def text_patterns(schema: Schema) -> list[str]:
+def text_patterns(schema: Schema, path: Path = ()) -> list[str]:
     """Return the regular expressions of strings by a schema that restricts them by LIMITS only: each matches all of a string.
 
     Raises:
         Unsupported: a grammar cannot hold it.
     """
-    patterns = [regexes.whole(pattern) for pattern in string_patterns(schema)]
-    least, most = (count(schema, key, ()) if key in schema else "" for key in ("minLength", "maxLength"))
+    kind = schema.get("format")
+    if kind in FORMATS - TEXT_FORMATS.keys():
+        raise Unsupported(f'"format" {kind!r} of a key or a string without quotes', path)
+    parts = {key: value for key, value in schema.items() if key != "format" or kind not in TEXT_FORMATS}
+    patterns = [regexes.whole(pattern) for pattern in string_patterns(parts, path)]
+    least, most = (count(schema, key, path) if key in schema else "" for key in ("minLength", "maxLength"))
     patterns += [f"(?s:.{{{least or 0},{most}}})"] if (least, most) != ("", "") else []
-    if (kind := schema.get("format")) in FORMATS:
-        if kind not in TEXT_FORMATS:
-            raise Unsupported(f'"format" {kind!r} of a string without quotes', ())
-        patterns.append(regexes.translated(TEXT_FORMATS[kind]))
-    return patterns
+    return [*patterns, *([regexes.translated(TEXT_FORMATS[kind])] if kind in TEXT_FORMATS else [])]
 
 
 def checked(pattern: str, path: Path) -> str:
     """Return a pattern in llguidance's syntax."""
-    translated = regexes.translated(pattern)
+    try:
+        translated = regexes.translated(pattern, in_json=True)
+    except ValueError as error:
+        raise Unsupported(f'"pattern" with {error}', path) from None
     schema = json.dumps({"type": "string", "pattern": translated})
     found = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": json.loads(schema)}]}))
     if found:

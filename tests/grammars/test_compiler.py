@@ -15,6 +15,7 @@ import pytest
 from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
+from pdserve.grammars.mask_worker import LOADED
 
 GOOD = json.dumps({"regex": r"[ab]{3,7}-\d{4}"})
 VOCAB_SIZE = 256
@@ -121,6 +122,28 @@ def test_closing_does_not_wait_for_a_compile_server_that_is_starting(
             with pytest.raises(RequestError, match=r"did not start|is shutting down"):
                 one.result(600)
     assert_ends_with(compiler, set())
+
+
+def test_compiling_yields_to_other_sessions_and_masks_do_not(compiler: GrammarCompiler) -> None:
+    compiler.start()
+    assert_ends_with(compiler, {compiler.server_pid})
+    with compiler.fork_mask_worker() as worker:
+        specification = b'start: "a"'
+        worker.sendall(len(specification).to_bytes(4, "big") + specification)
+        assert worker.recv(1) == LOADED
+        [masks] = children_of(compiler.server_pid)
+        assert session_niceness(compiler.server_pid) in (10, None)
+        assert session_niceness(masks) in (0, None)
+
+
+def children_of(pid: int | None) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def session_niceness(pid: int | None) -> int | None:
+    """Return the niceness of a process's session; None: the kernel does not group by sessions."""
+    path = Path(f"/proc/{pid}/autogroup")
+    return int(path.read_text().split()[-1]) if path.exists() else None
 
 
 def assert_ends_with(compiler: GrammarCompiler, expected: set[int | None]) -> None:

@@ -15,6 +15,12 @@ A = {"type": "object", "properties": {"kind": {"const": "a", "default": "a"}, "n
 B = {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]}
 UNION = {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": A, "B": B}}
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as Pydantic writes it
+EMAIL = {
+    "type": "string",
+    "format": "email",
+    "pattern": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+}
+UUID = "7f8a2c1e-0b7e-4f5a-9c1d-2b3c4d5e6f70"
 PASSWORD = r"^(?=.*[A-Z])(?=.*\d).{4,}$"
 ALL_OF = {
     "allOf": [{"$ref": "#/definitions/A"}, {"type": "object", "properties": {"b": {}}, "required": ["b"]}],
@@ -67,6 +73,18 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         # listed values
         ({"type": ["string", "null"], "enum": ["a", None, 5]}, ['"a"', "null"], ["5"]),
         ({"enum": [True, 1, {"a": [1]}]}, ["true", "1", '{"a": [1]}'], ['"a"', '{"a": [2]}']),
+        # what patterns exclude, of what is escaped in JSON
+        ({"type": "string", "pattern": r'^[^"\\]*$'}, ['"a\\n"'], [r'"\""', r'"\\"']),
+        ({"type": "string", "pattern": r"^[\x00-\x21\u0023-\x7f]$"}, [r'"\\"', '"a"', r'"\u0001"'], [r'"\""', r'"\u0000"']),
+        ({"type": "string", "pattern": r"^[^\p{L}'\"]+$"}, ['"1"'], [r'"\""', '"a"']),
+        ({"type": "string", "pattern": r'^(?!["a]*$)'}, ['"b"'], [r'"\""', '"a"']),
+        (object_of({'"a': {"const": 1}}, additionalProperties={}), [r'{"\"a": 1, "b": 2}', r'{"\"ab": 2}'], [r'{"\"a": 2}']),
+        # lookaheads that exclude strings; the first is that of addresses as Zod writes it
+        (EMAIL, ['"a@b.co"', '"x.y\'z@q-r.st"'], ['".a@b.co"', '"a..b@c.de"', '"a@b"']),
+        ({"type": "string", "pattern": r"^(?!00)[0-9]+$"}, ['"0"', '"01"'], ['"00"', '"001"']),
+        ({"type": "string", "pattern": r"^(?!\d0$)\d*$"}, ['""', '"1"', '"101"'], ['"10"']),
+        ({"type": "string", "pattern": r"^(?!.*ab)[a-c]*$"}, ['"bacaa"'], ['"cab"', '"aab"']),
+        ({"type": "string", "pattern": r"^(?!.*[-.]$)(?!.*\s).*$"}, ['""', '"a-b"'], ['"a-"', '"a b"']),
         # lists
         ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, ["[1]", "[1, 2]"], ["[]", "[1, 2, 3]"]),
         ({"prefixItems": [{"const": 1}, {"const": 2}], "minItems": 1, "items": {"const": 3}}, ["[1]", "[1, 2, 3, 3]", "4"], ["[]", "[1, 3]"]),
@@ -86,6 +104,9 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         (object_of(additionalProperties={"const": 1}, minProperties=1, maxProperties=2), ['{"a": 1, "b": 1}'], ["{}", '{"a": 1, "b": 1, "c": 1}']),
         (object_of(propertyNames={"enum": ["a", "b c"]}), ['{"b c": 1}'], ['{"c": 1}']),
         (object_of(propertyNames={"maxLength": 2}, additionalProperties={"const": 1}), ['{"ab": 1}'], ['{"abc": 1}', '{"ab": 2}']),
+        (object_of(propertyNames={"format": "date"}), ['{"2024-02-29": 1}'], ['{"2023-02-29": 1}', '{"a": 1}']),
+        (object_of(propertyNames={"format": "uuid4"}), [f'{{"{UUID}": 1}}'], ['{"a": 1}', f'{{"{UUID[1:]}": 1}}']),
+        (object_of({"a": {}}, propertyNames={"format": "unknown"}), ['{"a": 1}'], []),
         (object_of(patternProperties={"^x": {"const": 1}}), ['{"xy": 1}', "{}"], ['{"y": 1}', '{"x": 2}']),
         # several schemas
         ({"anyOf": [STRING, {"type": "null"}]}, ['"a"', "null"], ['"\x13"']),
@@ -120,11 +141,14 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
         (UNION | {"oneOf": [A, A]}, '"oneOf" with schemas that may both hold'),
         ({"$ref": "http://other/schema"}, "\"$ref\" to 'http://other/schema', which is not in the schema,"),
         ({"type": "string", "pattern": "a(?!b)"}, "\"pattern\" 'a(?!b)' (look-around"),
+        ({"type": "string", "pattern": r"[^\"]|\x00"}, '"pattern" with a NUL'),
         ({"type": "string", "format": "regex"}, "\"format\" 'regex'"),
         ({"type": "objct"}, '"type" ["objct"], which is not a type,'),
         (object_of({"b": {}}, required=["a"], additionalProperties=False), "\"required\" of 'a'"),
         (object_of({"a": {}, "b": {}}, minProperties=2), '"minProperties" beside optional properties'),
         (object_of(minProperties=2), '"minProperties" of more than the required properties and 1'),
+        ({"type": "string", "pattern": "^(?!a|b)c"}, '"pattern" with a lookahead that excludes strings'),
+        (object_of(propertyNames={"format": "email"}), "\"format\" 'email' of a key"),
         (object_of({"a": {}}, propertyNames={"pattern": "a"}), '"propertyNames" beside "properties"'),
         ({"allOf": [{}, {}], "unevaluatedProperties": False}, '"unevaluatedProperties" beside allOf'),
         ({"minimum": "1"}, '"minimum" "1", which is not a number,'),
@@ -146,7 +170,8 @@ def test_what_a_grammar_cannot_hold_is_refused_with_its_place(keywords: dict[str
         ({"json": {"type": ["boolean", "null"]}, "place": "python"}, ["True", "true", "None"], ["TRUE"]),
         ({"json": object_of({"a<": {}, "b": {"enum": ["x<y"]}}), "place": "xml"}, ['{"a<": {"u": [1]}, "b": "x<y"}'], ['{"a<": "<"}', '{"a<": {"<": 1}}']),
         ({"text": {"pattern": "^a|b$", "maxLength": 3}}, ["ax", "xb"], ["xx", "a<", "axyz"]),
-        ({"text": {"format": "date"}}, ["2026-01-31"], ["2026-01-32"]),
+        ({"text": {"format": "date"}}, ["2026-01-31"], ["2026-01-32", "2026-02-30"]),
+        ({"text": {"format": "uuid4"}}, [UUID], [UUID[:-1], UUID.replace("-4", "-1")]),
     ],
 )  # fmt: skip
 def test_other_specifications(spec: dict[str, Any], good: list[str], bad: list[str]) -> None:

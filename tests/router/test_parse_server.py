@@ -32,6 +32,7 @@ with ParseServer(tokenizer) as server:
     server.on_ignored = ignored.append
     pid = server.run(os.getpid)
     found["beside"] = pid not in (os.getpid(), server.pid) and pid == server.run(os.getpid)
+    found["session"] = server.run(partial(os.getsid, 0)) == server.pid
     found["niceness"] = server.run(partial(os.nice, 0)) - os.nice(0)
     copies = server.run(partial(same, tokenizer))
     found["shared"] = copies[0] is tokenizer and copies[1] is tokenizer.parsers
@@ -81,6 +82,7 @@ def test_functions_run_beside_the_router() -> None:
     ended = {"type": "RequestError", "kind": "internal_error", **no_field}
     assert found.pop("ended") == ended | {"message": "the process that parsed the body has ended"}
     assert found.pop("niceness") == min(10, 19 - os.nice(0)), "running requests come first"
+    assert found.pop("session"), "whose niceness counts against others"
     assert found == {"body": "a", "ignored": 2} | dict.fromkeys(
         ("beside", "shared", "of_thread", "memory_returned", "again", "is_gone"), True
     )

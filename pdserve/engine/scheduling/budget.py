@@ -28,6 +28,7 @@ class StepBudget:
         scored_tokens: limit over all prompts whose log probabilities are due: each token needs a large row of logits.
         base: seconds of the step, whatever it computes.
         shares: time that each tenant may add to the step; one that is missing is not limited.
+        token_shares: tokens of each tenant, if together they ask for more than the limit; else empty.
         kept: tokens and seconds that are set aside for long prompts.
     """
 
@@ -38,6 +39,7 @@ class StepBudget:
     scored_tokens: int = 128
     base: float = 0.0
     shares: dict[Tenant, float] = field(default_factory=dict)
+    token_shares: dict[Tenant, int] = field(default_factory=dict)
     kept: dict[Sequence, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
@@ -51,8 +53,19 @@ class StepBudget:
         seconds = costs.step_seconds(len(decoding), sum(map(len, decoding)))
         return cls(costs, tokens, itl - seconds, min_chunk, base=base)
 
-    def share(self, demands: Collection[Sequence], creditors: Collection[Tenant]) -> None:
-        """Limit the time of each tenant to its share of the step, see `step_shares`. `demands` are all that could run."""
+    def share(
+        self, demands: Collection[Sequence], tokens_now: Mapping[Tenant, float], creditors: Collection[Tenant]
+    ) -> None:
+        """Limit the time and the tokens of each tenant to its share of the step.
+
+        Args:
+            demands: all that could run if their tenant were alone; for time, see `step_shares`.
+            tokens_now: how many tokens of each tenant could be computed in this step: what no other can use is not kept.
+            creditors: tenants that have credit.
+        """
+        if sum(tokens_now.values()) > self.tokens:
+            granted = split(self.tokens, tokens_now)
+            self.token_shares = {tenant: math.ceil(count) for tenant, count in granted.items() if count}
         weights = sum(tenant.weight for tenant in {seq.tenant for seq in demands})
         tokens = {seq.tenant: max(1, int(self.tokens * seq.tenant.weight / weights)) for seq in demands}
         seconds = dict.fromkeys(tokens, 0.0)
@@ -64,7 +77,7 @@ class StepBudget:
 
     def has_share(self, tenant: Tenant) -> bool:
         """Return whether a tenant may have further tokens computed in this step."""
-        return self.shares.get(tenant, math.inf) > 0
+        return self.shares.get(tenant, math.inf) > 0 and self.token_shares.get(tenant, 1) > 0
 
     def take_back(self, tokens: int) -> None:
         """Return tokens of a sequence that was allocated them, and leaves the step."""
@@ -79,7 +92,7 @@ class StepBudget:
         share = self.shares.get(seq.tenant, math.inf)
         if share <= 0:
             return 0
-        room = self.tokens
+        room = min(self.tokens, self.token_shares.get(seq.tenant, self.tokens))
         if seq.features and seq.reads_logits:
             room = min(room, self.scored_tokens)
         if not seq.kv.is_decoding:
@@ -114,6 +127,8 @@ class StepBudget:
             self.prompt_seconds -= seconds
         if seq.tenant in self.shares:
             self.shares[seq.tenant] -= seconds
+        if seq.tenant in self.token_shares:
+            self.token_shares[seq.tenant] -= tokens
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""

@@ -195,7 +195,7 @@ class Scheduler:
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
-            if self._has_rivals and not output.swap_in:
+            if self._has_rivals and not (output.swap_in or output.paused):
                 self._make_room(output)
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
@@ -320,8 +320,8 @@ class Scheduler:
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
             return budget
-        candidates = [seq for seq in self.running if not (output.storing_paused and seq.stores_kv)]
-        budget.share([*candidates, *self._queued()], self._credit.creditors(self._by_tenant.keys()))
+        creditors = self._credit.creditors(self._by_tenant.keys())
+        budget.share([*decoding, *prompts, *self._queued()], self._tokens_now([*decoding, *prompts]), creditors)
         order = self.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
@@ -394,6 +394,18 @@ class Scheduler:
         running = set(self.running)
         for seqs in self._by_tenant.values():
             yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
+
+    def _tokens_now(self, candidates: list[Sequence]) -> dict[Tenant, float]:
+        """Return how many tokens of each tenant there are that this step could compute, if it were alone in the step."""
+        tokens = dict.fromkeys(self._by_tenant, 0.0)
+        for seq in candidates:
+            tokens[seq.tenant] += seq.kv.num_uncomputed
+        slots, blocks = self.max_num_seqs - len(self.running), dict.fromkeys(self._by_tenant, self.pool.num_free)
+        for seq in self._queued():
+            blocks[seq.tenant] -= seq.kv.blocks_needed(self.pool)
+            if blocks[seq.tenant] >= 0 and (slots > 0 or self._giving_way(seq.tenant) is not None):
+                tokens[seq.tenant] += seq.kv.num_uncomputed
+        return tokens
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
@@ -486,9 +498,8 @@ class Scheduler:
     def _make_room(self, output: SchedulerOutput) -> None:
         """Preempt a sequence of another tenant if the first one that waits for blocks has none, and should go before it."""
         order = self.order()
-        first = min(
-            [*self.waiting, *([self.unreserved] if self.unreserved is not None else [])], key=order, default=None
-        )
+        queued = [*self.waiting, self.unreserved]
+        first = min((seq for seq in queued if seq is not None), key=order, default=None)
         if first is None or self._fits(first):
             return
         paused = [one for one in self.loaded if one.gave_way_at is not None and order(one)[0] > order(first)[0]]

@@ -101,6 +101,16 @@ def test_prompts_of_one_length_go_one_by_one() -> None:
     assert counts == [{first: 32}, {first: 32}, {first: 32}, {first: 4, second: 28}]
 
 
+def test_a_prompt_that_fits_into_the_step_shares_it_with_one_that_does_not() -> None:
+    """Also if it is more than half as long; but not with one that ends in the step."""
+    sched = scheduler(600, budget=32)
+    first, second = arrive(sched, "first", 50, 0), arrive(sched, "second", 30, 1)
+    assert run_step(sched)[0].plan.counts == {second: 16, first: 16}
+    sched = scheduler(600, budget=32)
+    first, second = arrive(sched, "first", 32, 0), arrive(sched, "second", 20, 1)
+    assert run_step(sched)[0].plan.counts == {first: 32}
+
+
 def test_no_prompt_overtakes_one_of_higher_priority() -> None:
     sched = scheduler(600, budget=32)
     first = arrive(sched, "first", 100, 0)
@@ -306,6 +316,9 @@ def test_sequences_that_are_stored_can_be_left_out_and_nothing_else() -> None:
     for seq in (running, loaded, waiting):
         sched.remove(seq)
     assert not sched.schedule(pause_storing=True).storing_paused
+    long, short = arrive(sched, "long", 40, 10), arrive(sched, "short", 4, 11)
+    short.mark_for_storing()
+    assert sched.schedule(pause_storing=True).plan.counts == {decoding: 1, long: 15}, "nor do they go before a long one"
 
 
 def test_warm_prefix_is_reused_except_for_the_last_token() -> None:

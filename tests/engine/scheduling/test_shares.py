@@ -120,6 +120,30 @@ def light_latencies(instance: Instance, refill: Callable[[], None], prompt: int 
     return latencies
 
 
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_long_prompts_share_the_tokens_of_steps_by_weight(weight: float) -> None:
+    """Also with short prompts of the one that has more running sequences, which are computed within its share."""
+    instance, other = Instance(budget=64), Tenant(2, weight)
+    instance.add(LIGHT, 3000, 4)
+    instance.add(other, 3000, 4)
+    shorts = list[Sequence]()
+    for step in range(20):
+        shorts += [instance.add(other, 4, 1)] * (step > 2)
+        instance.step()
+    assert instance.computed[other] == pytest.approx(weight * instance.computed[LIGHT], abs=20)
+    assert instance.computed.total() == 20 * 64
+    assert set(shorts) <= set(instance.ends)
+
+
+def test_tokens_are_not_kept_for_prompts_that_lack_blocks() -> None:
+    instance = Instance(num_blocks=200, budget=64)
+    instance.add(LIGHT, 3000, 4)
+    instance.step()
+    instance.add(HEAVY, 3000, 4)
+    instance.step()
+    assert instance.computed[LIGHT] == 128
+
+
 @pytest.mark.parametrize("prompt", [20, 700])
 @pytest.mark.parametrize("load", ["choices", "prompts"])
 def test_latency_beside_the_load_of_another(load: str, prompt: int) -> None:

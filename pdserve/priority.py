@@ -1,0 +1,27 @@
+"""The priority of processes that work beside requests, such as those that compile grammars."""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+NICENESS = 10  # of work that requests need not wait for
+SESSION = Path("/proc/self/autogroup")
+TRIES = 20  # Linux lets one process of all users' change its session at a time, and the next one 0.1 s later
+
+
+def lower_session() -> None:
+    """Let other sessions run before that of this process, which leads it.
+
+    Where Linux groups processes by session (`sched_autogroup_enabled`), the niceness of a process counts only within its
+    session, and between sessions theirs.
+    """
+    assert os.getsid(0) == os.getpid(), "it would lower the priority of others, too"
+    for _ in range(TRIES):
+        with suppress(FileNotFoundError, PermissionError):  # Linux does not group, or a container hides it
+            try:
+                SESSION.write_text(str(NICENESS))
+            except BlockingIOError:
+                time.sleep(0.1)
+                continue
+        return
