@@ -140,6 +140,11 @@ class Decoder:
         """Requests that have no blocks yet."""
         return sum(state.loading.state is LoadState.WAITING and state.loader is None for state in self._states.values())
 
+    @property
+    def num_empty_blocks(self) -> int:
+        """Blocks that requests hold before they join the engine, without KV in them or on its way."""
+        return sum(state.loading.num_empty for state in self._states.values())
+
     def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
         """Start a request: wait for its KV or, in phase BOTH, fetch its prefix and queue it in the engine.
 

@@ -40,6 +40,7 @@ class StepResult:
             (`on_resumed`), and adds them again.
         swapped_out, swapped_in: blocks copied to host memory, and from there.
         swap_seconds: duration of these copies.
+        recomputed: tokens that were computed again after a preemption.
         work: (tokens computed, tokens before them) of each advanced sequence.
         storing_paused: whether sequences whose KV is stored as it is computed were left out.
         num_tokens: how many tokens all sequences got.
@@ -53,6 +54,7 @@ class StepResult:
     swapped_out: int = 0
     swapped_in: int = 0
     swap_seconds: float = 0.0
+    recomputed: int = 0
     work: list[tuple[int, int]] = field(default_factory=list)
     storing_paused: bool = False
     num_tokens: int = 0
@@ -277,7 +279,7 @@ class Engine:
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
         outcome = (self.runner.pipeline or self.runner).step(plan)
-        work, leaders, num_tokens = list[tuple[int, int]](), list[Sequence](), 0
+        work, leaders, num_tokens, recomputed = list[tuple[int, int]](), list[Sequence](), 0, 0
         advanced = dict.fromkeys(searched)
         for seq, accepted in outcome.items():
             if accepted.computed:
@@ -286,6 +288,8 @@ class Engine:
             if len(accepted.tokens) > 1:
                 accepted.cut_at_end(seq)
                 seq.output.extend(accepted.tokens[:-1])
+            if seq.kv.num_lost > seq.kv.num_computed:
+                recomputed += min(accepted.computed, seq.kv.num_lost - seq.kv.num_computed)
             seq.kv.mark_computed(accepted.computed)
             seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)
@@ -307,6 +311,7 @@ class Engine:
             swapped_out=len(schedule.swap_out),
             swapped_in=len(schedule.swap_in),
             swap_seconds=swap_seconds,
+            recomputed=recomputed,
             work=work,
             storing_paused=schedule.storing_paused,
         )

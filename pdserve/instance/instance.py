@@ -280,7 +280,7 @@ class Instance:
                 self.transfers.probe()
                 self.layout_converter.probe()
             waiting = len(self.engine.scheduler.waiting) + self.decoder.num_waiting
-            self.reporter.update(self._by_sequence.values(), waiting, now)
+            self.reporter.update(self._by_sequence.values(), waiting, now, self.decoder.num_empty_blocks)
         return result.idle and not self._has_unsent
 
     def _check_idle(self, now: float) -> None:

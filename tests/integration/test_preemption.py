@@ -68,6 +68,8 @@ def test_preemption_changes_no_token(
         tight.instance.run_once(wait=False)  # publishes the counters
         counters = tight.instance.reporter.heartbeat.counters
         assert (counters.get('swapped_blocks{direction="out"}', 0) > 0) == (swap_space > 0)
+        assert (counters.get("swap_seconds", 0) > 0) == (swap_space > 0)
+        assert swap_space or counters["recomputed_tokens"] > 0
         if phase == pb.DECODE:  # otherwise arriving prompts are looked up as well
             assert any(name.startswith("store_hits") for name in counters) == (swap_space == 0)
 

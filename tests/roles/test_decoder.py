@@ -152,6 +152,7 @@ def test_a_prompt_holds_blocks_for_kv_that_exists(instance: Instance, expected: 
         assert pool.num_held == len(job.seq.kv.held_blocks) == blocks and pool.num_spare == 4
     report(decode, other, len(keys))
     assert not other.seq.kv.block_ids, "four blocks are too few for it"
+    assert decode.decoder.num_empty_blocks == 0
     outgrown = pool.allocate(6)
     report(decode, job, len(keys), first_token=tokens[0], final=True)
     decode.end_all()

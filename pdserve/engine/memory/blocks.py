@@ -44,6 +44,7 @@ class BlockPool:
 
     Attributes:
         num_promised: blocks that sequences are promised, see `SequenceKV.promise`.
+        num_shared: blocks with several holders.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
     """
@@ -53,6 +54,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_promised = 0
+        self.num_shared = 0
         self.refs = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -94,6 +96,7 @@ class BlockPool:
                 assert block in self._cached, f"block {block} is free and cannot be held"
                 del self._cached[block]
             self.refs[block] += 1
+            self.num_shared += self.refs[block] == 2
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one reference each, evicting cached blocks when the free ones run out.
@@ -118,6 +121,7 @@ class BlockPool:
         for block in reversed(blocks):
             assert self.refs[block] > 0, f"block {block} released more often than held"
             self.refs[block] -= 1
+            self.num_shared -= self.refs[block] == 1
             if self.refs[block] == 0:
                 if block in self._key_of:
                     self._cached[block] = None
@@ -145,6 +149,7 @@ class BlockPool:
         assert not free & cached and not held & (free | cached), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
         assert min(self.refs) >= 0 and self.num_promised >= 0
+        assert self.num_shared == sum(count > 1 for count in self.refs)
         assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
         assert cached <= self._key_of.keys() and not free & self._key_of.keys()
 
@@ -188,6 +193,7 @@ class SequenceKV:
         num_dropped: leading blocks released because they lie outside the attention window of every later token.
         num_computed: leading tokens whose KV is in `block_ids`.
         num_promised: further blocks that it will get when KV comes for them.
+        num_lost: leading tokens whose KV a preemption has taken away, if it is not in host memory.
         num_registered: leading blocks that are registered in the pool by key.
         keys: content keys of the full blocks of `tokens`, derived on demand.
         cacheable: the KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
@@ -209,6 +215,7 @@ class SequenceKV:
     block_ids: BlockTable = field(default_factory=block_table)
     num_dropped: int = 0
     num_promised: int = 0
+    num_lost: int = 0
     num_computed: int = 0
     num_registered: int = 0
     keys: list[bytes] = field(default_factory=list)
@@ -226,6 +233,11 @@ class SequenceKV:
     def held_blocks(self) -> list[int]:
         """Ids of the blocks to which the sequence holds a reference."""
         return self.block_ids[self.num_dropped :].tolist()
+
+    @property
+    def num_empty_blocks(self) -> int:
+        """Blocks that it holds behind its KV. While KV is loaded, see the load for how much of them will be filled."""
+        return len(self.block_ids) - -(-self.num_computed // self.block_size) if self.block_ids else 0
 
     def blocks(self, first: int, stop: int) -> list[int]:
         """Return the ids of its blocks [first, stop). None of them may have been dropped."""
@@ -396,6 +408,7 @@ class SequenceKV:
             is_stored: the KV may be in the store.
         """
         self.swapped = swapped
+        self.num_lost = self.num_computed if swapped is None else self.num_lost
         self.needs_refetch = is_stored and swapped is None
         self.release_blocks(pool)
         self.num_preemptions += 1
