@@ -11,8 +11,8 @@ requests run with the reservations of engines without paging, one contiguous run
 Gaps between the runs are not counted as waste.
 
 With prefill and decode on instances of their own, the simulator plays the same requests, and waste is what the instances'
-gauges say ten times a second: empty blocks, and the ends of last blocks. One prefill instance is the bottleneck of every
-trace; with eight of them decode is.
+gauges say ten times a second: empty blocks, and the ends of last blocks. With one prefill instance, prefill is the bottleneck
+of the traces with long prompts and short answers; with eight, decode is.
 """
 
 import csv

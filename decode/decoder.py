@@ -32,7 +32,6 @@ from functools import partial
 from pdserve.beam_search import BeamSearch
 from pdserve.decode.layout_converter import ConvertedPrompt
 from pdserve.decode.load_machine import Action, Load, LoadMachine, Start
-from pdserve.decode.load_machine import State as LoadState
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted
@@ -107,8 +106,9 @@ class Decoder:
             output if another turn may follow).
 
     Attributes:
-        unreserved: requests that have no blocks yet although KV of theirs is there, by sequence.
-        cramped: requests of which more KV is there than they have blocks for, likewise.
+        waiting: requests that have no blocks yet, by sequence; of several choices the one that loads the prompt.
+        unreserved: those of which there is KV.
+        cramped: requests of which there is more KV than they have blocks for, likewise.
     """
 
     def __init__(
@@ -127,23 +127,9 @@ class Decoder:
         self._context = context
         self._store_generated = store_generated
         self._states: dict[Job, _DecodeState] = {}
+        self.waiting: dict[Sequence, _DecodeState] = {}
         self.unreserved: dict[Sequence, _DecodeState] = {}
         self.cramped: dict[Sequence, _DecodeState] = {}
-
-    @property
-    def lacks_blocks(self) -> bool:
-        """True if requests wait for blocks of the pool."""
-        return bool(self.unreserved or self.cramped)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have no blocks yet."""
-        return sum(state.loading.state is LoadState.WAITING and state.loader is None for state in self._states.values())
-
-    @property
-    def num_empty_blocks(self) -> int:
-        """Blocks that requests hold before they join the engine, without KV in them or on its way."""
-        return sum(state.loading.num_empty for state in self._states.values())
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
         """Start a request: wait for its KV or, in phase BOTH, fetch its prefix and queue it in the engine.
@@ -171,7 +157,8 @@ class Decoder:
             if others:
                 job.seq.lead([other.seq for other in others])
             self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
-        elif followers:
+        else:
+            self.waiting[job.seq] = state
             state.lead(followers)
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
@@ -196,7 +183,7 @@ class Decoder:
         self._carry_out(state, actions)
         if loading.lacks_room:
             self.cramped[job.seq] = state
-        elif loading.state is LoadState.WAITING and state.loader is None:
+        elif job.seq in self.waiting:
             self.unreserved[job.seq] = state
         else:
             return
@@ -226,7 +213,7 @@ class Decoder:
                 seq, max_hit_blocks, num_tokens, first_block=first, respect_queue=True, num_now=now
             ):
                 return
-            del self.unreserved[seq]
+            del self.unreserved[seq], self.waiting[seq]
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.kv.num_registered, len(seq.kv.block_ids)))
@@ -405,6 +392,7 @@ class Decoder:
         job = state.job
         if job not in self._states:
             return
+        self.waiting.pop(job.seq, None)
         self.unreserved.pop(job.seq, None)
         self.cramped.pop(job.seq, None)
         if self._engine.scheduler.unreserved is job.seq:
@@ -417,6 +405,7 @@ class Decoder:
             heir, *others = state.followers
             state.followers, state.has_heir, heir.loader = [], True, None
             heir.lead(others)
+            self.waiting[heir.job.seq] = heir
             if heir.loading.is_announced:
                 self.unreserved[heir.job.seq] = heir
         if job.seq.kv.block_ids or loading.has_started:

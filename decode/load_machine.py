@@ -135,12 +135,6 @@ class LoadMachine:
         self._move(Event.SKIPPED)
 
     @property
-    def num_empty(self) -> int:
-        """Blocks for which there is room before it joins the engine, and that have no KV and get none by a load under way."""
-        is_over = self.state in (State.STARTED, State.ENDED)
-        return 0 if is_over else max(0, self.room - min(self._requested, self._bad_block))
-
-    @property
     def lacks_room(self) -> bool:
         """True if blocks could be loaded for which the sequence has no room."""
         return self.state in (State.LOADING, State.REPEATING) and self.wanted > self.room

@@ -41,7 +41,7 @@ HELP = {
     "num_requests_waiting": "sequences that have no blocks yet, or were preempted",
     "kv_cache_blocks": "blocks of the pool",
     "kv_cache_blocks_held": "blocks that a sequence or a transfer holds",
-    "kv_cache_blocks_empty": "blocks that requests hold although no KV is in them or on its way",
+    "kv_cache_blocks_empty": "blocks that requests hold although no KV is in them or being loaded",
     "kv_cache_blocks_promised": "free blocks that requests will take when further KV of their prompts comes",
     "kv_cache_blocks_shared": "blocks with several holders",
     "kv_cache_slots_behind_kv": "tokens for which there is room behind the KV in the last blocks of sequences",

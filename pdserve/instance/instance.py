@@ -246,7 +246,7 @@ class Instance:
                 self._inbox.get_nowait()()
         except Empty:
             pass
-        if self.decoder.lacks_blocks:
+        if self.decoder.unreserved or self.decoder.cramped:
             self.decoder.reserve()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
@@ -279,8 +279,8 @@ class Instance:
                 self._stores_probed_at = now
                 self.transfers.probe()
                 self.layout_converter.probe()
-            waiting = len(self.engine.scheduler.waiting) + self.decoder.num_waiting
-            self.reporter.update(self._by_sequence.values(), waiting, now, self.decoder.num_empty_blocks)
+            waiting = len(self.engine.scheduler.waiting) + len(self.decoder.waiting)
+            self.reporter.update(self._by_sequence.values(), waiting, now)
         return result.idle and not self._has_unsent
 
     def _check_idle(self, now: float) -> None:

@@ -116,12 +116,11 @@ class Reporter:
                     total[field] += getattr(load, field)
         return pb.Load(**total)
 
-    def update(self, jobs: Collection[Job], num_waiting: int, now: float, num_empty: int = 0) -> None:
+    def update(self, jobs: Collection[Job], num_waiting: int, now: float) -> None:
         """Replace the heartbeat and the remaining load. Attribute assignment is atomic.
 
         Args:
             num_waiting: jobs that have no blocks yet.
-            num_empty: blocks without KV that jobs hold outside of the engine.
         """
         if now - self.costs_updated_at > COSTS_UPDATE_S:
             self.costs_updated_at = now
@@ -130,7 +129,13 @@ class Reporter:
         num_running = len(jobs) - num_waiting
         counters = self.counts | self._metrics()
         counters |= {"num_requests_waiting": num_waiting, "num_requests_running": num_running}
-        counters["kv_cache_blocks_empty"] += num_empty
+        empty = behind = 0
+        for job in jobs:
+            kv = job.seq.kv
+            if kv.block_ids and kv.admitted:  # others hold blocks only for KV that is being loaded
+                empty += len(kv.block_ids) - -(-kv.num_computed // kv.block_size)
+                behind += -kv.num_computed % kv.block_size
+        counters |= {"kv_cache_blocks_empty": empty, "kv_cache_slots_behind_kv": behind}
         if self._watch is not None:
             counters |= {series("profile_ratio", phase=phase): ratio for phase, ratio in self._watch.ratios.items()}
         self.heartbeat = pb.Heartbeat(
@@ -150,7 +155,6 @@ class Reporter:
         """Return the metrics of pool, scheduler, step pipeline, transfers and each store, by series."""
         scheduler, pool, pipeline = self._engine.scheduler, self._engine.pool, self._engine.runner.pipeline
         stats, block_bytes = self._connector.stats(), self._engine.layout.bytes_on_all_ranks
-        kvs = [seq.kv for seq in scheduler.sequences() if seq.kv.block_ids]
         metrics: dict[str, float] = {
             "prefix_cache_queries": scheduler.prefix_queries,
             "prefix_cache_hits": scheduler.prefix_hits,
@@ -158,10 +162,8 @@ class Reporter:
             "num_pauses": scheduler.num_pauses,
             "kv_cache_blocks": pool.num_blocks,
             "kv_cache_blocks_held": pool.num_held,
-            "kv_cache_blocks_empty": sum(kv.num_empty_blocks for kv in kvs),
             "kv_cache_blocks_promised": pool.num_promised,
             "kv_cache_blocks_shared": pool.num_shared,
-            "kv_cache_slots_behind_kv": sum(-kv.num_computed % kv.block_size for kv in kvs),
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
             "kv_transfer_bytes_in_flight": self._transfers.in_flight * block_bytes,
             "kv_transfer_bytes_waiting": self._transfers.waiting * block_bytes,

@@ -123,7 +123,7 @@ def test_requests_wait_for_blocks_in_order(instance: Instance) -> None:
     decode = instance()
     taken = decode.engine.pool.allocate(60)
     first, second = (decode.submit(pb.DECODE, PROMPT, TOKENS) for _ in range(2))
-    assert not decode.decoder.unreserved and decode.decoder.num_waiting == 2, "there is no KV"
+    assert not decode.decoder.unreserved and len(decode.decoder.waiting) == 2, "there is no KV"
     for job in (second, first):
         report(decode, job, 5)
     assert len(decode.decoder.unreserved) == 2
@@ -152,7 +152,6 @@ def test_a_prompt_holds_blocks_for_kv_that_exists(instance: Instance, expected: 
         assert pool.num_held == len(job.seq.kv.held_blocks) == blocks and pool.num_spare == 4
     report(decode, other, len(keys))
     assert not other.seq.kv.block_ids, "four blocks are too few for it"
-    assert decode.decoder.num_empty_blocks == 0
     outgrown = pool.allocate(6)
     report(decode, job, len(keys), first_token=tokens[0], final=True)
     decode.end_all()

@@ -234,11 +234,6 @@ class SequenceKV:
         """Ids of the blocks to which the sequence holds a reference."""
         return self.block_ids[self.num_dropped :].tolist()
 
-    @property
-    def num_empty_blocks(self) -> int:
-        """Blocks that it holds behind its KV. While KV is loaded, see the load for how much of them will be filled."""
-        return len(self.block_ids) - -(-self.num_computed // self.block_size) if self.block_ids else 0
-
     def blocks(self, first: int, stop: int) -> list[int]:
         """Return the ids of its blocks [first, stop). None of them may have been dropped."""
         assert first >= self.num_dropped, f"block {first} was dropped"

@@ -543,7 +543,8 @@ class Scheduler:
 
     def _leave_loaded(self, seq: Sequence) -> None:
         self.loaded.remove(seq)
-        seq.kv.grow(self.pool)
+        if seq.kv.is_decoding or not seq.kv.num_promised:
+            seq.kv.grow(self.pool)
 
     def _queues(self, budget: StepBudget, below: float) -> tuple[list[Sequence], Sequence | None, Order]:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""
