@@ -55,7 +55,7 @@ QWEN3_8B = Shape(
     layers=36, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=12288, context=40_960, vocabulary=151_936
 )
 # The KV of Qwen3-0.6B (1.75 MiB in a block of 16 tokens) with matrices that take a CPU almost no time.
-WIDE_KV = Shape(layers=28, hidden=64, heads=8, kv_heads=8, head_dim=128, intermediate=64, context=8192)
+WIDE_KV = Shape(layers=28, hidden=64, heads=8, kv_heads=8, head_dim=128, intermediate=64, context=16_384)
 TINY = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=1024)
 
 

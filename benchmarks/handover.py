@@ -2,10 +2,13 @@
 
 For each connector, a router, a prefill and a decode instance run as processes. Prompts of each length are sent one at a
 time, streaming; the stages come from /debug/requests/{id}, the gap before the second token from the client's clock. Every
-prompt is new, so no cache contains it. The hand-over is compared with one plain memcpy of its bytes.
+prompt is new, so no cache contains it. The hand-over is compared with one plain memcpy of its bytes, and with that and a
+frame of the control plane each way between two processes.
 """
 
+import asyncio
 import json
+import multiprocessing
 import random
 import statistics
 import tempfile
@@ -13,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,16 @@ from rich.console import Console
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, UpConfig, flag, parse_size
+from pdserve.control.frame_connection import FrameConnection
 from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
 from pdserve.lines.event_stream import read_events
+from pdserve.proto import pdserve_pb2 as pb
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
-    tokens: str = flag("prompt lengths, comma separated", "1,16,128,512,1024,2048,4096")
+    tokens: str = flag("prompt lengths, comma separated", "1,16,128,512,1024,2048,8192")
     connectors: str = flag("comma separated, see the README", "shm,file-tmpfs,file-disk,redis-tcp,redis-unix,nixl")
     model: str = flag("checkpoint directory; default: a random one with the KV of Qwen3-0.6B and little else", "")
     repeat: int = flag("prompts of each length", 3)
@@ -76,6 +82,7 @@ class Sample:
         second_token: between the first two tokens, as the client sees them.
         decode_started: the same on the side of the instances.
         memcpy: of the same bytes, just after the request.
+        frames: a frame each way between two processes, just after the request.
         whole: all of the prompt's KV was computed by prefill, and loaded by decode.
     """
 
@@ -88,6 +95,7 @@ class Sample:
     store_gb_per_s: float
     load_gb_per_s: float
     memcpy: float
+    frames: float
     whole: bool
 
     @property
@@ -188,6 +196,7 @@ class Client:
         self._random = random.Random(0)
         self._requests = 0
         self._copier = Copier()
+        self._echo = Echo()
 
     def ask(self, length: int) -> Sample:
         """Send a prompt that has not been sent before."""
@@ -208,6 +217,7 @@ class Client:
             store_gb_per_s=stored["gb_per_s"],
             load_gb_per_s=loaded["gb_per_s"],
             memcpy=self._copier.milliseconds(loaded["bytes"]),
+            frames=self._echo.milliseconds(),
             whole=loaded["blocks"] == _blocks(length) and timeline["prompt_tokens_by_source"]["computed"] == length,
         )
 
@@ -263,6 +273,62 @@ class Copier:
         return statistics.median(times) * 1e3
 
 
+HAND_OVER = pb.RouterFrame(hand_over=pb.HandOver(request_id="handover-1", num_blocks=1, coming=1, first_token=1))
+
+
+class _Peer(FrameConnection[pb.RouterFrame, pb.RouterFrame]):
+    """One end of a connection that passes frames to `receive`."""
+
+    def __init__(self, on_frame: Callable[["_Peer"], object]) -> None:
+        super().__init__(pb.RouterFrame)
+        self._on_frame = on_frame
+
+    def receive(self, frame: pb.RouterFrame) -> None:
+        self._on_frame(self)
+
+
+def _echo(port: Connection) -> None:
+    """Answer each frame with another, in a process of its own."""
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Peer(lambda peer: peer.send(HAND_OVER)), "127.0.0.1", 0)
+        port.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(serve())
+
+
+class Echo:
+    """Measures a frame each way between this process and another one."""
+
+    FRAMES = 51
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        here, there = multiprocessing.Pipe()
+        multiprocessing.get_context("spawn").Process(target=_echo, args=(there,), daemon=True).start()
+        self._port = here.recv()
+
+    def milliseconds(self) -> float:
+        """Return the median of several exchanges."""
+        return self._loop.run_until_complete(self._exchange())
+
+    async def _exchange(self) -> float:
+        times = list[float]()
+        arrived = asyncio.Event()
+        connection = _Peer(lambda _: arrived.set())
+        await self._loop.create_connection(lambda: connection, "127.0.0.1", self._port)
+        for _ in range(self.FRAMES):
+            arrived.clear()
+            started = time.perf_counter()
+            connection.send(HAND_OVER)
+            await arrived.wait()
+            times.append(time.perf_counter() - started)
+        connection.close()
+        return statistics.median(times) * 1e3
+
+
 def _row(connector: str, length: int, samples: list[Sample]) -> dict[str, Any]:
     def median(value: Callable[[Sample], float], digits: int = 4) -> float:
         return report.rounded(statistics.median(map(value, samples)), digits)
@@ -283,6 +349,8 @@ def _row(connector: str, length: int, samples: list[Sample]) -> dict[str, Any]:
         "load_gb_per_s": median(lambda s: s.load_gb_per_s),
         "memcpy_ms": median(lambda s: s.memcpy),
         "handover_to_memcpy": median(lambda s: s.handover / s.memcpy, 3),
+        "frames_ms": median(lambda s: s.frames),
+        "handover_to_frames_and_memcpy": median(lambda s: s.handover / (s.frames + s.memcpy), 3),
         "whole": sum(s.whole for s in samples),
         "requests": len(samples),
     }
@@ -304,7 +372,8 @@ def _print(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
         {"connector": row["connector"], "tokens": row["prompt_tokens"], "MiB": f"{row['bytes'] / MIB:.2f}"}
         | {column: f"{row[name]:.1f}" for column, name in STAGES.items()}
         | {column: f"{row[name]:.2f}" for column, name in RATES.items()}
-        | {"ratio": f"{row['handover_to_memcpy']:.1f}", "whole": f"{row['whole']}/{row['requests']}"}
+        | {"ratio": f"{row['handover_to_memcpy']:.2f}", "with frames": f"{row['handover_to_frames_and_memcpy']:.2f}"}
+        | {"whole": f"{row['whole']}/{row['requests']}"}
         for row in rows
     ]
     if shown:

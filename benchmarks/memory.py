@@ -25,7 +25,6 @@ from typing import Any
 
 import report
 from rich.console import Console
-from simulation import PROFILE
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, InstanceConfig, flag
@@ -33,6 +32,7 @@ from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
+from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
 from pdserve.request import SamplingParams
 from pdserve.tools.bench.requests import Request as SimulatedRequest
 from pdserve.tools.simulator.model import InstanceModel
@@ -52,6 +52,13 @@ class Settings(report.Settings):
 
 
 QUICK = {"traces": "azure-conv-2023", "requests": 60, "handed_over": 30, "longest": 4}
+TOKEN_BYTES = 320 * 1024
+PROFILE = Profile(
+    model="70B",
+    engine=EngineFacts(16, 16 * TOKEN_BYTES, 37_500, 8192, 64, 131_072),
+    step=StepModel(decode=((1, 0.015), (64, 0.028)), context_s=4e-8, prefill=((1, 0.015), (8192, 0.83)), pair_s=1e-9),
+    transfers={"rdma": TransferModel(1e-3, 2e10, 1e-3, 2e10, 4e11)},
+)
 FLEETS = (1, 1), (8, 1)  # prefill and decode instances
 
 

@@ -139,7 +139,7 @@ class Decoder:
             others: further choices of the same prompt.
         """
         if job.phase == pb.DECODE:
-            job.keys = job.seq.kv.initial_keys()
+            job.keys = job.seq.kv.initial_keys
         limit: float = job.seq.kv.num_initial  # tokens whose KV later requests may load, if it is computed here
         if self._store_generated == "off" or self._connector.in_place:
             limit = 0
@@ -197,7 +197,7 @@ class Decoder:
         scheduler, pool = self._engine.scheduler, self._engine.pool
         for seq, state in [*self.cramped.items()]:
             if state.loading.lacks_room:
-                seq.kv.take_promised(pool, state.loading.wanted)
+                seq.kv.take_promised(pool, stop=state.loading.wanted)
                 self._carry_out(state, state.loading.grown(len(seq.kv.block_ids)))
             if not state.loading.lacks_room:
                 del self.cramped[seq]
@@ -232,14 +232,15 @@ class Decoder:
         if seq.group is not None and seq.group.search.num_steps:
             self._report_search(state, seq.group.search)
         if seq.features and job.report_embedding(now):
-            self._context.count_prompt_sources(job.report_prompt_sources())
+            job.report_prompt_sources()
+            job.count_prompt_sources(self._context)
             self._end(state)
         if not accepted.tokens:
             return
         if len(seq) - seq.kv.num_initial == len(accepted.tokens):
-            sources = job.report_prompt_sources()
+            job.report_prompt_sources()
             if job.phase == pb.BOTH:
-                self._context.count_prompt_sources(sources)
+                job.count_prompt_sources(self._context)
         job.stamp(Stage.DECODE_STARTED, now)
         job.report_tokens(accepted, now)
         if job.ended:
@@ -250,7 +251,8 @@ class Decoder:
         """Report a step of a beam search. It has no tokens before its end, since later ones may change every choice."""
         job, now = state.job, self._context.now()
         if search.num_steps == 1 and job.phase == pb.BOTH:
-            self._context.count_prompt_sources(job.report_prompt_sources())
+            job.report_prompt_sources()
+            job.count_prompt_sources(self._context)
         job.stamp(Stage.DECODE_STARTED, now)
         if search.is_over or search.num_steps % STEPS_PER_REPORT == 1:
             job.pending_output().searching = True
@@ -315,6 +317,7 @@ class Decoder:
     def _start(self, state: _DecodeState, start: Start) -> None:
         """Join the engine with the KV that was loaded. The engine computes what is missing, as for a preempted sequence."""
         job, seq = state.job, state.job.seq
+        self._end_leases(state, state.tickets)  # all loads have ended
         num_tokens = min(start.num_blocks * seq.kv.block_size, seq.kv.num_initial)
         if self._engine.scheduler.num_out_of_window(num_tokens) < seq.kv.num_dropped:
             num_tokens = 0  # the next token attends to blocks that were not reserved
@@ -335,10 +338,9 @@ class Decoder:
         seq.kv.register_full_blocks(self._engine.pool)
         if state.first_token is not None:
             seq.output.append(state.first_token)
-        self._end_leases(state, state.tickets)
         job.report_transfers(self._engine.layout.bytes_on_all_ranks)
         job.stamp(Stage.KV_READY, self._context.now())
-        self._context.count_prompt_sources(job.prompt_sources())
+        job.count_prompt_sources(self._context)
         self._engine.add(seq)
 
     def _share(self, state: _DecodeState, num_blocks: int) -> None:

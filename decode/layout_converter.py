@@ -126,7 +126,7 @@ class ConvertedPrompt:
         self._target_block_size = target.block_size
         self._source_block_size = source.block_size
         self._num_tokens = seq.kv.num_initial
-        self._block_index = {key: index for index, key in enumerate(seq.kv.initial_keys())}
+        self._block_index = {key: index for index, key in enumerate(seq.kv.initial_keys)}
         self._source_keys = seq.kv.prefix_keys(block_ends(seq.kv.num_initial, source.block_size, partial=True))
         self.exact = source.is_exact_for(target)
 

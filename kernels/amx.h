@@ -214,8 +214,7 @@ inline void load_queries(const Problem& a, const Tile& tile, i64 rows, Scratch& 
             const i64 row = std::min(tile.first + i + j, tile.end - 1);
             source[j] = query + row / R * a.q_token + row % R * a.q_head;
             x.positions[i + j] = (int32_t)(a.kv_lens[tile.s] - query_len + row / R);
-            x.total_m[i + j] = MIN_SCORE;
-            x.total_l[i + j] = 0;
+            begin_row(a, tile.g * R + row % R, LOG2_E, x.total_m[i + j], x.total_l[i + j]);
         }
         for (i64 d = 0; d < x.Dp; d += PAIRS) {
             __m512 words[SIDE];
@@ -312,14 +311,14 @@ inline void attend_split(const Problem& a, const PagedKV<bf16>& kv, i64 rows, i6
 }
 
 // Add a split's m, l and o of `rows` query rows to those of the splits before it.
-inline void add_split(const float* m, const float* l, const float* o, i64 rows, Scratch& x) {
+inline void add_split(const float* m, const float* l, const float* o, i64 rows, bool is_first, Scratch& x) {
     for (i64 i = 0; i < rows; i += SIDE) {
         const __m512 m_old = _mm512_load_ps(x.total_m + i), m_split = _mm512_load_ps(m + i);
         const __m512 m_new = _mm512_max_ps(m_old, m_split);
         const __m512 old_weight = split_weight(m_old, m_new), weight = split_weight(m_split, m_new);
         const __m512 split_l = _mm512_mul_ps(_mm512_load_ps(l + i), weight);
         // Rows that have seen no token yet: their o is uninitialised.
-        const __mmask16 old = _mm512_cmp_ps_mask(m_old, _mm512_set1_ps(MIN_SCORE), _CMP_GT_OQ);
+        const __mmask16 old = is_first ? 0 : _mm512_cmp_ps_mask(m_old, _mm512_set1_ps(MIN_SCORE), _CMP_GT_OQ);
         const __mmask16 seen = _mm512_cmp_ps_mask(m_split, _mm512_set1_ps(MIN_SCORE), _CMP_GT_OQ);
         _mm512_store_ps(x.total_m + i, m_new);
         _mm512_store_ps(x.total_l + i, _mm512_fmadd_ps(_mm512_load_ps(x.total_l + i), old_weight, split_l));

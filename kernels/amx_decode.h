@@ -226,8 +226,9 @@ struct Decoder {
 // Combine the splits of one token's rows, of which each has m[16], l[16] and o[R × D], as `add_split` and `write_out` do.
 inline void combine_rows(const Problem& a, const Split& split, const float* partials, i64 size, float* total) {
     const i64 R = a.H / a.G, D = a.D;
-    __m512 total_m = _mm512_set1_ps(MIN_SCORE), total_l = _mm512_setzero_ps();
-    alignas(64) float old_weights[SIDE], weights[SIDE], inverse_l[SIDE];
+    alignas(64) float old_weights[SIDE], weights[SIDE], inverse_l[SIDE], first_m[SIDE] = {}, first_l[SIDE] = {};
+    for (i64 r = 0; r < R; r++) begin_row(a, split.g * R + r, LOG2_E, first_m[r], first_l[r]);
+    __m512 total_m = _mm512_load_ps(first_m), total_l = _mm512_load_ps(first_l);
     for (i64 i = 0; i < split.count; i++) {
         const float *const p = partials + i * size, *const o = p + 2 * SIDE;
         const __m512 m = _mm512_load_ps(p), m_new = _mm512_max_ps(total_m, m);

@@ -34,7 +34,7 @@ struct Kernel {
         const i64 begin = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, stop = x.positions[rows - 1] + 1;
         for (i64 split = begin / SPLIT * SPLIT; split < stop; split += SPLIT) {
             attend_split(a, kv, rows, std::max(begin, split), std::min(split + SPLIT, stop), x);
-            add_split(x.m, x.l, x.o, rows, x);
+            add_split(x.m, x.l, x.o, rows, split <= begin, x);
         }
         write_out(a, tile, x);
     }
@@ -69,11 +69,11 @@ struct Kernel {
     void combine(const Split& split, const float* partials) {
         const i64 rows = decode_rows(a), size = partial_size(a);
         if (in_place) return combine_rows(a, split, partials, size, y.o);
-        std::fill_n((float*)x.total_m, rows, MIN_SCORE);
-        std::fill_n((float*)x.total_l, rows, 0.f);
+        for (i64 r = 0; r < rows; r++)
+            begin_row(a, split.g * (a.H / a.G) + std::min(r, a.H / a.G - 1), LOG2_E, x.total_m[r], x.total_l[r]);
         for (i64 i = 0; i < split.count; i++) {
             const float* const m = partials + i * size;
-            add_split(m, m + rows, m + 2 * rows, rows, x);
+            add_split(m, m + rows, m + 2 * rows, rows, i == 0, x);
         }
         write_out(a, {split.s, split.g, 0, a.H / a.G}, x);
     }

@@ -22,6 +22,7 @@ class Capabilities:
 
     Attributes:
         latent: attends over latent rows, which are wider than heads.
+        sinks: its `attend` takes attention sinks.
         records_steps: its decode steps can be replayed without Python (`engine/step_graph.py`).
         is_capturable: its decode steps can be captured in a CUDA graph: nothing is read from the device.
         exact_rows: how a model beside it gets the same bits for a row in any batch: `products` pads the few products
@@ -30,6 +31,7 @@ class Capabilities:
     """
 
     latent: bool = False
+    sinks: bool = False
     records_steps: bool = False
     is_capturable: bool = False
     exact_rows: Literal["", "products", "functions"] = ""
@@ -59,8 +61,14 @@ class Kernel(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of every new token over its own sequence, [T, H, D]."""
+        """Return the attention of every new token over its own sequence, [T, H, D].
+
+        Args:
+            sinks_H: of each query head, the logit of an attention sink: it weighs like a token whose value is 0; float32.
+                Passed only to kernels that have the capability, and only for layers that have them.
+        """
 
     def copy_blocks(self, pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
         """Copy whole blocks within the pool, for copy-on-write. Targets are distinct, and none of them is a source."""
@@ -79,6 +87,7 @@ class KVFormat:
     dtype: torch.dtype
     head_dims: frozenset[int]  # of all layers
     block_size: int  # tokens
+    sinks: bool = False  # some layer has attention sinks
 
 
 def layer_caches(pool_NL2GBD: torch.Tensor) -> list[torch.Tensor]:
@@ -104,6 +113,7 @@ class PagedBatch:
         kv_lens_S: the same on the device, integers.
         starts: index of each sequence's first new token in the flattened batch, then T: integers [S + 1] on the device.
         kernel: the back end that all layers use.
+        on_layer: is told of each layer that has written its KV, on CPUs; a replayed step tells it nothing.
 
     The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
@@ -116,6 +126,7 @@ class PagedBatch:
     kv_lens_S: torch.Tensor
     starts: torch.Tensor
     kernel: Kernel
+    on_layer: Callable[[int], None] | None = None
 
     @property
     def block_size(self) -> int:

@@ -6,7 +6,9 @@ from pdserve.kernels.batch import Capabilities, PagedBatch
 from pdserve.kernels.native import DTYPES, AttentionArguments, functions, instructions
 
 NAME = "cpu"
-CAPABILITIES = Capabilities(latent=True, records_steps=True, exact_rows="products", instructions=instructions)
+CAPABILITIES = Capabilities(
+    latent=True, sinks=True, records_steps=True, exact_rows="products", instructions=instructions
+)
 
 
 def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
@@ -40,6 +42,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: torch.Tensor | None = None,
     use_amx: bool = True,
 ) -> torch.Tensor:
     """Return the attention of every new token over its own sequence, [T, H, D].
@@ -47,7 +50,8 @@ def attend(
     Args:
         use_amx: allow AMX in bfloat16, where available.
     """
-    assert q_THD.dtype == cache_N2GBD.dtype
+    assert q_THD.dtype == cache_N2GBD.dtype and (sinks_H is None or sinks_H.dtype == torch.float32)
+    assert len(batch.starts) > len(batch.query_lens), "as many starts as sequences, and the end"
     q_THD = _contiguous_rows(q_THD)
     _, heads, size = q_THD.shape
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
@@ -60,6 +64,7 @@ def attend(
         tables=tables_SM.data_ptr(),
         starts=starts.data_ptr(),
         kv_lens=batch.kv_lens_S.data_ptr(),
+        sinks=None if sinks_H is None else sinks_H.data_ptr(),
         out_token=out_THD.stride(0),
         out_head=out_THD.stride(1),
         q_token=q_THD.stride(0),

@@ -42,7 +42,7 @@ class AttentionArguments(ctypes.Structure):
     """The arguments of pdserve_attend: `Problem` in problem.h, which explains them."""
 
     _fields_ = (
-        *((name, _P) for name in ("out", "q", "cache", "tables", "starts", "kv_lens")),
+        *((name, _P) for name in ("out", "q", "cache", "tables", "starts", "kv_lens", "sinks")),
         *((name, _I) for name in ("out_token", "out_head", "q_token", "q_head", "block", "half", "head")),
         *((name, _I) for name in ("S", "H", "G", "D", "B", "M")),
         *((name, _F) for name in ("scale", "softcap")),

@@ -17,7 +17,7 @@
 //   - q · k is W sums, over the elements d ≡ j (mod W), which are then added by halves (`sum`);
 //   - m, l and o advance by tiles of KV_TILE tokens; l adds the weights of a tile as W sums over the tokens t ≡ j (mod W), by
 //     halves; o adds the products p · v token by token;
-//   - splits of SPLIT tokens begin with an empty (m, l, o), and are combined from the first to the last.
+//   - splits of SPLIT tokens begin with an empty (m, l, o), and are combined from the first to the last, after the sink.
 // Tiles and splits are counted from token 0. Masked tokens have p = 0, which changes no sum.
 //
 // Shape legend: see problem.h.
@@ -197,7 +197,8 @@ void combine(const Problem& a, const Split& split, const float* partial, i64 siz
     const i64 R = a.H / a.G, D = a.D;
     std::vector<float> total(D);
     for (i64 r = 0; r < R; r++) {
-        float m = MIN_SCORE, l = 0;
+        float m, l;
+        begin_row(a, split.g * R + r, 1, m, l);
         std::fill(total.begin(), total.end(), 0.f);
         for (i64 i = 0; i < split.count; i++) {
             const float *p = partial + i * size, *o = p + 2 * R + r * D;
@@ -351,9 +352,8 @@ void prefill(const Problem& a, const Tile& tile, Scratch& x) {
         const T* source = query + row / R * a.q_token + row % R * a.q_head;
         for (i64 d = 0; d < D; d++) x.q[d * ROW_TILE + i] = to_float(source[d]);
         x.positions[i] = (int32_t)(cached + row / R);
+        begin_row(a, tile.g * R + row % R, 1, x.total_m[i], x.total_l[i]);
     }
-    std::fill_n(x.total_m, ROW_TILE, MIN_SCORE);
-    std::fill_n(x.total_l, ROW_TILE, 0.f);
     std::fill(x.total_o.begin(), x.total_o.end(), 0.f);
     const i64 begin = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, stop = x.positions[rows - 1] + 1;
     for (i64 split = begin / SPLIT * SPLIT; split < stop; split += SPLIT) {

@@ -179,7 +179,9 @@ inline void decode(const Problem& a, const Split& split, const Split* next, floa
 inline void combine(const Problem& a, const Split& split, const float* partial, i64 size, float* total) {
     const i64 R = a.H / a.G, D = a.D;
     for (i64 r = 0; r < R; r++) {
-        __m512 m = _mm512_set1_ps(MIN_SCORE), l = _mm512_setzero_ps();
+        float first_m, first_l;
+        begin_row(a, split.g * R + r, LOG2_E, first_m, first_l);
+        __m512 m = _mm512_set1_ps(first_m), l = _mm512_set1_ps(first_l);
         std::fill_n(total, D, 0.f);
         for (i64 i = 0; i < split.count; i++) {
             const float *const p = partial + i * size, *const o = p + 2 * R + r * D;
@@ -220,6 +222,7 @@ inline void load_queries(const Problem& a, const Tile& tile, i64 vectors, Scratc
             const i64 row = std::min(tile.first + i + j, tile.end - 1);
             source[j] = query + row / R * a.q_token + row % R * a.q_head;
             x.positions[i + j] = (int32_t)(cached + row / R);
+            begin_row(a, tile.g * R + row % R, LOG2_E, x.total_m[i + j], x.total_l[i + j]);
         }
         for (i64 d = 0; d < a.D; d += LINE) {
             __m512 words[W];
@@ -382,8 +385,6 @@ inline void prefill(const Problem& a, const Tile& tile, Scratch& x) {
     const i64 rows = tile.end - tile.first, vectors = (rows + W - 1) / W;
     const PagedKV<bf16> kv(a, tile.s, tile.g);
     load_queries(a, tile, vectors, x);
-    std::fill_n(x.total_m, ROW_TILE, MIN_SCORE);
-    std::fill_n(x.total_l, ROW_TILE, 0.f);
     std::fill_n((float*)x.total_o, a.D * ROW_TILE, 0.f);
     const i64 begin = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, stop = x.positions[rows - 1] + 1;
     for (i64 first = begin; first < stop;) {

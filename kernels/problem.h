@@ -24,6 +24,7 @@ struct Problem {
     const i64* tables;
     const i64* starts;   // [S + 1] first new token of each sequence in the flattened batch
     const i64* kv_lens;  // [S]
+    const float* sinks;  // [H] attention sinks: logits that weigh like those of a token whose value is 0; null: none
     i64 out_token, out_head, q_token, q_head, block, half, head;  // strides
     i64 S, H, G, D, B, M;
     float scale, softcap;  // softcap 0: none
@@ -51,6 +52,12 @@ struct PagedKV {
     // Number of tokens from `token` on, before `end`, that are contiguous in memory.
     i64 contiguous(i64 token, i64 end) const { return std::min(end - token, a.B - token % a.B); }
 };
+
+// Begin the m and l of a row of a query head, whose o is 0 yet, with its attention sink, if any. m counts in `unit` logits.
+inline void begin_row(const Problem& a, i64 head, float unit, float& m, float& l) {
+    m = a.sinks ? a.sinks[head] * unit : MIN_SCORE;
+    l = a.sinks ? 1 : 0;
+}
 
 inline vf apply_softcap(vf s, const Problem& a) { return a.softcap > 0 ? a.softcap * tanh_(s / a.softcap) : s; }
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pdserve.kernels.batch import Capabilities, PagedBatch
 
 NAME = "reference"
-CAPABILITIES = Capabilities(latent=True)
+CAPABILITIES = Capabilities(latent=True, sinks=True)
 MAX_SCORES = 1 << 24  # elements of a score matrix over all heads: 64 MiB in float32
 
 
@@ -30,6 +30,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of every new token over its own sequence, [T, H, D]."""
     out_THD = torch.empty_like(q_THD)
@@ -37,11 +38,11 @@ def attend(
     decoding = [s for s, length in enumerate(batch.query_lens) if length == 1]
     if decoding:
         rows = torch.tensor([starts[s] for s in decoding], device=q_THD.device)
-        out_THD[rows] = _attend_decoding(q_THD[rows], cache_N2GBD, batch, decoding, scale, window, softcap)
+        out_THD[rows] = _attend_decoding(q_THD[rows], cache_N2GBD, batch, decoding, scale, window, softcap, sinks_H)
     for s, length in enumerate(batch.query_lens):
         if length > 1:
             span = slice(starts[s], starts[s] + length)
-            out_THD[span] = _attend_sequence(q_THD[span], cache_N2GBD, batch, s, scale, window, softcap)
+            out_THD[span] = _attend_sequence(q_THD[span], cache_N2GBD, batch, s, scale, window, softcap, sinks_H)
     return out_THD
 
 
@@ -85,6 +86,7 @@ def _attend_decoding(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     max_blocks = -(-max(batch.kv_lens[s] for s in rows) // batch.block_size)
     k_SGLD, v_SGLD = _gather(cache_N2GBD, batch.tables_SM[rows, :max_blocks])
@@ -96,7 +98,9 @@ def _attend_decoding(
     # Masked entries may be KV of other sequences or uninitialised, and NaN survives both - inf and × 0: zero them.
     masked_SGLD = ~visible_SL[:, None, :, None]
     k_SGLD, v_SGLD = k_SGLD.masked_fill(masked_SGLD, 0), v_SGLD.masked_fill(masked_SGLD, 0)
-    return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, visible_SL[:, None, None], scale, softcap)[:, :, 0]
+    return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, visible_SL[:, None, None], scale, softcap, sinks_H)[
+        :, :, 0
+    ]
 
 
 def _attend_sequence(
@@ -107,10 +111,11 @@ def _attend_sequence(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
     k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None])
-    return _attend_dense(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap)
+    return _attend_dense(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap, sinks_H)
 
 
 def _attend_dense(
@@ -121,13 +126,14 @@ def _attend_dense(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, heads, _ = q_THD.shape
     skipped = 0 if window is None else max(0, kv_len - tokens + 1 - window)  # outside of every new token's window
     k_GLD, v_GLD = k_GLD[:, skipped:kv_len], v_GLD[:, skipped:kv_len]
     kv_len -= skipped
     # The causal flag takes half the work of an explicit mask.
-    if kv_len == tokens and softcap is None and (window is None or window >= tokens):
+    if kv_len == tokens and softcap is None and sinks_H is None and (window is None or window >= tokens):
         q_HTD = q_THD.transpose(0, 1)
         out_1HTD = F.scaled_dot_product_attention(
             q_HTD[None], k_GLD[None], v_GLD[None], is_causal=True, scale=scale, enable_gqa=True
@@ -140,7 +146,7 @@ def _attend_dense(
         stop = min(start + rows, tokens)
         visible_TL = _causal_mask(first + start, first + stop, kv_len, window, q_THD.device)
         q_HTD = q_THD[start:stop].transpose(0, 1)
-        out_HTD = _softmax_attention(q_HTD[None], k_GLD[None], v_GLD[None], visible_TL, scale, softcap)[0]
+        out_HTD = _softmax_attention(q_HTD[None], k_GLD[None], v_GLD[None], visible_TL, scale, softcap, sinks_H)[0]
         slices.append(out_HTD.transpose(0, 1))
     return torch.cat(slices)
 
@@ -161,12 +167,18 @@ def _softmax_attention(
     visible: torch.Tensor,
     scale: float,
     softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    if softcap is None:
+    if softcap is None and sinks_H is None:
         return F.scaled_dot_product_attention(q_SHTD, k_SGLD, v_SGLD, attn_mask=visible, scale=scale, enable_gqa=True)
     repeats = q_SHTD.shape[1] // k_SGLD.shape[1]
     k_SHLD, v_SHLD = (x.float().repeat_interleave(repeats, 1) for x in (k_SGLD, v_SGLD))
     scores_SHTL = (q_SHTD.float() @ k_SHLD.transpose(-1, -2)) * scale
-    scores_SHTL = softcap * torch.tanh(scores_SHTL / softcap)
+    if softcap is not None:
+        scores_SHTL = softcap * torch.tanh(scores_SHTL / softcap)
     scores_SHTL = scores_SHTL.masked_fill(~visible, float("-inf"))
-    return (torch.softmax(scores_SHTL, dim=-1) @ v_SHLD).to(q_SHTD.dtype)
+    if sinks_H is not None:
+        sinks_SHT1 = sinks_H[None, :, None, None].expand(*scores_SHTL.shape[:3], 1)
+        scores_SHTL = torch.cat([scores_SHTL, sinks_SHT1], dim=-1)
+    weights_SHTL = torch.softmax(scores_SHTL, dim=-1)[..., : k_SHLD.shape[2]]
+    return (weights_SHTL @ v_SHLD).to(q_SHTD.dtype)

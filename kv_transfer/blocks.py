@@ -1,9 +1,11 @@
 """One operation of a connector, and its blocks as batch hooks handle them: a key, a pool row and an outcome each."""
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -11,10 +13,12 @@ import numpy as np
 import xxhash
 
 from pdserve.kv_transfer.codec import Codec, Undecodable
-from pdserve.kv_transfer.connector import OperationFuture, Outcome
+from pdserve.kv_transfer.connector import GrowingStore, OperationFuture, Outcome, Result
 from pdserve.kv_transfer.header import CHECKSUM, Buffer, HeaderFormat, Row, payload_length
 
 _CHUNK_BYTES = 128 << 10  # copied, then hashed while still in the CPU cache
+
+GOES_ON = object()  # returned by the work of an operation that is not over: it runs again later
 
 T = TypeVar("T")
 
@@ -73,8 +77,11 @@ class Operation(OperationFuture[T]):
         started: on the clock `perf_counter`.
         deadline: on the monotonic clock.
         fence: around its pool rows.
-        work: is run by a worker thread.
+        work: is run by a worker thread; again, after it has returned GOES_ON.
         on_end: is called before the future is done, with its result; None if it ends by an exception.
+
+    Args:
+        make_result: returns the result; None: it is `matched`.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Operation(OperationFuture[T]):
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         deadline: float,
-        make_result: "Callable[[Operation[T]], T]",
+        make_result: "Callable[[Operation[T]], T] | None" = None,
         expected: Set[Outcome] = frozenset(),
     ) -> None:
         self.kind = kind
@@ -116,9 +123,10 @@ class Operation(OperationFuture[T]):
         if self.fence.cancelled:
             final = {Outcome.UNAVAILABLE: Outcome.CANCELLED}
             self.outcomes = [final.get(outcome, outcome) for outcome in self.outcomes]
-        result = None
+        result: Any = None
         try:
-            result = self._make_result(self) if error is None else None
+            if error is None:
+                result = self.matched if self._make_result is None else self._make_result(self)
         except Exception as raised:  # noqa: BLE001 - raised to the caller; the thread that completes others lives on
             error = raised
         if self.on_end is not None:
@@ -126,7 +134,54 @@ class Operation(OperationFuture[T]):
         if error is not None:
             self.set_exception(error)
         else:
-            self.set_result(result)  # type: ignore[arg-type]  # of T, as there is no error
+            self.set_result(result)
+
+
+class GrowingOperation(Operation[Result], GrowingStore):
+    """A store of blocks that are still being written. Workers run it in turns, each up to the bytes that are final.
+
+    Attributes:
+        growth: is sent the number of final bytes, and copies so many of each block. Ends after the last, or when closed.
+        is_growing: it has copied what is final, and waits for more. Its work returns GOES_ON then.
+    """
+
+    growth: Generator[None, int, None]
+
+    def __init__(self, enqueue: "Callable[[GrowingOperation], None]", *operation: Any) -> None:
+        super().__init__("store", *operation)
+        self._enqueue = enqueue
+        self._turn = threading.Lock()
+        self._num_final = 0
+        self._busy_s = 0.0
+        self.is_growing = True
+
+    def advance(self, num_bytes: int) -> None:
+        self._num_final = num_bytes
+        self._queue()
+
+    def request_cancel(self) -> None:
+        super().request_cancel()
+        self._queue()  # for a worker to end it
+
+    def _queue(self) -> None:
+        with self._turn:
+            was_growing, self.is_growing = self.is_growing, False
+        if was_growing and self.work is not None:
+            self.started = time.perf_counter() - self._busy_s  # what it waits for is not its own time
+            self._enqueue(self)
+
+    def grow(self) -> object:
+        """Copy what is final."""
+        with suppress(StopIteration):
+            while True:
+                num_bytes = self._num_final
+                self.growth.send(num_bytes)
+                with self._turn:
+                    if self._num_final == num_bytes and not self.fence.cancelled:
+                        self._busy_s, self.deadline = time.perf_counter() - self.started, math.inf
+                        self.is_growing = True
+                        return GOES_ON
+        return None
 
 
 class StreamedPart(ABC):
@@ -165,9 +220,22 @@ class Block:
 
     Attributes:
         key: the block key.
+        front_of: from where its front was loaded before it was complete; None if it was not.
     """
 
-    __slots__ = ("_codec", "_fence", "_header_format", "_index", "_operation", "_payload_bytes", "_row", "key")
+    __slots__ = (
+        "_codec",
+        "_fence",
+        "_hasher",
+        "_header_format",
+        "_index",
+        "_operation",
+        "_payload_bytes",
+        "_row",
+        "front_of",
+        "key",
+    )
+    _hasher: xxhash.xxh3_64  # of what has been copied of a block that is still being written
 
     def __init__(
         self, operation: Operation[Any], index: int, key: bytes, row: Row, header_format: HeaderFormat, codec: Codec
@@ -179,6 +247,7 @@ class Block:
         self._header_format = header_format
         self._codec = codec
         self._payload_bytes = 0
+        self.front_of: int | None = None
         self.key = key
 
     @property
@@ -210,6 +279,16 @@ class Outgoing(Block):
             hasher = xxhash.xxh3_64()
             copy_and_hash(target, payload, hasher)
         return self._header_format.pack_checksum(self.key, self._payload_bytes, hasher.digest())
+
+    def copy_front(self, target: Row, num_bytes: int) -> bytes:
+        """Copy the row's first `num_bytes` to `target`, but for what was copied before. Returns the header so far."""
+        if not self._payload_bytes:
+            self._hasher = xxhash.xxh3_64()
+        with self._fence:
+            copied = slice(self._payload_bytes, num_bytes)
+            copy_and_hash(target[copied], self._row[copied], self._hasher)
+            self._payload_bytes = num_bytes
+        return self._header_format.pack_checksum(self.key, num_bytes, self._hasher.digest())
 
     def in_time(self) -> bool:
         """Return True while the operation is neither cancelled nor past its deadline."""
@@ -257,6 +336,35 @@ class Incoming(Block):
         self._payload_bytes = len(payload)
         digest = self._receive(np.frombuffer(payload, np.uint8), parts)
         return self._mark(header, digest if digest == header[CHECKSUM] and self._decode(payload) else None)
+
+    def read_front(self, front: Row, source: int) -> bool:
+        """Copy the front of a payload that is being written, but for what was copied before. Only without a codec.
+
+        Args:
+            source: of the front. If it is another than before, the copy starts anew.
+
+        Returns:
+            Whether there was more than before.
+        """
+        if self.front_of != source:
+            self.front_of, self._payload_bytes, self._hasher = source, 0, xxhash.xxh3_64()
+        with self._fence:
+            copied = slice(self._payload_bytes, len(front))
+            copy_and_hash(self._row[copied], front[copied], self._hasher)
+        has_more = len(front) > self._payload_bytes
+        self._payload_bytes = max(self._payload_bytes, len(front))
+        return has_more
+
+    def accept_rest(self, header: bytes, payload: Row) -> bool:
+        """Like `accept`, after `read_front`. Returns False, with the block unmarked, if the front was of something else."""
+        assert self.front_of is not None
+        self.read_front(payload, self.front_of)
+        is_sound = self._header_format.matches(header, self.key) and self._hasher.digest() == header[CHECKSUM]
+        if is_sound:
+            self._mark(header, header[CHECKSUM])
+        else:
+            self.front_of, self._payload_bytes = None, 0
+        return is_sound
 
     def read_by(self, header: bytes, read: Callable[[memoryview, int], int]) -> Outcome | None:
         """Like `accept`, for transports that can read directly into the pool row without ever blocking.

@@ -110,6 +110,14 @@ def request_cancel(future: Future[Any]) -> None:
         future.request_cancel()
 
 
+class GrowingStore(OperationFuture[Result]):
+    """The future of a store whose blocks are still being written, front to back (`Connector.store_growing`)."""
+
+    def advance(self, num_bytes: int) -> None:
+        """Tell that the first `num_bytes` of every block are final. Returns at once. The store ends when all bytes are."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a connector can do, and how it has to be treated. The defaults suit a connector that promises nothing more.
@@ -118,6 +126,7 @@ class Capabilities:
         timeout_s: seconds within which an operation on few blocks ends.
         in_place: peers read the pool's rows directly; see `Result.held`. Such a connector has no store and no tiers.
         follows: `follow` is supported.
+        stores_growing: `store_growing` is supported.
         cancels: stores and loads return an `OperationFuture`.
         keeps_leases: the store does not evict a block before its lease ends. Only the conformance kit reads it.
         skips_hanging: the connector has circuit breakers of its own, so instances put none in front of it.
@@ -129,6 +138,7 @@ class Capabilities:
     timeout_s: float = DEFAULT_TIMEOUT_S
     in_place: bool = False
     follows: bool = False
+    stores_growing: bool = False
     cancels: bool = False
     keeps_leases: bool = True
     skips_hanging: bool = False
@@ -244,6 +254,13 @@ class Connector(ABC):
         A store that supports leases does not evict a block before its lease ends. With a lease of 0 the store may evict
         the blocks at any time.
         """
+
+    def store_growing(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> GrowingStore:
+        """Like `store`, for blocks that are still being written: what is final of them is copied meanwhile.
+
+        Called only if `capabilities.stores_growing`. The blocks become visible when they are complete, as those of a `store`.
+        """
+        raise NotImplementedError(f"{self.scheme}:// does not support store_growing()")
 
     @abstractmethod
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from pdserve.kv_transfer.connector import Capabilities, Connector, PoolMemory, Result, Stats
 
@@ -17,7 +18,8 @@ class ForwardingConnector(Connector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
+        """Those of `inner`, but for what a subclass would have to pass on by a method of its own."""
+        return replace(self._inner.capabilities, stores_growing=False)
 
     def attach(self, memory: PoolMemory) -> None:
         self._inner.attach(memory)

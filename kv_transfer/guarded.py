@@ -66,7 +66,7 @@ class GuardedConnector(ForwardingConnector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self._inner.capabilities, skips_hanging=True)
+        return replace(super().capabilities, skips_hanging=True)
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         if self._breaker.is_open:

@@ -118,7 +118,7 @@ class StagedConnector(ForwardingConnector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self._inner.capabilities, cancels=True)
+        return replace(super().capabilities, cancels=True)
 
     def attach(self, memory: PoolMemory) -> None:
         raise AssertionError("the constructor attaches")

@@ -16,11 +16,12 @@ late worker finds the fence closed and leaves rows alone that may belong to anot
 """
 
 import logging
+import math
 import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from concurrent.futures import Future, wait
 from functools import partial
 from heapq import heappop, heappush
@@ -28,7 +29,7 @@ from itertools import count
 from typing import Any, ClassVar, TypeVar
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.blocks import Block, Expired, Incoming, Operation, Outgoing
+from pdserve.kv_transfer.blocks import GOES_ON, Block, Expired, GrowingOperation, Incoming, Operation, Outgoing
 from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.codec import CODECS, Undecodable
 from pdserve.kv_transfer.connector import (
@@ -125,6 +126,7 @@ class BatchedConnector(Connector):
         self._pending_blocks = 0  # of operations in flight
         self.__breaker: StoreBreaker | None = None
         self.__probe: Operation[int] | None = None
+        self.__growing: set[GrowingOperation] = set()
         self.__own = [getattr(self, name) for name in _OWN_ATTRIBUTES]
         self.configure(query)
         query.done()
@@ -144,9 +146,21 @@ class BatchedConnector(Connector):
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         """Store blocks, and mark each. For a block already in the store, renewing its lease is enough."""
 
+    def put_growing(self, blocks: Sequence[Outgoing], lease_s: float) -> Generator[None, int, None]:
+        """Like `put_many`, with the capability `stores_growing`: each `yield` returns how many bytes of each block are final.
+
+        When that is all bytes, the blocks are marked. May run in several threads, one after the other.
+        """
+        raise NotImplementedError
+        yield
+
     @abstractmethod
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         """Pass each block its stored value (`accept`), or mark it missing."""
+
+    def read_ahead(self, blocks: Sequence[Incoming]) -> bool:
+        """Read more of blocks that others are still storing (`read_front`). Returns False if there is no more."""
+        return False
 
     @abstractmethod
     def contains_many(self, keys: Sequence[bytes]) -> Iterable[bool]:
@@ -215,6 +229,16 @@ class BatchedConnector(Connector):
         operation = self.__new_transfer("store", keys, block_ids)
         return self._submit(operation, partial(self.__store, operation, min(lease_s, MAX_LEASE_S)))
 
+    def store_growing(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> GrowingOperation:
+        operation = GrowingOperation(self.__enqueue, keys, block_ids, math.inf, self._finish_transfer)
+        self.memory.check(keys, block_ids)
+        operation.growth = self.put_growing(self._blocks(Outgoing, operation), min(lease_s, MAX_LEASE_S))
+        next(operation.growth)  # up to the first bytes
+        if self._admits(operation):
+            operation.work = operation.grow
+            self.__growing.add(operation)
+        return operation
+
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         expected = set(Outcome) if list(keys) == [PROBE_KEY] else set[Outcome]()
         operation = self.__new_transfer("load", keys, block_ids, expected)
@@ -225,11 +249,11 @@ class BatchedConnector(Connector):
         return self._submit(operation, partial(self.__follow, operation, patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
-        operation = Operation("match", keys, [], self._deadline(0), self._finish_match)
+        operation: Operation[int] = Operation("match", keys, [], self._deadline(0))
         return self._submit(operation, partial(self.__count_leading, operation, operation.keys))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        operation = Operation("release", keys, [], self._deadline(0), self._finish_match)
+        operation: Operation[int] = Operation("release", keys, [], self._deadline(0))
         self._submit(operation, partial(self.release_many, operation.keys))
 
     def stats(self) -> Stats:
@@ -247,6 +271,8 @@ class BatchedConnector(Connector):
         if self._closed:
             return
         self._closed = True
+        for operation in [*self.__growing]:
+            operation.request_cancel()  # what it waits for will not come
         for _ in self._workers:
             self._queue.put(None)
         deadline = self._deadline(1) if self._workers else 0.0  # for operations in flight
@@ -264,23 +290,34 @@ class BatchedConnector(Connector):
     # Execution.
 
     def _submit(self, operation: Operation[T], work: Callable[[], object]) -> Future[T]:
+        if self._admits(operation):
+            operation.work = work
+            self._watchdog.watch(operation)
+            self._queue.put(operation)
+        return operation
+
+    def _admits(self, operation: Operation[Any]) -> bool:
+        """Return whether the operation can run. If not, it is complete."""
         if operation is not self.__probe:
             if self._closed or not self._workers:
                 raise RuntimeError(f"{self.scheme}: not attached" if not self._closed else f"{self.scheme}: closed")
             if self.__breaker is not None and self.__breaker.is_open:
                 operation.complete()
-                return operation
+                return False
         with self._lock:
             self._pending_blocks += len(operation.outcomes)
         operation.on_end = self.__on_end
         if self._queue.qsize() >= MAX_QUEUED_OPERATIONS:
             self._limited_log.warning("too many operations are queued; further ones fail until the store catches up")
             operation.complete()
-            return operation
-        operation.work = work
+            return False
+        return True
+
+    def __enqueue(self, operation: GrowingOperation) -> None:
+        """Let a worker copy what is final. The time in which an operation waits for more does not count."""
+        operation.deadline = self._deadline(len(operation.outcomes))
         self._watchdog.watch(operation)
         self._queue.put(operation)
-        return operation
 
     def _deadline(self, blocks: int) -> float:
         """Return the deadline of an operation on `blocks` blocks that runs after all pending ones, monotonic."""
@@ -292,21 +329,26 @@ class BatchedConnector(Connector):
     def _run_worker(self) -> None:
         while (operation := self._queue.get()) is not None:
             work = operation.work  # None if it is complete
-            if work is not None and not operation.fence.cancelled and time.monotonic() < operation.deadline:
-                self._run(operation, work)
+            is_due = not operation.fence.cancelled and time.monotonic() < operation.deadline
+            if work is not None and is_due and self._run(operation, work) is GOES_ON:
+                continue
+            if isinstance(operation, GrowingOperation):
+                self._run(operation, operation.growth.close)
             operation.complete()
 
-    def _run(self, operation: Operation[Any], work: Callable[[], object]) -> None:
+    def _run(self, operation: Operation[Any], work: Callable[[], object]) -> object:
+        """Return what `work` returns; None if it ends by an exception."""
         try:
-            work()
+            return work()
         except Expired:
-            return  # the watchdog has completed the future
+            pass  # the watchdog has completed the future
         except self.faults as fault:
             self._limited_log.warning(
                 f"{operation.kind} failed: {type(fault).__name__}: {fault}", kind=type(fault).__name__
             )
         except Exception as error:  # noqa: BLE001 - a programming error is raised to the caller, not in this thread
             operation.complete(error)
+        return None
 
     def __new_transfer(
         self, kind: str, keys: Sequence[bytes], block_ids: Sequence[int], expected: Set[Outcome] = frozenset()
@@ -325,28 +367,41 @@ class BatchedConnector(Connector):
         self.put_many(self._blocks(Outgoing, operation), lease_s)
 
     def __load(self, operation: Operation[Result]) -> None:
-        self.__get(operation, self._blocks(Incoming, operation))
+        self.get_many(blocks := self._blocks(Incoming, operation))
+        if Outcome.CORRUPT in operation.outcomes:
+            self.__delete_corrupt(blocks)
 
-    def __follow(self, operation: Operation[Result], patience_s: float) -> None:
-        """Load blocks as they become visible, until the next one has not come for `patience_s` seconds."""
-        blocks: Sequence[Incoming] = self._blocks(Incoming, operation)
-        give_up_at = time.monotonic() + patience_s
+    def __follow(
+        self, operation: Operation[Result], patience_s: float, blocks: Sequence[Incoming] = (), give_up_at: float = 0.0
+    ) -> object:
+        """Load blocks as they become visible, until the next one has not come for `patience_s` seconds.
+
+        Where there is nothing to do, other operations have their turn.
+        """
+        blocks = blocks or self._blocks(Incoming, operation)
+        give_up_at = give_up_at or time.monotonic() + patience_s
         while blocks:
             visible = self.__count_leading(operation, operation.keys[-len(blocks) :])
             if visible:
-                self.__get(operation, blocks[:visible])
+                self.get_many(blocks[:visible])
+                if Outcome.CORRUPT in operation.outcomes:
+                    self.__delete_corrupt(blocks[:visible])
                 blocks, give_up_at = blocks[visible:], time.monotonic() + patience_s
+            elif self.read_ahead(blocks):
+                give_up_at = time.monotonic() + patience_s
             elif operation.is_over or time.monotonic() >= give_up_at:
                 break
             else:
                 time.sleep(FOLLOW_POLL_S)
+                if not self._queue.empty():
+                    operation.work = partial(self.__follow, operation, patience_s, blocks, give_up_at)
+                    self._queue.put(operation)
+                    return GOES_ON
         for block in blocks:
             block.missing()
+        return None
 
-    def __get(self, operation: Operation[Result], blocks: Sequence[Incoming]) -> None:
-        self.get_many(blocks)
-        if Outcome.CORRUPT not in operation.outcomes:
-            return
+    def __delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         corrupt = [block for block in blocks if block.outcome is Outcome.CORRUPT]
         if corrupt:
             self._limited_log.warning(
@@ -363,9 +418,6 @@ class BatchedConnector(Connector):
             operation.matched += 1
         return operation.matched
 
-    def _finish_match(self, operation: Operation[int]) -> int:
-        return operation.matched
-
     def _finish_transfer(self, operation: Operation[Result]) -> Result:
         was_skipped = operation.on_end is None
         seconds = 0.0 if was_skipped else time.perf_counter() - operation.started
@@ -378,6 +430,8 @@ class BatchedConnector(Connector):
     # The circuit breaker. An operation tells it of its end before the caller learns of that.
 
     def __on_end(self, operation: Operation[Any], result: Any) -> None:
+        if isinstance(operation, GrowingOperation):
+            self.__growing.discard(operation)
         breaker, probe, was_open, is_open = self.__breaker, None, False, False
         with self._lock:
             self._pending_blocks -= len(operation.outcomes)
@@ -393,7 +447,7 @@ class BatchedConnector(Connector):
                 if operation is self.__probe:
                     self.__probe = None
                 if is_open and self.__probe is None and not self._closed:
-                    probe = self.__probe = Operation("match", [PROBE_KEY], [], self._deadline(0), self._finish_match)
+                    probe = self.__probe = Operation("match", [PROBE_KEY], [], self._deadline(0))
         if is_open and not was_open:
             self._limited_log.warning("does not answer; requests go on without the store until it does", kind="out")
         elif was_open and not is_open:
@@ -431,7 +485,8 @@ class _Watchdog:
 
     def _run(self) -> None:
         while (operation := self._next_due()) is not None:
-            operation.complete()
+            if self._stopped or operation.deadline <= time.monotonic():  # a growing one may wait for its next turn
+                operation.complete()
 
     def _next_due(self) -> Operation[Any] | None:
         """Wait for the next operation past its deadline. None: stopped, and no operations remain."""

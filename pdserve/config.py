@@ -22,6 +22,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
+SPECULATE = ("off", "auto", "ngram", "suffix")
 AUTO_ON_OFF = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
@@ -52,6 +53,13 @@ KV_EVENTS_SUBSCRIBE_HELP = (
 )
 PARSER_HELP = "parser of the model's {}, by its name in vLLM, such as {}; auto: by the chat template; none: no parsing"
 PROFILE_HELP = "profile with which instances compare the times of their steps; empty: that of --paced, if any"
+PREFIX_CACHING_HELP = (
+    "let requests reuse the KV of earlier ones, in pools and stores; off: only what is handed over for them"
+)
+WARM_PROMPTS_HELP = (
+    "file of prompts and chat bodies, one JSON value a line, which each instance computes when it attaches and after a reset,"
+    " and keeps in up to a quarter of its pool; empty: none"
+)
 VLLM_METRICS_HELP = "export metrics by vLLM's names too, as one series for the whole process"
 GRPC_HELP = "port for gRPC: health checks, and vLLM's VllmEngine where pdserve[vllm-grpc] is installed; default: none"
 POLICY_NAMES = ("auto", "round_robin", "least_loaded", "power_of_two", "session", "prefix_aware")
@@ -201,6 +209,13 @@ class EngineConfig(ModelConfig):
         "auto",
         choices=AUTO_ON_OFF,
     )
+    speculate: str = flag(
+        "compute tokens that may follow, and keep those that the model samples itself: what has followed the same words in"
+        " prompt or answer, last (ngram) or most often (suffix), or as much of that as pays (auto); answers stay the same",
+        "off",
+        choices=SPECULATE,
+    )
+    speculative_tokens: int = flag("most tokens that a step computes ahead of a sequence", 16, least=0)
     pooling: str = flag(
         "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none;"
         " yes-no: scores, by the answer yes or no (Qwen3-Reranker)",
@@ -430,10 +445,14 @@ class ServingConfig(ControlConfig):
     timelines: int = flag("number of finished requests kept for /debug/requests and /debug/traffic", 1000, least=1)
     otlp_endpoint: str = flag(OTLP_HELP, "")
     vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
+    prefix_caching: str = flag(PREFIX_CACHING_HELP, "on", choices=("on", "off"), group="Prefix cache")
+    warm_prompts: str = flag(WARM_PROMPTS_HELP, "")
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
+        if self.warm_prompts and self.prefix_caching == "off":
+            raise ValueError("--warm-prompts are of no use with --prefix-caching off; leave one of them out")
         if self.workers > 1 and self.response_store == "memory":
             raise ValueError("--response-store memory is not shared by --workers; name a Redis, which is")
         parse_size(self.max_batch_bytes)

@@ -110,20 +110,6 @@ class SamplingParams(BodyParams, frozen=True, kw_only=True, omit_defaults=True, 
     embed: bool = False
     reasoning: ReasoningSpan | None = None
 
-    @property
-    def needs_only_logits(self) -> bool:
-        """True if a token depends on its logits and its position alone, not on the tokens before it."""
-        return self == SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-        )
-
     def newest_field(self) -> tuple[int, str]:
         """Return the version of the control protocol that an instance must have to know all fields that are set.
 
@@ -212,6 +198,7 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
         priority: lower is served first, where instances schedule by priority.
         tenant: whose request it is; instances are shared by weight.
         whole: the client reads the output at its end only, so tokens may be sent in batches.
+        pin: keep the prompt's full blocks from eviction.
     """
 
     prompt: Prompt
@@ -222,6 +209,7 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     priority: int = 0
     tenant: Tenant = NO_TENANT
     whole: bool = False
+    pin: bool = False
 
     def pack(self) -> bytes:
         """Return the bytes of `Submit.request`: MessagePack, of the fields that are not at their defaults."""

@@ -25,9 +25,10 @@ from functools import partial
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
-from pdserve.engine.step import Accepted
-from pdserve.kv_transfer.connector import Result
+from pdserve.engine.step import Accepted, StepPlan
+from pdserve.kv_transfer.connector import GrowingStore, Result
 from pdserve.lifetime import Stage
+from pdserve.prefill.layer_stores import LayerStores
 from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Fetcher, Transfers
 
@@ -62,6 +63,7 @@ class _PrefillState:
         unsampled: jobs that wait for their first tokens.
         open_stores: stores that have not ended.
         has_gap: a block could not be stored, which makes all later ones useless.
+        growing: stores of the blocks that the current step fills.
     """
 
     job: Job
@@ -74,6 +76,7 @@ class _PrefillState:
     announced_blocks: int = 0
     open_stores: int = 0
     has_gap: bool = False
+    growing: list[GrowingStore] = field(default_factory=list)
 
     @property
     def running(self) -> list[Job]:
@@ -112,10 +115,12 @@ class Prefiller:
         self._context = context
         self._lease_seconds = lease_seconds
         self._states: dict[Job, _PrefillState] = {}
+        if transfers.ranges > 1 and engine.runner.kv.final_bytes:
+            engine.on_planned = self._begin_stores
 
     def submit(self, job: Job, others: Sequence[Job] = ()) -> None:
         """Start a request: fetch stored blocks, then queue the sequence in the engine. `others` continue the same prompt."""
-        job.keys = job.seq.kv.initial_keys()
+        job.keys = job.seq.kv.initial_keys
         job.seq.mark_for_storing()  # the scheduler pauses it while stores are queued
         # A request for a single token has no decode phase, so its blocks need no lease.
         is_last_token = job.seq.output.awaits_last_token and job.seq.group is None
@@ -133,6 +138,8 @@ class Prefiller:
         """Store the new blocks after an engine step that computed part of the prompt."""
         state, seq, now = self._states[job], job.seq, self._context.now()
         running = state.running
+        if state.growing:
+            self._end_growth(state)
         self._store_computed(state)
         for one in running:
             one.stamp(Stage.PREFILL_STARTED, step_started)
@@ -140,7 +147,8 @@ class Prefiller:
             job.report_tokens(accepted, now)
         is_searching = seq.group is not None and seq.kv.num_uncomputed == 0
         if accepted.tokens or is_searching or (seq.features and job.report_embedding(now)):
-            self._context.count_prompt_sources(job.report_prompt_sources())
+            job.report_prompt_sources()
+            job.count_prompt_sources(self._context)
             state.unsampled.discard(job)
             self._engine.remove(seq)  # its stores continue
         self._announce(state)
@@ -154,6 +162,7 @@ class Prefiller:
         """Stop computing. Blocks in use by a transfer are released when it ends."""
         if job in self._states:
             job.ended, state = True, self._states[job]
+            self._end_growth(state)  # a step has computed it, even if it failed then
             state.unsampled.discard(job)
             if job.seq.siblings:  # the first of them takes its place
                 state.seq = job.seq.siblings[0]
@@ -165,14 +174,40 @@ class Prefiller:
                     self._transfers.end_leases(state.job.keys[: state.stored_blocks], b"")
             self._announce(state)
 
-    def _store_computed(self, state: _PrefillState) -> None:
+    def _begin_stores(self, plan: StepPlan) -> LayerStores | None:
+        """Begin to store what a step is about to compute. Returns what is to be told of each layer, if there is anything."""
+        states = [state for state in {*self._states.values()} if state.seq in plan.counts]
+        for state in states:
+            self._store_computed(state, plan.counts[state.seq])
+        stores = [store for state in states for store in state.growing]
+
+        def announce() -> None:
+            for state in states:
+                self._announce(state)
+            self._context.send_outputs()
+
+        range_bytes = self._engine.layout.block_bytes // self._transfers.ranges
+        final_bytes = self._engine.runner.kv.final_bytes
+        return LayerStores(stores, final_bytes, range_bytes, announce, self._context.now) if stores else None
+
+    def _end_growth(self, state: _PrefillState) -> None:
+        """Let the stores of a step end with it. A step that was replayed has told them nothing before."""
+        growing, state.growing = state.growing, []
+        for store in growing:
+            store.advance(self._engine.layout.block_bytes)
+
+    def _store_computed(self, state: _PrefillState, coming: int = 0) -> None:
         """Store the full blocks that have KV by now, and the partial last one once the prompt is complete.
 
         Prefix hits and loaded blocks too: decode may lack them, and the store knows what it has.
+
+        Args:
+            coming: tokens that the current step is about to compute. Then the stores are growing ones.
         """
         job, seq = state.job, state.seq
-        is_complete = seq.kv.num_computed >= seq.kv.num_initial
-        ready = len(job.keys) if is_complete else seq.kv.num_computed // seq.kv.block_size
+        num_computed = seq.kv.num_computed + coming
+        is_complete = num_computed >= seq.kv.num_initial
+        ready = len(job.keys) if is_complete else num_computed // seq.kv.block_size
         first = state.submitted_blocks
         if ready <= first or state.has_gap:
             return
@@ -183,15 +218,20 @@ class Prefiller:
             return
         if is_complete and seq.kv.num_initial % seq.kv.block_size:
             self._engine.runner.kv.clear_tail(seq.kv.block_ids[ready - 1], seq.kv.num_initial % seq.kv.block_size)
-        state.submitted_blocks = ready
         blocks = seq.kv.blocks(first, ready)
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
             part, keys = _StorePart(stop - start), job.keys[start:stop]
+            on_done = partial(self._on_stored, state, part, keys)
+            store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
+            future = self._transfers.store(*store, growing=coming > 0)
+            if isinstance(future, GrowingStore):
+                state.growing.append(future)
+            elif coming:
+                return  # it is stored once it is computed
+            state.submitted_blocks = stop
             state.parts.append(part)
             state.open_stores += 1
-            on_done = partial(self._on_stored, state, part, keys)
-            self._transfers.store(job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done)
 
     def _on_stored(self, state: _PrefillState, part: _StorePart, keys: Sequence[bytes], result: Result) -> None:
         job = state.job

@@ -141,7 +141,7 @@ class Section(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., latent: _Optional[bool] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("waiting", "running", "free_blocks", "counters", "costs")
+    __slots__ = ("waiting", "running", "free_blocks", "counters", "costs", "cache_epoch")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -154,12 +154,14 @@ class Heartbeat(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     free_blocks: int
     counters: _containers.ScalarMap[str, float]
     costs: Costs
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ...) -> None: ...
+    cache_epoch: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., costs: _Optional[_Union[Costs, _Mapping]] = ..., cache_epoch: _Optional[int] = ...) -> None: ...
 
 class Costs(_message.Message):
     __slots__ = ("prefill", "decode", "transfer")
@@ -198,7 +200,7 @@ class Load(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., prefills: _Optional[int] = ..., attended_tokens: _Optional[int] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
-    __slots__ = ("welcome", "submit", "hand_over", "cancel", "drain", "refused", "heard")
+    __slots__ = ("welcome", "submit", "hand_over", "cancel", "drain", "refused", "heard", "reset_cache")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +208,7 @@ class RouterFrame(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
+    RESET_CACHE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     submit: Submit
     hand_over: HandOver
@@ -213,7 +216,8 @@ class RouterFrame(_message.Message):
     drain: Drain
     refused: Refused
     heard: Heard
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., heard: _Optional[_Union[Heard, _Mapping]] = ...) -> None: ...
+    reset_cache: ResetCache
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., heard: _Optional[_Union[Heard, _Mapping]] = ..., reset_cache: _Optional[_Union[ResetCache, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("router_id", "lease_seconds")
@@ -228,6 +232,12 @@ class Refused(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     message: str
     def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class ResetCache(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class Heard(_message.Message):
     __slots__ = ()

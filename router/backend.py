@@ -94,6 +94,13 @@ class Backend(Protocol):
     def timeline(self, request_id: str) -> Timeline | None:
         """Return a recent request's timeline; None if it is unknown."""
 
+    def reset_prefix_cache(self, now_ms: int) -> tuple[list[str], list[str]]:
+        """Let later requests find no KV of earlier ones; return the instances that forget theirs, and the kinds of stores.
+
+        Args:
+            now_ms: milliseconds since 1970, which number the epoch that begins, so that persistent stores hold none of it.
+        """
+
     def drain(self, instance_id: str, role: str = "") -> None:
         """Ask an instance to hand over or finish its requests, and then to serve as `role`; if that is empty, to exit.
 

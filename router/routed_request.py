@@ -14,6 +14,7 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
         traceparent: the client's span, in W3C Trace Context format.
         client: its sender: the name of its API key or, without keys, its address; empty if unknown.
         session: the client's session id; a routing policy may keep a session on one instance.
+        alone: it finds no KV of other requests; `build_requests` gives each prompt a salt of its own.
         received: when the router received the body, in seconds on its monotonic clock.
     """
 
@@ -22,4 +23,5 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
     traceparent: str = ""
     client: str = ""
     session: str = ""
+    alone: bool = False
     received: float | None = None

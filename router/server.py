@@ -48,6 +48,7 @@ from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.http_server import HttpServer
 from pdserve.router.web.listening import listen
 from pdserve.router.web.overview import HISTORY_INTERVAL_S, Overview
+from pdserve.router.web.warm_prompts import WarmPrompts, read_warm_prompts
 
 if TYPE_CHECKING:
     from pdserve.interop.grpc_server import GrpcServer
@@ -107,6 +108,8 @@ async def _serve(
     logging.getLogger("pdserve").addHandler(events)
     overview = Overview(dispatcher, metrics, events)
     admission = AdmissionController(keys, config, metrics, fleet.now, parse_server)
+    fleet.on_reset = lambda: admission.begin_epoch(fleet.cache_epoch)
+    bodies = read_warm_prompts(config.warm_prompts, keys) if config.warm_prompts else []
     async with AsyncExitStack() as stack:
         _report_finished(config, dispatcher, stack)
         control = ControlServer(fleet, config.control_token)
@@ -145,6 +148,7 @@ async def _serve(
             *(subscriber.run() for subscriber in subscribers),
             *quota_loops,
             _start_grammars(grammars, dispatcher),
+            *([WarmPrompts(bodies, tokenizer, dispatcher, admission).run()] if bodies else ()),
         ]
         # Without the loops there are no timeouts and no leases, so the router stops if one of them ends.
         await stack.enter_async_context(_running(loops, on_end=lambda: server.handle_exit(signal.SIGINT, None)))

@@ -128,6 +128,9 @@ def processes_of(parent: int) -> dict[str, int]:
     """Return the process ids of the router and the instances that a process started."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
+    for pid, command in commands.items():
+        if "pdserve.cli.fork_server" in command:
+            return processes_of(pid)
     return {role: pid for role in ROLES for pid, command in commands.items() if role in command}
 
 

@@ -117,6 +117,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "floor_scale": 200,
         },
     ),
+    # Windows in every second layer, and attention sinks.
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48, "head_dim": 16},
+    ),
     # Two shapes of rows, and two layers that read the KV of others.
     "gemma4": (
         "Gemma4TextConfig",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 
 
 class Oracle:
@@ -21,8 +22,8 @@ class Oracle:
         self._answers = {tuple(prompt): output for prompt, output in answers}
         self.num_proposed = 0
 
-    def propose(self, seqs: list[Sequence]) -> Mapping[Sequence, list[int]]:
-        return {seq: self._drafts(seq) for seq in seqs}
+    def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
+        return {seq: self._drafts(seq) for seq in plan.counts if seq.takes_drafts}
 
     def _drafts(self, seq: Sequence) -> list[int]:
         answer = self._answers[tuple(seq.output.tokens[: seq.output.num_prompt])]

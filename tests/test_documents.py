@@ -50,6 +50,7 @@ CONFIGS: dict[str, Any] = {
     "simulate": load_config.SimulateConfig,
     "autoscale": load_config.AutoscaleConfig,
     "bench serve": load_config.BenchServeConfig,
+    "bench tune": load_config.BenchTuneConfig,
 }
 LARGEST = {"README.md": 6, "CHANGELOG.md": 8, "benchmarks/README.md": 25, "docs/operations.md": 25}  # KB
 ALL = 230

@@ -83,6 +83,8 @@ def _obstacle(
         return "is not installed"
     if not MIN_CAPABILITY[name] <= capability <= MAX_CAPABILITY.get(name, capability):
         return "does not support compute capability {}.{}".format(*capability)
+    if kv.sinks:
+        return "is not called with attention sinks"
     if kv.dtype not in (torch.float16, torch.bfloat16):
         return f"has no {str(kv.dtype).removeprefix('torch.')}"
     for size in sorted(kv.head_dims):
@@ -124,8 +126,10 @@ class FlashKernel:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of every new token over its own sequence, [T, H, D]."""
+        assert sinks_H is None, "with sinks, Triton's kernel is selected"
         decoding, others = batch.phases
         count = len(decoding.query_lens)
         parts = []

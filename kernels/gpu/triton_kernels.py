@@ -28,7 +28,7 @@ from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch
 from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors, shared_memory
 
 NAME = "triton"
-CAPABILITIES = Capabilities(is_capturable=True)  # grids follow from the lengths on the host
+CAPABILITIES = Capabilities(sinks=True, is_capturable=True)  # grids follow from the lengths on the host
 MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second kernel
 MAX_SPLIT_TOKENS = 1024  # KV tokens: one long sequence among many short ones would take as long alone
 INVARIANT_SPLIT_TOKENS = 512
@@ -127,6 +127,15 @@ def _merge(o, m, l, o_split, m_split, l_split):  # noqa: E741
 
 
 @triton.jit
+def _merge_sinks(o, m, l, sinks, head, SINKS: tl.constexpr):  # noqa: E741
+    """Merge a token whose score is the sink of the row's head, and whose value is 0."""
+    if SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        o, m, l = _merge(o, m, l, tl.zeros_like(o), sink, tl.full(sink.shape, 1.0, tl.float32))  # noqa: E741
+    return o, l
+
+
+@triton.jit
 def _attend_split(
     split,
     split_length,
@@ -196,6 +205,7 @@ def _attend(
     tables,
     starts,
     kv_lens,
+    sinks,
     out_token,
     out_head,
     q_token,
@@ -215,6 +225,7 @@ def _attend(
     SPLIT: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
     SEQS: tl.constexpr,
     R: tl.constexpr,
@@ -280,6 +291,7 @@ def _attend(
         tl.store(part_l + slot, l, mask=valid)
         tl.store(part_o + slot[:, None] * D + d[None, :], o, mask=valid_elements)
     else:
+        o, l = _merge_sinks(o, m, l, sinks, head, SINKS)  # noqa: E741
         target = out + (start + token)[:, None] * out_token + head[:, None] * out_head + d[None, :]
         tl.store(target, (o / l[:, None]).to(out.dtype.element_ty), mask=valid_elements)
 
@@ -292,11 +304,13 @@ def _combine(
     part_l,
     starts,
     kv_lens,
+    sinks,
     out_token,
     out_head,
     split_length,
     window,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     SEQS: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -314,6 +328,7 @@ def _combine(
         slot += tl.num_programs(1)
         o_split = tl.load(part_o + slot[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         o, m, l = _merge(o, m, l, o_split, tl.load(part_m + slot), tl.load(part_l + slot))  # noqa: E741
+    o, l = _merge_sinks(o, m, l, sinks, h + tl.arange(0, 1), SINKS)  # noqa: E741
     target = out + start * out_token + h * out_head + d[None, :]
     tl.store(target, (o / l[:, None]).to(out.dtype.element_ty), mask=(d < D)[None, :])
 
@@ -373,6 +388,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: torch.Tensor | None = None,
     *,
     invariant: bool = False,
 ) -> torch.Tensor:
@@ -389,7 +405,7 @@ def attend(
         batch.plans[key] = _plan(batch, window, kv_heads, invariant, q_THD.device)
     with device_of(q_THD):
         for launch in batch.plans[key]:
-            _launch(out_THD, q_THD, cache_N2GBD, batch, scale, window, softcap, invariant, launch)
+            _launch(out_THD, q_THD, cache_N2GBD, batch, scale, window, softcap, sinks_H, invariant, launch)
     return out_THD
 
 
@@ -419,6 +435,7 @@ def _launch(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: torch.Tensor | None,
     invariant: bool,
     launch: Launch,
 ) -> None:
@@ -434,11 +451,14 @@ def _launch(
     tuning = tuning_of(decode, invariant, repeats, padded, q_THD.itemsize, shared_memory(q_THD.device))
     tiles = triton.cdiv(max(batch.query_lens) * repeats if not decode else repeats, tuning["ROWS"])
     splits_per_seq = launch.splits if decode else 1  # that have programs of their own
+    sinks = out_THD if sinks_H is None else sinks_H
     strides = (*out_THD.stride()[:2], *q_THD.stride()[:2], *cache_N2GBD.stride()[:3])
     steps = (launch.split_length, launch.seqs.start, tiles, splits_per_seq)
     shapes = {"D": size, "D_PAD": padded, "SEQS": SLOT_SEQS, "WINDOWED": window is not None}
+    shapes["SINKS"] = sinks_H is not None
     _attend[(tiles * len(launch.seqs) * splits_per_seq, kv_heads)](
-        *(out_THD, *parts, q_THD, cache_N2GBD, tables_SM, batch.starts, batch.kv_lens_S, *strides, tables_SM.shape[1]),
+        *(out_THD, *parts, q_THD, cache_N2GBD, tables_SM, batch.starts, batch.kv_lens_S, sinks),
+        *(*strides, tables_SM.shape[1]),
         *(scale, softcap or 0.0, window or 0, *steps),
         DECODE=decode,
         SPLIT=is_split,
@@ -451,7 +471,7 @@ def _launch(
     )
     if decode and is_split:
         _combine[(len(launch.seqs), heads)](
-            *(out_THD, *parts, batch.starts, batch.kv_lens_S, *strides[:2], launch.split_length, window or 0),
+            *(out_THD, *parts, batch.starts, batch.kv_lens_S, sinks, *strides[:2], launch.split_length, window or 0),
             **shapes,
             num_warps=1,
             enable_fp_fusion=tuning["enable_fp_fusion"],

@@ -52,6 +52,8 @@ def _change_row(pool: AttachedPool, key: bytes, offset: int) -> None:
 class _CapturedBlock:
     """Stands in for an `Incoming` block: keeps the stored value."""
 
+    front_of = None
+
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.value: bytearray | None = None

@@ -29,6 +29,7 @@ from pdserve.tools.load_config import (
     BenchLatencyConfig,
     BenchServeConfig,
     BenchThroughputConfig,
+    BenchTuneConfig,
     PlanConfig,
     SimulateConfig,
 )
@@ -211,6 +212,15 @@ def bench_offline(config: BenchLatencyConfig | BenchThroughputConfig) -> None:
     run(config)
 
 
+def bench_tune(config: BenchTuneConfig) -> None:
+    """Find the split and the settings of a fleet with the most margin to an SLO, by measuring the most promising ones within
+    a budget. Takes the flags of `pdserve up`. Exit code 3: the best does not meet the SLO."""
+    from pdserve.tools.tuner.command import run
+
+    if not run(config):
+        raise typer.Exit(3)
+
+
 def simulate(config: SimulateConfig) -> None:
     """Forecast what fleets would do with a load, from a profile, by simulating them."""
     from pdserve.tools.simulator.command import run
@@ -306,6 +316,7 @@ for _name, _config, _run, _panel in CONFIGURED:
 for _name, _config in (("latency", BenchLatencyConfig), ("throughput", BenchThroughputConfig)):
     bench_app.command(_name, cls=GroupedCommand)(command_from_config(_config, bench_offline))
 bench_app.command("serve", cls=GroupedCommand)(command_from_config(BenchServeConfig, bench_serve))
+bench_app.command("tune", cls=GroupedCommand)(command_from_config(BenchTuneConfig, bench_tune))
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 app.command("batch", rich_help_panel=START)(batch)
 app.command("serve", hidden=True, context_settings={"ignore_unknown_options": True})(serve)

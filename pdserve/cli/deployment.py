@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -76,6 +77,10 @@ class Deployment(Supervisor):
         if self.connector == DEFAULT_CONNECTOR:
             self.connector = next(_private_stores)
         self._cleanup = contextlib.ExitStack()
+        # One for all questions whether routers are ready. Loading CA certificates would be slower than these.
+        self._http = self._cleanup.enter_context(
+            httpx.Client(timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+        )
         self._quota_file = self._cleanup.enter_context(quota_file(config))
         scheme = "https" if config.ssl_certfile else "http"
         self.url = f"{scheme}://{config.host}:{config.port}"
@@ -87,7 +92,9 @@ class Deployment(Supervisor):
         self._place_instances()
         names = ["router"] if len(routers) == 1 else [f"router-{i}" for i in range(len(routers))]
         children = [self._child(name, "router", router) for name, router in zip(names, routers, strict=True)]
-        super().__init__(children, on_line)
+        # CUDA does not survive a fork; a deployment on Ray has routers only here, which need no torch.
+        preload = sys.platform == "linux" and not self._gpus and config.on != "ray"
+        super().__init__(children, on_line, preload)
         for role in ROLES:
             for _ in range(getattr(config, role)):
                 self.children.append(self._instance_child(role))
@@ -113,8 +120,7 @@ class Deployment(Supervisor):
         """
         self.check_children()
         try:
-            with httpx.Client(timeout=1.0, verify=False) as http:  # loading CA certificates is slower than the request
-                responses = [http.get(f"{url}/ready") for url in self.routers]
+            responses = [self._http.get(f"{url}/ready") for url in self.routers]
         except httpx.TransportError:
             return False
         instances = len(self.children) - len(self.routers)

@@ -11,6 +11,11 @@ from typer.core import TyperCommand
 from pdserve.config import describe
 from pdserve.errors import SetupError
 
+VLLM_FLAGS = {  # by its names
+    "--enable-prefix-caching": ["--prefix-caching", "on"],
+    "--no-enable-prefix-caching": ["--prefix-caching", "off"],
+}
+
 
 class GroupedCommand(TyperCommand):
     """A command whose help lists the flags of each config class under a heading, with whole names at any width."""
@@ -18,6 +23,11 @@ class GroupedCommand(TyperCommand):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.rich_markup_mode = None
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(parameter.name == "prefix_caching" for parameter in self.params):
+            args = [given for arg in args for given in VLLM_FLAGS.get(arg, [arg])]
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

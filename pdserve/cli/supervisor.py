@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import IO, Protocol, Self
 
 from pdserve import parent
+from pdserve.cli.fork_server import ForkServer
 from pdserve.config import INTERRUPT_GRACE_S, Settings
 from pdserve.errors import SetupError
 
@@ -93,11 +94,14 @@ class Supervisor:
 
     Args:
         on_line: called with each line that a child prints, prefixed with the child's name.
+        preload: fork the children from a parent that has imported what they run (`fork_server.py`).
     """
 
-    def __init__(self, children: list[Child], on_line: Callable[[str], None]) -> None:
+    def __init__(self, children: list[Child], on_line: Callable[[str], None], preload: bool = False) -> None:
         self.children = children
         self._on_line = on_line
+        self._preload = preload
+        self._fork_server: ForkServer | None = None
         self._was_ready = False  # once it was, a start-up error may be temporary, and the child is restarted
 
     def __enter__(self) -> Self:
@@ -140,6 +144,9 @@ class Supervisor:
     def stop_all(self) -> None:
         """Stop all children at once."""
         self._terminate(self.children, signal.SIGINT, INTERRUPT_GRACE_S + STOP_TIMEOUT_S)
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
 
     def drain(self, seconds: float) -> None:
         """Stop all children after their running requests have finished, which may take up to `seconds`."""
@@ -199,7 +206,9 @@ class Supervisor:
     def _process_of(self, child: Child) -> Process:
         return self._spawn(child.arguments, os.environ | child.environment)
 
-    def _spawn(self, arguments: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
+    def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Process:
+        if self._preload:
+            return self._running_fork_server().spawn(arguments, environment)
         return subprocess.Popen(
             [sys.executable, "-m", "pdserve", *arguments],
             stdin=subprocess.DEVNULL,
@@ -209,6 +218,17 @@ class Supervisor:
             env=environment | parent.environment(),
             start_new_session=True,  # only the supervisor receives Ctrl-C; it stops the children in order
         )
+
+    def _running_fork_server(self) -> ForkServer:
+        if self._fork_server is not None and not self._fork_server.is_running:
+            self._on_line("[preload] ended, and what it had started with it")
+            self._fork_server.close()
+            self._fork_server = None
+        if self._fork_server is None:
+            self._fork_server = ForkServer()
+            output = ("preload", self._fork_server.process)
+            threading.Thread(target=self._forward_output, args=output, daemon=True).start()
+        return self._fork_server
 
     def _forward_output(self, name: str, process: Process) -> None:
         assert process.stdout is not None

@@ -10,6 +10,7 @@ import torch
 import transformers
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils.quantization_config import Mxfp4Config
 
 from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
@@ -179,6 +180,9 @@ def _load_model(
         options["experts_implementation"] = experts.NAME
     if group is not None and (num_labels(hf_config) or config.pooling == "yes-no"):
         raise SetupError("classifiers are not divided among ranks: leave out --tensor-parallel-size")
+    if _quantization(hf_config) == "mxfp4":
+        log.info("weights in MXFP4 are computed in %s, and take as much memory", str(dtype).removeprefix("torch."))
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     if is_quantized := _check_quantization(hf_config, device, invariant):
         if group is not None:
             raise SetupError("quantized weights are not divided among ranks: leave out --tensor-parallel-size")
@@ -213,20 +217,28 @@ def _load_model(
     return loaded, spec
 
 
+def _quantization(hf_config: Any) -> str | None:
+    """Return the name of the method by which the weights of a checkpoint are quantized; None: they are not."""
+    if not (quantization := getattr(hf_config, "quantization_config", None)):
+        return None
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = settings.get("quant_method")
+    return str(getattr(method, "value", method))
+
+
 def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -> bool:
-    """Return whether the weights are quantized, in a way that transformers and the device support.
+    """Return whether the model's weights stay quantized, in a way that transformers and the device support.
 
     Raises:
         SetupError: in another way, or not on this device.
     """
-    quantization = getattr(hf_config, "quantization_config", None)
-    if not quantization:
+    method = _quantization(hf_config)
+    if method in (None, "mxfp4"):  # the latter are unpacked while they are loaded
         return False
-    if not isinstance(quantization, dict):
-        quantization = quantization.to_dict()
-    method = getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))
     if method != "fp8":
-        raise SetupError(f"weights quantized by {method} are not supported; use an FP8 or an unquantized checkpoint")
+        raise SetupError(
+            f"weights quantized by {method} are not supported; use an FP8, MXFP4 or unquantized checkpoint"
+        )
     if device.type != "cuda":
         raise SetupError(f"FP8 weights need a GPU, and the device is {device}; use the unquantized checkpoint")
     if (capability := torch.cuda.get_device_capability(device)) < MIN_FP8_CAPABILITY:

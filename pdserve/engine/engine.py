@@ -17,15 +17,18 @@ from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.sequence import Feature, Sequence
-from pdserve.engine.step import Drafter, StepOutcome
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Drafter, StepOutcome, StepPlan
 from pdserve.errors import SetupError
-from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, root_key, token_array
+from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
 from pdserve.logits_processors import make_processors
+from pdserve.plugins import extension
 from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
 
 if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
+
+MAX_PINNED_SHARE = 0.25  # of the pool's blocks, for warm prompts
 
 
 @dataclass
@@ -41,7 +44,8 @@ class StepResult:
         swapped_out, swapped_in: blocks copied to host memory, and from there.
         swap_seconds: duration of these copies.
         recomputed: tokens that were computed again after a preemption.
-        work: (tokens computed, tokens before them) of each advanced sequence.
+        work: (tokens computed, tokens before them) of each advanced sequence, and of each draft.
+        drafted: (drafts, accepted ones) of each sequence that had some.
         storing_paused: whether sequences whose KV is stored as it is computed were left out.
         num_tokens: how many tokens all sequences got.
         idle: the step did nothing; neither will the next, until a block is released or a request arrives.
@@ -56,6 +60,7 @@ class StepResult:
     swap_seconds: float = 0.0
     recomputed: int = 0
     work: list[tuple[int, int]] = field(default_factory=list)
+    drafted: list[tuple[int, int]] = field(default_factory=list)
     storing_paused: bool = False
     num_tokens: int = 0
     idle: bool = False
@@ -72,9 +77,11 @@ class Engine:
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
         drafter: proposes drafts for the sequences that take them; None: steps have no drafts.
+        on_planned: is told of each step before the model computes it, and returns the plan's `on_layer`.
     """
 
     drafter: Drafter | None = None
+    on_planned: Callable[[StepPlan], Callable[[int], None] | None] | None = None
 
     def __init__(
         self,
@@ -110,7 +117,11 @@ class Engine:
             grows_ahead=self.runner.pipeline is not None,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.kv.num_blocks)
+        room = self.pool.num_blocks - self.pool.blocks_for(self.max_model_len)  # the longest request always fits
+        self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
+        if config.speculate != "off":
+            self.drafter = extension("speculation")(config, self.scheduler)
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
@@ -145,11 +156,11 @@ class Engine:
         tokens = token_array(prompt)
         self._check(tokens, sampling, packed_keys)
         tokens.extend(output)
-        features: tuple[Feature, ...] = ()
-        if not sampling.needs_only_logits:
-            pooling = self.checkpoint.pooling if sampling.embed else None
-            features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
-        root = root_key(model_digest=self.layout.model_digest, salt=salt)
+        pooling = self.checkpoint.pooling if sampling.embed else None
+        features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
+        root, block_size = root_key(model_digest=self.layout.model_digest, salt=salt), self.layout.block_size
+        chain = KeyChain(root, packed_keys)
+        keys = chain.keys(tokens, block_ends(len(tokens), block_size, partial=True))
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
         seq = Sequence.new(
@@ -162,8 +173,9 @@ class Engine:
             num_initial=len(prompt) + len(output),
             sampling=sampling,
             root=root,
-            block_size=self.layout.block_size,
-            chain=KeyChain(root, packed_keys),
+            block_size=block_size,
+            chain=chain,
+            keys=keys,
             stop_token_ids=stops,
             features=features,
         )
@@ -199,8 +211,8 @@ class Engine:
             return f"beam_width is {width}, and this server runs {self.scheduler.max_num_seqs} sequences at once"
         # Without shared blocks, with one to spare for each beam: then the oldest search can always advance.
         needed = width * (self.pool.blocks_for(num_tokens) + 1)
-        if needed > self.pool.num_blocks:
-            return f"{width} beams of {num_tokens} tokens do not fit into {self.pool.num_blocks} blocks of KV; ask for less"
+        if needed > (room := self.pool.num_blocks - len(self.pool.pinned)):
+            return f"{width} beams of {num_tokens} tokens do not fit into {room} blocks of KV; ask for less"
         return ""
 
     def new_siblings(self, seq: Sequence, members: Iterable[tuple[str, int]]) -> list[Sequence]:
@@ -272,24 +284,29 @@ class Engine:
         schedule = self.scheduler.schedule(pause_storing=pause_storing)
         plan = schedule.plan
         if self.drafter is not None:
-            self.scheduler.add_drafts(plan, self.drafter.propose([seq for seq in plan.counts if seq.takes_drafts]))
+            self.scheduler.add_drafts(plan, self.drafter.propose(plan))
         kv, swap_seconds = self.runner.kv, 0.0
         if schedule.swap_out or schedule.swap_in:
             swap_seconds = kv.swap(schedule.swap_out, schedule.swap_in)
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
+        if self.on_planned is not None:
+            plan.on_layer = self.on_planned(plan)
         outcome = (self.runner.pipeline or self.runner).step(plan)
         work, leaders, num_tokens, recomputed = list[tuple[int, int]](), list[Sequence](), 0, 0
+        drafted: list[tuple[int, int]] = []
         advanced = dict.fromkeys(searched)
         for seq, accepted in outcome.items():
             if accepted.computed:
-                work.append((plan.num_tokens(seq), seq.kv.num_computed))
+                work += plan.work(seq)
             advanced[seq if seq.group is None else seq.group.root] = None
             if len(accepted.tokens) > 1:
                 accepted.cut_at_end(seq)
                 seq.output.extend(accepted.tokens[:-1])
             if seq.kv.num_lost > seq.kv.num_computed:
                 recomputed += min(accepted.computed, seq.kv.num_lost - seq.kv.num_computed)
+            if seq in plan.drafts and accepted.tokens:
+                drafted.append((len(plan.drafts[seq]), len(accepted.tokens) - 1))
             seq.kv.mark_computed(accepted.computed)
             seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)
@@ -313,6 +330,7 @@ class Engine:
             swap_seconds=swap_seconds,
             recomputed=recomputed,
             work=work,
+            drafted=drafted,
             storing_paused=schedule.storing_paused,
         )
 

@@ -41,6 +41,7 @@ class SharedFeature(Feature):
 
     fields: tuple[str, ...]
     change: Callable[[Rows], None] | None = None
+    takes_drafts: bool = True
 
 
 Kind = TypeVar("Kind", bound=Feature)
@@ -289,7 +290,10 @@ def _mask(logits_V: torch.Tensor, ids: list[int]) -> None:
         logits_V[ids] = before
 
 
-LOGPROBS, BEAMS = SharedFeature(("logprobs",)), SharedFeature(("beam_width",))  # see `sampler.next_tokens`
+LOGPROBS, BEAMS = (
+    SharedFeature(("logprobs",)),
+    SharedFeature(("beam_width",), takes_drafts=False),
+)  # see `sampler.next_tokens`
 SHARED = (  # in the order in which they change logits
     SharedFeature(("repetition_penalty",), _repeat_less),
     SharedFeature(("frequency_penalty", "presence_penalty"), _penalize),

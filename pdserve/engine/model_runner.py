@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pdserve.config import EngineConfig
+from pdserve.engine.architectures.attention_sinks import has_sinks
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.cpu_fusion.experts import inexact_products
 from pdserve.engine.cpu_fusion.row_products import RowProducts
@@ -165,7 +166,7 @@ class ModelRunner:
             start += len(part)
         is_shared = len(rows.sampled) > len(rows.last)
         sampled_from = rows.sampled_from if is_shared else slice(len(rows.last))
-        return plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead))
+        return plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead, plan.drafts))
 
     @property
     def _head(self) -> torch.nn.Module:
@@ -252,17 +253,24 @@ class ModelRunner:
         return logits_SV
 
     def inputs(self, plan: StepPlan, logit_rows: list[int]) -> StepInputs:
-        """Return the inputs of a planned step, see `step_inputs`."""
+        """Return the inputs of a planned step, see `step_inputs`. A draft is a row with its sequence's blocks.
+
+        All rows write their KV before any attends, so that each finds that of the drafts before it.
+        """
         first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
-            new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
-            first.append(seq.kv.num_computed)
-            if seq in plan.drafts:
-                new.append(np.array(plan.drafts[seq], np.uint32))
-                count += len(plan.drafts[seq])
-            counts.append(count)
-            tables.append(seq.kv.block_ids)
-        return self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
+            start, drafts = seq.kv.num_computed, plan.drafts.get(seq)
+            new.append(np.frombuffer(seq.output.tokens, np.uint32)[start : start + count])
+            for rows, before in plan.work(seq) if drafts else [(count, start)]:
+                counts.append(rows)
+                first.append(before)
+                tables.append(seq.kv.block_ids)
+            if drafts:
+                new.append(np.array(drafts, np.uint32))
+        inputs = self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
+        if plan.on_layer is not None:
+            return replace(inputs, batch=replace(inputs.batch, on_layer=plan.on_layer))
+        return inputs
 
     def step_inputs(
         self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]
@@ -343,7 +351,8 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
     try:
         batch_invariant = config.batch_invariant if checkpoint.dtype in FUSED_DTYPES else "off"
         sizes = frozenset(section.head_dim for section in sections)
-        kv = KVFormat(checkpoint.dtype, sizes, config.block_size)
+        sinks = has_sinks(checkpoint.model)
+        kv = KVFormat(checkpoint.dtype, sizes, config.block_size, sinks)
         kernel = select_kernel(config.kernel, checkpoint.device, batch_invariant, kv)
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
@@ -351,6 +360,11 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow"
+        )
+    if sinks and not kernel.CAPABILITIES.sinks:
+        raise SetupError(
+            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
+            "it knows no attention sinks; use --kernel auto"
         )
     return kernel
 

@@ -66,6 +66,7 @@ class PacedMemory:
     swap_seconds: Callable[[float], float]
     take: Callable[[float], None]
     copies: ClassVar[None] = None
+    final_bytes: ClassVar[list[int]] = []  # a step writes nothing, and so no layer
 
     @property
     def num_blocks(self) -> int:
@@ -166,7 +167,7 @@ class PacedRunner:
         """Take the time of a step. The outcome has a token for each sequence whose KV is complete afterwards."""
         if not plan.counts:
             return {}
-        self._take(self._step_seconds([(plan.num_tokens(seq), seq.kv.num_computed) for seq in plan.counts]))
+        self._take(self._step_seconds([row for seq in plan.counts for row in plan.work(seq)]))
         rows = plan.rows()
         for seq in rows.sampled:
             if seq.group is not None:

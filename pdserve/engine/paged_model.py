@@ -39,19 +39,19 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     deferred: "Deferred | None" = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention output [1, T, H, D] and no weights. The signature is the one that transformers calls.
 
+    `s_aux` are a layer's attention sinks in float32 (attention_sinks.py).
     Of latent attention, K and V are both the latent rows (latent_attention.py).
     With `deferred`, q and k are not yet normalised and rotated (`gpu/fused_attention.py`). Where the batch has one
     token and T is larger, the other rows are the same token again (`ModelRunner.compute_logits`).
 
     Raises:
-        UnsupportedAttention: attention sinks, masks of the model's own, or KV that does not fit the pool.
+        UnsupportedAttention: masks of the model's own, or KV that does not fit the pool.
     """
-    if kwargs.get("s_aux") is not None:
-        raise UnsupportedAttention("attention sinks")
     if attention_mask is not None:
         raise UnsupportedAttention("layers that select the tokens to which they attend")
     if k_1GTD.shape != v_1GTD.shape:
@@ -73,6 +73,9 @@ def attention_forward(
         q_THD = deferred.rotate_and_write(q_THD, k_TGD, v_TGD, cache_N2GBD, paged.slots_T)
     else:
         paged.kernel.write_kv(cache_N2GBD, k_TGD, v_TGD, paged.slots_T)
-    y_THD = paged.kernel.attend(q_THD, cache_N2GBD, paged, scale, sliding_window, softcap)
+        if paged.on_layer is not None:
+            paged.on_layer(layer)
+    sinks = () if s_aux is None else (s_aux,)
+    y_THD = paged.kernel.attend(q_THD, cache_N2GBD, paged, scale, sliding_window, softcap, *sinks)
     y_1THD = y_THD.expand(q_1HTD.shape[2], -1, -1)[None]
     return y_1THD if absorbed is None else absorbed.values(y_1THD), None

@@ -4,7 +4,7 @@ Shape legend: S sequences, V vocabulary, R rows to sample with the CPU kernel, A
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceABC
 from itertools import repeat
 from typing import cast
@@ -20,6 +20,7 @@ from pdserve.plugins import extension
 from pdserve.request import SamplingParams, TokenLogprobs
 
 GPU_ROWS = 16  # per pass on GPUs: 20 MiB in float64 for a vocabulary of 150,000
+SampledRow = tuple[Sequence, int, TokenLogprobs | None]  # whose row, its token, and what is reported of that
 CHUNK_LOGITS = 1 << 17  # logits per pass on CPUs: 1 MiB in float64, which stays in the cache
 
 
@@ -35,23 +36,52 @@ def gumbel_noise(counters_S: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def next_tokens(
-    logits_SV: torch.Tensor, seqs: list[Sequence], ahead: list[int]
-) -> list[tuple[Sequence, int, TokenLogprobs | None]]:
+    logits_SV: torch.Tensor, seqs: list[Sequence], ahead: list[int], drafts: Mapping[Sequence, list[int]]
+) -> list[SampledRow]:
     """Return the sequence and the token of each row, with log probabilities where they are asked for. Beams get candidates.
 
     Args:
         logits_SV: changed in place.
         seqs, ahead: the sequence of each row, and how many tokens lie between those that it has and the next one.
+        drafts: these tokens, of some sequences.
     """
     for seq in seqs:
         if seq.features:
-            return _next_tokens_with_features(logits_SV, seqs, ahead)
+            return _in_turns(logits_SV, seqs, ahead, drafts)
     return [*zip(seqs, SampledTokens(logits_SV, seqs, ahead).read(), repeat(None))] if seqs else []
 
 
-def _next_tokens_with_features(
-    logits_SV: torch.Tensor, seqs: list[Sequence], ahead: list[int]
-) -> list[tuple[Sequence, int, TokenLogprobs | None]]:
+def _in_turns(
+    logits_SV: torch.Tensor, seqs: list[Sequence], ahead: list[int], drafts: Mapping[Sequence, list[int]]
+) -> list[SampledRow]:
+    """Sample the rows of sequences with features in turns, each behind a right draft, and none behind an output's end.
+
+    So features see the very outputs that they see without drafts.
+    """
+    if not drafts:
+        return _next_tokens_with_features(logits_SV, seqs, ahead)
+    rows = [row for row, seq in enumerate(seqs) if not (ahead[row] and seq.features)]
+    place = {seqs[row]: row for row in rows if seqs[row].features}
+    appended = dict[Sequence, int]()
+    sampled: list[SampledRow] = []
+    while rows:
+        between = [0 if seqs[row].features else ahead[row] for row in rows]
+        turn = _next_tokens_with_features(logits_SV[rows], [seqs[row] for row in rows], between)
+        sampled += turn
+        rows = []
+        for seq, token, _ in turn:
+            count = appended.get(seq, 0)
+            is_right = seq in place and drafts.get(seq, [])[count : count + 1] == [token]
+            if is_right and not seq.output.ends_with(token, seq.output.num_generated + 1):
+                seq.output.append(token)
+                appended[seq] = count + 1
+                rows.append(place[seq] + count + 1)
+    for seq, count in appended.items():
+        seq.output.retract(count)
+    return sampled
+
+
+def _next_tokens_with_features(logits_SV: torch.Tensor, seqs: list[Sequence], ahead: list[int]) -> list[SampledRow]:
     beams = [row for row, seq in enumerate(seqs) if BEAMS in seq.features]
     if beams:
         record_candidates(logits_SV[beams], [seqs[row] for row in beams])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.memory.blocks import BlockPool, BlockTable, SequenceKV, SwappedKV
 from pdserve.errors import RequestError
-from pdserve.keys import KeyChain, Tokens
+from pdserve.keys import KeyChain, Tokens, block_ends
 from pdserve.logits_processors import LogitsProcessor
 from pdserve.reasoning import ReasoningTracker
 from pdserve.request import NO_TENANT, SamplingParams, Tenant
@@ -114,6 +114,10 @@ class SequenceOutput:
         """Append several tokens."""
         self.tokens.extend(tokens)
 
+    def retract(self, count: int) -> None:
+        """Remove the last tokens, which were appended for a while only."""
+        del self.tokens[len(self.tokens) - count :]
+
     def process(self, processors: list[LogitsProcessor]) -> None:
         """Have plug-ins change its logits."""
         self.processors = processors
@@ -131,9 +135,11 @@ class Feature:
 
     Attributes:
         has_output: tokens are sampled.
+        takes_drafts: a step may sample several tokens of its sequences, each after those before it.
     """
 
     has_output = True
+    takes_drafts = False
 
     @property
     def reads_prompt(self) -> bool:
@@ -205,7 +211,6 @@ class Sequence:
         tenant: whose request it is.
         gave_way_at: its length when it last gave way to another tenant; None if it never has.
         last_turn: the last step that computed it, among those that were too short for all sequences of its tenant.
-        size: tokens to compute when it was queued without blocks.
         overtaken: how often shorter prompts went before it when it lacked blocks.
         stores_kv: its role stores its KV as it is computed; the scheduler pauses it while the store is behind.
         siblings: sequences of the same request that wait for this one's prompt, to share its KV.
@@ -222,7 +227,6 @@ class Sequence:
     tenant: Tenant = NO_TENANT
     gave_way_at: int | None = None
     last_turn: int = 0
-    size: int = 0
     overtaken: int = 0
     stores_kv: bool = False
     siblings: list["Sequence"] = field(default_factory=list)
@@ -244,6 +248,7 @@ class Sequence:
         stop_token_ids: frozenset[int] = frozenset(),
         constraint: Constraint | None = None,
         chain: KeyChain | None = None,
+        keys: list[bytes] | None = None,
         block_ids: "BlockTable | None" = None,
         num_computed: int = 0,
         rank: int = 0,
@@ -256,9 +261,13 @@ class Sequence:
             tokens: the prompt, and the output that another instance has generated.
             num_prompt, num_initial: how many tokens the prompt has, and how many there are.
             root: of the keys, unless a chain is given.
+            keys: of the blocks of these tokens, a partial last block included; None: they are computed.
         """
         table = array("q") if block_ids is None else block_ids
-        kv = SequenceKV(tokens, block_size, num_initial, chain or KeyChain(root), table, num_computed=num_computed)
+        chain = chain or KeyChain(root)
+        if keys is None:
+            keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
+        kv = SequenceKV(tokens, block_size, num_initial, chain, keys, table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
         return cls(request_id, sampling, kv, output, rank, tenant, features=features)
 
@@ -267,8 +276,10 @@ class Sequence:
 
     @property
     def takes_drafts(self) -> bool:
-        """True if a step may compute drafts behind its last token: it has sampled here, and needs nothing but logits."""
-        return self.kv.is_decoding and len(self) > self.kv.num_initial and not self.features
+        """True if a step may compute drafts behind its last token: it has sampled here, and no feature is in the way."""
+        if not (self.kv.is_decoding and len(self) > self.kv.num_initial):
+            return False
+        return not self.features or all(feature.takes_drafts for feature in self.features)
 
     @property
     def may_give_way(self) -> bool:
@@ -291,6 +302,12 @@ class Sequence:
         return (len(self) - 1) // self.kv.block_size
 
     @property
+    def usable_keys(self) -> list[bytes]:
+        """Keys of the leading full blocks that need not be computed."""
+        count = self.num_usable_hits
+        return self.kv.full_keys()[:count]
+
+    @property
     def reads_logits(self) -> bool:
         """True if a feature still needs logits of the prompt."""
         return any(feature.reads_logits for feature in self.features)
@@ -300,10 +317,6 @@ class Sequence:
     def search(self, search: BeamSearch) -> None:
         """Become the first beam of a search."""
         self.group = BeamGroup(search, self, [self])
-
-    def expect(self, size: int) -> None:
-        """Record how many tokens are to be computed, when it is queued without blocks."""
-        self.size = size
 
     def let_pass(self) -> None:
         """Record that a shorter prompt goes first while this one lacks blocks."""

@@ -6,7 +6,7 @@ A plan may have drafts, tokens that a drafter expects to follow. The step comput
 that the model samples itself are accepted, with the token behind the last of them. The output is what it is without drafts.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -44,13 +44,6 @@ class Accepted(msgspec.Struct, gc=False):
 StepOutcome = dict[Sequence, Accepted]  # what was computed of a plan, and the sequences that share its prompts
 
 
-class Drafter(Protocol):
-    """Proposes tokens that the model may be about to sample."""
-
-    def propose(self, seqs: list[Sequence]) -> Mapping[Sequence, SequenceABC[int]]:
-        """Return the tokens that may follow some of these sequences, each of which only decodes."""
-
-
 @dataclass
 class StepPlan:
     """Work of one step: the tokens that the model computes, by sequence, in batch order.
@@ -58,14 +51,23 @@ class StepPlan:
     Attributes:
         counts: of each sequence, the number of further tokens, the first one without KV first.
         drafts: tokens that are computed behind those of some sequences. Such a sequence only decodes.
+        on_layer: see `PagedBatch`.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    on_layer: Callable[[int], None] | None = None
 
     def num_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes."""
         return self.counts[seq] + len(self.drafts.get(seq, ()))
+
+    def work(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Return (tokens to compute, tokens before them) of each row: drafts are rows of their own, as if each decoded."""
+        first = seq.kv.num_computed
+        if seq not in self.drafts:
+            return [(self.counts[seq], first)]
+        return [(1, first + ahead) for ahead in range(len(self.drafts[seq]) + 1)]
 
     def rows(self) -> "StepRows":
         """Return which rows of the step's output are needed."""
@@ -96,6 +98,13 @@ class StepPlan:
             if of_token is not None:
                 accepted.logprobs.append(of_token)
         return outcome
+
+
+class Drafter(Protocol):
+    """Proposes tokens that the model may be about to sample."""
+
+    def propose(self, plan: StepPlan) -> Mapping[Sequence, SequenceABC[int]]:
+        """Return the tokens that may follow some of a plan's sequences, of those that take drafts (`takes_drafts`)."""
 
 
 @dataclass

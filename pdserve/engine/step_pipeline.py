@@ -89,6 +89,8 @@ class StepPipeline:
         """
         current, rows = self._take(plan.counts)
         if not (plan.counts and all(_decodes(seq, count) for seq, count in plan.counts.items())) or plan.drafts:
+            for seq in rows:  # in flight without drafts
+                plan.drafts.pop(seq, None)
             tokens = current.sampled.read() if current is not None else []
             sampled = {seq: Accepted(1, [tokens[row]]) for seq, row in rows.items()}
             rest = StepPlan({seq: count for seq, count in plan.counts.items() if seq not in rows}, plan.drafts)

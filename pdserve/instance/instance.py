@@ -114,8 +114,7 @@ class Instance:
         self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, now)
         # With `now` and `close_job`, what the roles call: `InstanceContext`.
-        self.count, self.count_prompt_sources = self.reporter.count, self.reporter.count_prompt_sources
-        self.record_transfer = self.reporter.record_transfer
+        self.count, self.record_transfer = self.reporter.count, self.reporter.meter.record_transfer
         self._roles: dict[int, Prefiller | Decoder] = {
             pb.PREFILL: self.prefiller,
             pb.DECODE: self.decoder,
@@ -185,6 +184,10 @@ class Instance:
     def cancel(self, link: str, request_id: str) -> None:
         """Cancel a request. Ignored if it has ended."""
         self._inbox.put(lambda: self._cancel(self._jobs.get((link, request_id))))
+
+    def reset_cache(self, epoch: int) -> None:
+        """Forget the KV that is cached, unless that was done for this epoch or a later one. Running requests go on."""
+        self._inbox.put(lambda: self._reset_cache(epoch))
 
     def drop_link(self, link: str) -> None:
         """Cancel all requests of a router that has disconnected."""
@@ -266,12 +269,12 @@ class Instance:
             generated += len(accepted.tokens)
         if generated:
             self.count("generation_tokens", generated)
-        self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         if self._event_publisher is not None:
             self._event_publisher.flush()
-        self._send_outputs()
+        self.send_outputs()
         if not self.num_jobs:
             self._check_idle(started)
+        self.reporter.record_step(result, stopped - started - result.swap_seconds, stopped)
         if result.idle or started - self._heartbeat_updated_at > HEARTBEAT_UPDATE_S:
             self._heartbeat_updated_at = started
             now = self.now()
@@ -320,7 +323,7 @@ class Instance:
                 self._reject(link, request_id, refusal)
             return
         new_job = partial(Job, link=link, phase=message.phase, multi_turn=request.multi_turn, whole=request.whole)
-        job, others = new_job(seq=seq), []
+        job, others = new_job(seq=seq, pin=request.pin), []
         if message.members:
             siblings = self.engine.new_siblings(seq, [(member.request_id, member.seed) for member in message.members])
             others = [new_job(seq=one, leader=job) for one in siblings]
@@ -338,6 +341,13 @@ class Instance:
         if (job := self._jobs.get((link, message.request_id))) is not None:
             self.decoder.hand_over(job, message)
 
+    def _reset_cache(self, epoch: int) -> None:
+        if epoch > self.reporter.cache_epoch:
+            self.reporter.cache_epoch = epoch
+            self.engine.pool.reset()
+            for job in self._by_sequence.values():
+                job.pin = False
+
     def _cancel(self, job: Job | None) -> None:
         if job is not None:
             job.mark_cancelled()
@@ -348,7 +358,7 @@ class Instance:
             if job.link == link:
                 self._cancel(job)
 
-    def _send_outputs(self) -> None:
+    def send_outputs(self) -> None:
         """Send all urgent outputs, one frame per router, or several if they are large."""
         frames: dict[str, list[Output | Raw]] = {}
         sizes: dict[str, int] = {}
@@ -396,6 +406,10 @@ class Instance:
 
     def close_job(self, job: Job) -> None:
         del self._by_sequence[job.seq]
+        if job.pin:
+            pool, kv = self.engine.pool, job.seq.kv
+            pool.pin(kv.full_keys()[: kv.num_initial // kv.block_size])
+            log.info("%d blocks are pinned for warm prompts, of at most %d", len(pool.pinned), pool.max_pinned)
         key = job.link, job.seq.request_id
         if self._jobs.get(key) is job:
             del self._jobs[key]

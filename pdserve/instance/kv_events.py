@@ -58,9 +58,6 @@ class PendingKVEvents:
     def __len__(self) -> int:
         return len(self._added) + len(self._removed)
 
-    def __bool__(self) -> bool:
-        return bool(self._added or self._removed)
-
     def add(self, key: bytes, cached: bool) -> None:
         """Add an event; it cancels a pending opposite one. The caller holds the lock."""
         events, opposite = (self._added, self._removed) if cached else (self._removed, self._added)

@@ -39,6 +39,7 @@ class Reporter:
         costs_updated_at: when the cost models were fitted, on the clock.
         counts: counters of `pdserve.counters`, by series.
         meter: fits the cost models.
+        cache_epoch: of the last reset of the prefix cache.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class Reporter:
         self.costs_updated_at = -math.inf
         self.counts: dict[str, float] = {}
         self.meter = CostMeter()
+        self.cache_epoch = 0
         self._engine = engine
         self._connector = connector
         self._transfers = transfers
         self._layout_converter = layout_converter
-        self._now = now
         self._watch: ProfileWatch | None = None
         self._remaining_load: dict[str, list[pb.Load]] = {}  # by link, one for each request
         made_at = now()
@@ -70,11 +71,6 @@ class Reporter:
         """Add `value` to a counter of `pdserve.counters`."""
         key = series(name, **labels)
         self.counts[key] = self.counts.get(key, 0) + value
-
-    def count_prompt_sources(self, sources: dict[str, int]) -> None:
-        """Count the tokens of a prompt by the source of their KV."""
-        for source, tokens in sources.items():
-            self.count("prompt_tokens_by_source", tokens, source=source)
 
     def watch(self, profile: Profile) -> None:
         """Compare steps with a profile from now on, in a metric and in the log."""
@@ -92,6 +88,12 @@ class Reporter:
             self.count("engine_steps", 1)
         if result.storing_paused:
             self.count("prefill_steps_held_back", 1)
+        for drafted, accepted in result.drafted:
+            self.count("spec_decode_num_drafts", 1)
+            self.count("spec_decode_num_draft_tokens", drafted)
+            self.count("spec_decode_num_accepted_tokens", accepted)
+            for position in range(accepted):
+                self.count("spec_decode_num_accepted_tokens_per_pos", 1, position=str(position))
         if result.work:
             self.meter.record_step(result.work, result.num_tokens > 0, seconds, now)
         for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
@@ -101,11 +103,6 @@ class Reporter:
                 self.count("swap_seconds", result.swap_seconds)
         if result.recomputed:
             self.count("recomputed_tokens", result.recomputed)
-
-    def record_transfer(self, blocks: int, seconds: float) -> None:
-        """Add a finished transfer to the cost models."""
-        if blocks:
-            self.meter.record_transfer(blocks * self._engine.layout.block_bytes, seconds, self._now())
 
     def other_load(self, link: str) -> pb.Load:
         """Return the remaining work of the requests of all routers except one."""
@@ -144,6 +141,7 @@ class Reporter:
             free_blocks=self._engine.pool.num_free,
             costs=self._costs,
             counters=counters,
+            cache_epoch=self.cache_epoch,
         )
         remaining: dict[str, list[pb.Load]] = {}
         for job in jobs:
@@ -164,6 +162,7 @@ class Reporter:
             "kv_cache_blocks_held": pool.num_held,
             "kv_cache_blocks_promised": pool.num_promised,
             "kv_cache_blocks_shared": pool.num_shared,
+            "kv_cache_blocks_pinned": len(pool.pinned),
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
             "kv_transfer_bytes_in_flight": self._transfers.in_flight * block_bytes,
             "kv_transfer_bytes_waiting": self._transfers.waiting * block_bytes,

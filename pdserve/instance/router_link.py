@@ -67,6 +67,8 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
                 self._instance.hand_over(self.name, frame.hand_over)
             case "cancel":
                 self._instance.cancel(self.name, frame.cancel.request_id)
+            case "reset_cache":
+                self._instance.reset_cache(frame.reset_cache.epoch)
             case "heard":
                 pass
             case "welcome":
@@ -103,11 +105,12 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
                 if (load := self._instance.reporter.other_load(self.name)) != last_sent:
                     last_sent = load
                     self.send(pb.InstanceFrame(others=load))
-                if pending:
-                    removed, added = pending.pop_batch(MAX_KEYS_PER_FRAME)
-                    blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=len(pending))
+                removed, added = pending.pop_batch(MAX_KEYS_PER_FRAME)
+                untold = len(pending)
+                if removed or added:
+                    blocks = pb.Blocks(removed=b"".join(removed), added=b"".join(added), untold=untold)
                     self.send(pb.InstanceFrame(blocks=blocks))
-                next_update_at = now + (0 if pending else UPDATE_INTERVAL_S)
+                next_update_at = now + (0 if untold else UPDATE_INTERVAL_S)
             await asyncio.sleep(min(next_heartbeat_at, next_update_at) - now)
 
     async def wait_closed(self) -> Exception | None:
@@ -161,7 +164,8 @@ class RouterLinks:
 
     def send(self, link: str, frame: pb.InstanceFrame) -> None:
         """Queue a frame for one link. Frames for a closed link are dropped: its router has dropped the requests too."""
-        self._loop.call_soon_threadsafe(self._send, link, frame)
+        if (target := self._links.get(link)) is not None:
+            self._loop.call_soon_threadsafe(target.send, frame)
 
     @property
     def num_attached(self) -> int:
@@ -188,10 +192,6 @@ class RouterLinks:
         self._is_closing = True
         for link in self._links.values():
             self._loop.call_soon(link.close)  # after the frames that the engine thread has queued
-
-    def _send(self, link: str, frame: pb.InstanceFrame) -> None:
-        if link in self._links:
-            self._links[link].send(frame)
 
     async def run(self, instance: Instance, hello: pb.Hello) -> None:
         """Serve all routers until cancelled or closed."""

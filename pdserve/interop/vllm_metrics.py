@@ -19,12 +19,21 @@ INSTANCE_COUNTERS = {
     "pdserve_prefix_cache_queries": "vllm:prefix_cache_queries",
     "pdserve_prefix_cache_hits": "vllm:prefix_cache_hits",
     "pdserve_num_preemptions": "vllm:num_preemptions",
+    "pdserve_spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
+    "pdserve_spec_decode_num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "pdserve_spec_decode_num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "pdserve_spec_decode_num_accepted_tokens_per_pos": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
 # Of a router. The counters of its instances are not among them: a sum would fall when an instance leaves.
 ROUTER_COUNTERS = {
     "pdserve_prompt_tokens": "vllm:prompt_tokens",
     "pdserve_output_tokens": "vllm:generation_tokens",
     "pdserve_requests": "vllm:request_success",
+}
+# vLLM's family → our label and theirs, of those that have one beside the model.
+KEPT_LABELS = {
+    "vllm:request_success": ("finish_reason", "finished_reason"),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("position", "position"),
 }
 HISTOGRAMS = (
     "time_to_first_token_seconds",
@@ -71,16 +80,16 @@ def _gauge(name: str, help: str, value: float, labels: dict[str, str]) -> Metric
 
 
 def _counter(name: str, family: Metric, labels: dict[str, str]) -> Metric:
-    """Return a counter with the sum, or with one series for each reason for which a request finished."""
-    by_reason: dict[str | None, float] = {}
+    """Return a counter with the sum, or with one series for each value of the label that vLLM has, too."""
+    ours, theirs = KEPT_LABELS.get(name, ("", ""))
+    by_value: dict[str, float] = {}
     for sample in family.samples:
         if sample.name == f"{family.name}_total":
-            reason = sample.labels.get("finish_reason")
-            by_reason[reason] = by_reason.get(reason, 0.0) + sample.value
-    names = [*labels, "finished_reason"] if name == "vllm:request_success" else [*labels]
-    counter = CounterMetricFamily(name, family.documentation, labels=names)
-    for reason, value in by_reason.items():
-        counter.add_metric([*labels.values(), *([] if reason is None else [reason])], value)
+            value = sample.labels.get(ours, "")
+            by_value[value] = by_value.get(value, 0.0) + sample.value
+    counter = CounterMetricFamily(name, family.documentation, labels=[*labels, *([theirs] if theirs else [])])
+    for value, total in by_value.items():
+        counter.add_metric([*labels.values(), *([value] if theirs else [])], total)
     return counter
 
 

@@ -31,6 +31,7 @@ class Job:
         phase: prefill, decode, or both.
         multi_turn: another turn may follow, whose prompt begins with this prompt and its output.
         whole: the client reads the answer only at its end, so tokens are sent in batches.
+        pin: the prompt's blocks are to be pinned at its end.
         keys: keys of the prompt's blocks, including a partial last one.
         output: what has happened since the last frame, or None.
         urgent: send `output` with the next frame.
@@ -50,6 +51,7 @@ class Job:
     phase: "pb.Phase"
     multi_turn: bool = False
     whole: bool = False
+    pin: bool = False
     keys: list[bytes] = field(default_factory=list)
     output: Output | None = None
     urgent: bool = False
@@ -124,12 +126,16 @@ class Job:
         computed = self.seq.kv.num_initial - hit - loaded - unneeded
         return {"computed": computed, "local_hit": hit, "loaded": loaded, "unneeded": unneeded}
 
-    def report_prompt_sources(self) -> dict[str, int]:
-        """Report the sources to the router, and return them. Only the instance that prefills the prompt reports them."""
+    def report_prompt_sources(self) -> None:
+        """Report the sources to the router. Only the instance that prefills the prompt does."""
         sources = self.prompt_sources()
         cached = sources["loaded"] + sources["unneeded"]  # to the router, both are cached tokens
         self.pending_output().sources = Sources(sources["computed"], sources["local_hit"], cached)
-        return sources
+
+    def count_prompt_sources(self, context: "InstanceContext") -> None:
+        """Add the prompt to `pdserve_prompt_tokens_by_source_total`, once per instance that held it."""
+        for source, tokens in self.prompt_sources().items():
+            context.count("prompt_tokens_by_source", tokens, source=source)
 
     def remaining_load(self) -> pb.Load:
         """Return the work that the request still needs on this instance."""
@@ -198,14 +204,14 @@ class InstanceContext(Protocol):
     def post(self, work: Callable[[], None]) -> None:
         """Run a function on the engine thread. May be called from any thread."""
 
+    def send_outputs(self) -> None:
+        """Send what is to be told to routers now, rather than after the current step."""
+
     def close_job(self, job: Job) -> None:
         """Forget a job of which nothing is held any more, once its last output is sent."""
 
     def count(self, name: str, value: float, **labels: str) -> None:
         """Add `value` to a counter of `pdserve.counters`."""
 
-    def record_transfer(self, blocks: int, seconds: float) -> None:
+    def record_transfer(self, nbytes: int, seconds: float, now: float) -> None:
         """Add a finished transfer to the cost model. `seconds` excludes time in the queue."""
-
-    def count_prompt_sources(self, sources: dict[str, int]) -> None:
-        """Add a prompt to `pdserve_prompt_tokens_by_source_total`, once per instance that held it."""

@@ -33,7 +33,9 @@ T = TypeVar("T")
 OnDone = Callable[[Result], None]
 SPLIT_PARTS = 4  # into which blocks that become ready together are split
 MIN_PART_BYTES = 8 << 20  # so that the overhead of a part's messages is small beside its bytes
-FOLLOW_PATIENCE_S = 0.1  # wait of a following load for each next block
+STORE_RANGES = 8  # of layers, after which a store goes on while the model computes the others
+MIN_RANGE_BYTES = 128 << 10  # of a block
+FOLLOW_PATIENCE_S = 0.25  # wait of a following load for each next block
 
 
 def when_done(context: InstanceContext, future: Future[T], callback: Callable[[T], None]) -> None:
@@ -95,6 +97,7 @@ class Transfers:
         in_flight: blocks that the connector is moving.
         waiting: blocks of queued transfers.
         has_waiting_stores: some of these are stores.
+        ranges: number of ranges of layers by which blocks are stored while they are computed; less than 2: as a whole.
         follows: loads can start while the blocks are still being stored.
         in_place: peers read the pool's rows directly, with a ticket.
         listener: None: none is told what the store has.
@@ -116,6 +119,7 @@ class Transfers:
         self.in_flight = 0
         self.waiting = 0
         self.has_waiting_stores = False
+        self.ranges = min(STORE_RANGES, block_bytes // MIN_RANGE_BYTES) if connector.capabilities.stores_growing else 0
         self.in_place = connector.in_place
         self.follows = connector.follows
         self.listener: StoreListener | None = None
@@ -127,17 +131,36 @@ class Transfers:
         return 0 if self._waiting else max(0, self._max_blocks - self.in_flight)
 
     def store(
-        self, job: Job, first: int, keys: Sequence[bytes], blocks: list[int], lease_s: float, on_done: OnDone
-    ) -> None:
+        self,
+        job: Job,
+        first: int,
+        keys: Sequence[bytes],
+        blocks: list[int],
+        lease_s: float,
+        on_done: OnDone,
+        *,
+        growing: bool = False,
+    ) -> Future[Result] | None:
         """Queue a store of the job's blocks from index `first` on.
 
         `on_done` receives the result on the engine thread; until then `job.open_transfers` counts the transfer.
+
+        Args:
+            growing: the blocks are about to be written. Returns None, with nothing done, if the store would have to wait.
+
+        Returns:
+            The future of the operation, if it has started.
         """
-        start = partial(self._connector.store, keys, blocks, lease_s=lease_s)
+        store = self._connector.store_growing if growing else self._connector.store
+        start = partial(store, keys, blocks, lease_s=lease_s)
         num_moved = 0 if self._connector.in_place else len(blocks)
         if self.listener is not None and not self.in_place:
             on_done = partial(_report_stored, self.listener, job.seq, first, keys, on_done)
-        self._add(_Transfer(job, blocks, num_moved, True, start, on_done, lease_s > 0, self._context.now()))
+        transfer = _Transfer(job, blocks, num_moved, True, start, on_done, lease_s > 0, self._context.now())
+        if growing and (self._waiting or not self._fits(transfer)):
+            return None
+        self._add(transfer)
+        return transfer.future
 
     def load(
         self,
@@ -233,8 +256,8 @@ class Transfers:
         elif Outcome.UNAVAILABLE in result.outcomes:
             self._unresponsive_until = self._context.now() + result.seconds
         self._end(transfer, replace(result, seconds=result.seconds + transfer.queue_seconds))
-        if transfer.num_moved:
-            self._context.record_transfer(result.outcomes.count(Outcome.OK), result.seconds)
+        if transfer.num_moved and (moved := result.outcomes.count(Outcome.OK)):
+            self._context.record_transfer(moved * self._block_bytes, result.seconds, self._context.now())
         if self._waiting:
             self._start_or_fail_waiting()
 
@@ -289,7 +312,7 @@ class Fetcher:
             on_cancelled: called instead of queueing if the job has ended in the meantime.
         """
         seq = job.seq
-        fetch = _Fetch(job, seq.kv.full_keys()[: seq.num_usable_hits], on_cancelled)
+        fetch = _Fetch(job, seq.usable_keys, on_cancelled)
         keys = fetch.keys
         if self._connector.in_place or seq.kv.num_local(self._engine.pool, keys) >= len(keys):
             self._engine.add(seq)

@@ -259,3 +259,23 @@ class BenchLatencyConfig(OfflineConfig):
 @dataclass(frozen=True, kw_only=True)
 class BenchThroughputConfig(OfflineConfig):
     num_prompts: int = flag("prompts, all at once", 1000, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTuneConfig(UpConfig, LoadConfig):
+    GROUP: ClassVar = "Benchmark"
+
+    seed: int = flag("of lengths, prompts and arrivals, and of sampling", 0)
+    slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
+    slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
+    instances: int = flag("instances of a fleet, of which all splits are tried, and those of the role both", 2, least=1)
+    try_itl_target_ms: str = flag("values of --itl-target-ms to compare, such as off,20", "off")
+    try_max_num_seqs: str = flag("values of --max-num-seqs to compare, such as 16,64; empty: --max-num-seqs", "")
+    try_max_num_batched_tokens: str = flag(
+        "values of --max-num-batched-tokens to compare, such as 512,2048; empty: --max-num-batched-tokens", ""
+    )
+    try_block_size: str = flag("values of --block-size to compare, such as 16,64; empty: --block-size", "")
+    budget: float = flag("seconds for forecasts and runs, those of earlier calls in --state included", 600.0, above=0)
+    state: str = flag(
+        "file of JSON lines to which each run is appended, and from which the next call goes on", "tune.jsonl"
+    )

@@ -184,6 +184,13 @@ class LeaseHeld(Answer):
     changes: list[MadeChange]
 
 
+class CacheReset(Answer):
+    """`pools` are the instances that empty theirs; `stores` keep earlier blocks until they evict them, under keys of old."""
+
+    pools: list[str]
+    stores: list[str]
+
+
 class DrainStarted(Answer):
     instance_id: str
     role: str | None

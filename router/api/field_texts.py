@@ -61,6 +61,8 @@ FIELDS: dict[str, str] = {
     "role": "of the message: system, developer (the same), user, assistant or tool",
     "ChatAnswer.role": "always assistant",
     "RoleBody.role": "the role in which the instance shall serve from now on",
+    "CacheReset.pools": "ids of the instances that empty their pools of what no request holds",
+    "CacheReset.stores": "kinds of their KV stores, whose earlier blocks are no longer found and leave by eviction",
     "DrainStarted.role": "the role that follows the drain, if any",
     "content": "the text, or a list of text parts; null in an assistant's message that has calls",
     "name": "name of the function",

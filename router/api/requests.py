@@ -8,6 +8,7 @@ A request begins as a draft: a `RoutedRequest` with what the HTTP request tells 
 import hashlib
 import json
 import random
+import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -127,7 +128,7 @@ def build(
         draft,
         priority=body.priority or 0,
         session=draft.session or body.prompt_cache_key or body.user or "",  # the most explicit name of related requests
-        multi_turn=multi_turn,
+        multi_turn=multi_turn and not draft.alone,
         whole=not body.stream and not body.stop,
     )
     return Generation(
@@ -294,6 +295,8 @@ def build_requests(
         salt = hashlib.blake2b((draft.salt + cache_salt).encode(), digest_size=KEY_BYTES).hexdigest()
     requests: list[RoutedRequest] = []
     for prompt in prompts:
+        if draft.alone:
+            salt = secrets.token_hex(KEY_BYTES)
         keys, packed_keys = prompt_keys(prompt, info.model_digest, salt, info.block_sizes)
         for i in range(n):
             is_single = n * len(prompts) == 1

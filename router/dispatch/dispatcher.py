@@ -202,12 +202,20 @@ class Dispatcher:
         self.fleet.begin_drain(instance)  # at once; the instance will announce it to all routers
         instance.connection.send(pb.RouterFrame(drain=pb.Drain(role=role)))
 
+    def reset_prefix_cache(self, now_ms: int) -> tuple[list[str], list[str]]:
+        self.fleet.reset_cache(max(now_ms, self.fleet.cache_epoch + 1))
+        log.info("the prefix cache was reset")
+        instances = self.fleet.instances
+        return sorted(instances), sorted({one.hello.connector for one in instances.values()})
+
     # ---- FleetListener: called by the fleet -------------------------------------------------------------------
 
     def on_output(self, instance: InstanceHandle, output: Output) -> None:
         state = self.states.get(output.request_id)
         if state is None or output.request_id not in instance.requests:
             self._record_late_output(instance, output)  # the request has finished, or was cancelled on this instance
+            if state is None and (output.finish_reason is not None or output.error is not None):
+                instance.unassign(output.request_id)  # a warm prompt, which has no state
             return
         try:
             self._handle_output(state, instance, output)
@@ -307,6 +315,7 @@ class Dispatcher:
         """Give the waiting requests to an instance that has attached. If it is the first one and computes something else,
         such as with other weights, they end: their tokens would not be those of one model.
         """
+        self.fleet.tell_epoch(instance)
         if len(self.fleet.instances) == 1:
             lost, self._lost_numerics = self._lost_numerics, set()
             if lost and _numerics(instance.hello) not in lost:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 TICKS_PER_LEASE = 6  # number of times that leases are checked within one lease
 HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
+MAX_EPOCH = 1 << 62  # that is believed, so that an instance cannot use up the numbers
 ACK_INTERVAL_S = 2.0  # a tenth of the silence after which instances take a router for lost; each frame wakes a process
 
 
@@ -207,6 +208,8 @@ class Fleet:
         on_change: called when an instance has come, gone or changed.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
         is_closing: the router ends, so instances that leave are no news.
+        cache_epoch: of the last reset of the prefix cache, on whichever router; 0: there was none.
+        on_reset: called when it has changed.
     """
 
     def __init__(self, router_id: str, model: str, lease_seconds: float, now: Callable[[], float]) -> None:
@@ -219,6 +222,8 @@ class Fleet:
         self.is_closing = False
         self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
         self.on_change: Callable[[], None] = lambda: None
+        self.cache_epoch = 0
+        self.on_reset: Callable[[], None] = lambda: None
         self.num_lost = 0
         self.num_invalid_frames = 0
         self.router_id = router_id
@@ -262,6 +267,18 @@ class Fleet:
 
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(router_id=self.router_id, lease_seconds=self._lease_seconds)
+
+    def reset_cache(self, epoch: int) -> None:
+        """Let all instances forget their cached blocks. Through them, the other routers learn of the epoch."""
+        self.cache_epoch = epoch
+        for instance in self.instances.values():
+            self.tell_epoch(instance)
+        self.on_reset()
+
+    def tell_epoch(self, instance: InstanceHandle) -> None:
+        """Tell an instance the epoch, in case it has missed a reset."""
+        if self.cache_epoch:
+            instance.connection.send(pb.RouterFrame(reset_cache=pb.ResetCache(epoch=self.cache_epoch)))
 
     def expire_leases(self) -> None:
         """Deregister instances that sent no frame within their lease (frozen, or cut off by the network).
@@ -367,6 +384,8 @@ class Fleet:
                     if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
                         instance.last_step_at = self.awake_now()
                     instance.update_heartbeat(frame.heartbeat)
+                    if self.cache_epoch < frame.heartbeat.cache_epoch <= MAX_EPOCH:
+                        self.reset_cache(frame.heartbeat.cache_epoch)
                     if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:
                         instance.acknowledged_at = instance.last_frame_at
                         instance.connection.send(HEARTBEAT_ACK)

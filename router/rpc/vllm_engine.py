@@ -88,6 +88,7 @@ class VllmEngine:
             session=session,
             traceparent=traceparent,
             salt=salt,
+            alone=not self._admission.has_prefix_cache,
             client=call.key,
         )
         parse_message = partial(_parse, call.raw, draft, self._tokenizer, self._model(), self._max_n)

@@ -11,7 +11,8 @@ Placement is conditional disaggregation: a prompt is computed on a prefill insta
 hand-over costs more than computing a short prompt, or the next turn of a chat whose prefix is in the decode instance's pool.
 But while a decode instance computes a prompt, all sequences that it decodes are delayed. With an ITL target, it computes only
 as much of a prompt per step as the target leaves, so it can take prompts that would wait too long for prefill. And a prefill
-instance without other prompts can keep the request that it gets, and decode it.
+instance without other prompts can keep the request that it gets, and decode it, if decode would miss the ITL target. While
+targets are met anyway, roles do not give way.
 """
 
 import math
@@ -413,7 +414,8 @@ class Placement:
             computes it), `both` (one instance of role `both` serves the request) or `prefill` (a prefill instance serves
             it: for one token there is nothing to decode; no decode instance is available, or it is much slower).
         reason: `threshold` or `forecast` for the choice between `split` and `decode`; `backlog` if decode was chosen because
-            prompts wait for prefill, within decode's ITL target; `idle` if prefill, without other prompts, decodes too;
+            prompts wait for prefill, within decode's ITL target; `idle` if prefill, without other prompts, decodes too, since
+            decode would miss the target;
             `policy` if the prefill policy could choose a `both` instance; `one_token`,
             `prompt_logprobs`, `no_prefill_instance` or `no_decode_instance` if there was no choice.
         uncached_tokens: prompt tokens that are not cached on the decode instance; None if they were not needed.
@@ -464,8 +466,12 @@ def place(
 
 
 def _is_kept(prefill: Candidate, decode: Candidate, request: PlacementRequest) -> bool:
-    """Return whether prefill decodes the request too: it has no other prompts, an ITL target, and is much faster."""
-    if prefill.prefills or math.isinf(prefill.itl_target):
+    """Return whether prefill decodes the request too: decode would miss the ITL target, and prefill, which has no other
+    prompts, is much faster. Otherwise both keep their roles: prompts that come later would wait for the streams on prefill,
+    and slow them down.
+    """
+    itl, has_target = forecast_itl(decode, request), math.isfinite(prefill.itl_target)
+    if prefill.prefills or not has_target or itl <= min(prefill.itl_target, decode.itl_target):
         return False
     kept = request._replace(cached={prefill.instance_id: request.tokens})  # no KV has to be transferred
-    return forecast_itl(prefill, kept) < MAX_KEPT_ITL * forecast_itl(decode, request)
+    return forecast_itl(prefill, kept) < MAX_KEPT_ITL * itl

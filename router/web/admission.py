@@ -24,7 +24,8 @@ class AdmissionController:
         metrics: those of the router.
         queue: decides when requests may start.
         body_budget: counts the bodies that are being read or wait to be parsed.
-        kv_salts: the salt that separates the KV of each key, by its name.
+        kv_salts: the salt that separates the KV of each key, by its name, and from that before the last reset.
+        has_prefix_cache: requests may find the KV of earlier ones.
         parse_queue: where bodies wait to be parsed. It holds no more than may run and be queued afterwards.
     """
 
@@ -39,7 +40,8 @@ class AdmissionController:
         """`now` is the router's clock, in seconds; `parse_server` is for the parse queue."""
         self.keys = keys
         self.metrics = metrics
-        self.kv_salts = {key.name: key.kv_salt for key in keys} | {ANONYMOUS: ""}
+        self.kv_salts = self._own_salts = {key.name: key.kv_salt for key in keys} | {ANONYMOUS: ""}
+        self.has_prefix_cache = config.prefix_caching == "on"
         self.queue = AdmissionQueue(keys, config, metrics, now)
         self.body_budget = BodyBudget(
             has_keys=bool(keys), largest=config.max_body_bytes, on_refusal=lambda key: _count_refusal(metrics, key)
@@ -48,6 +50,10 @@ class AdmissionController:
         self.parse_queue = ParseQueue(max_waiting, self.queue.weights, self.body_budget, metrics, parse_server)
         if config.unknown_fields == "ignore":
             self.parse_queue.unknown_fields = UnknownFields(metrics.ignored_fields.inc)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Give later requests keys of their own, since the prefix cache was reset."""
+        self.kv_salts = {name: f"{salt}/{epoch:x}" for name, salt in self._own_salts.items()}
 
     async def enter(self, key: str, generation: Generation, client: ClientConnection) -> AdmissionSlot | None:
         """Wait until the request may start; return its slot, or None if the client disconnected while it was queued.

@@ -121,6 +121,7 @@ class Service:
             session=headers.get(SESSION_HEADER, ""),
             traceparent=tracing.traceparent(headers) if tracing.TRACEPARENT_HEADER in headers else "",
             salt=self.admission.kv_salts[key],
+            alone=not self.admission.has_prefix_cache,
             client=address if key == ANONYMOUS else key,
         )
 

@@ -170,6 +170,17 @@ class OperatorEndpoints(Endpoints):
         fields = await asyncio.to_thread(parse_body, schemas.RoleBody, body)
         return self._start_drain(instance_id, fields.role)
 
+    @endpoint("POST", "/admin/prefix_cache/reset", Access.OPERATOR, json_only=True)
+    async def reset_prefix_cache(self) -> answers.CacheReset:
+        """Let later requests find no KV of earlier ones, neither in pools nor in stores. Running requests go on."""
+        pools, stores = self._backend.reset_prefix_cache(time.time_ns() // 1_000_000)
+        return answers.CacheReset(pools=pools, stores=stores)
+
+    @endpoint("POST", "/reset_prefix_cache", Access.OPERATOR)
+    async def reset_prefix_cache_as_vllm(self) -> answers.CacheReset:
+        """The same, by its path in vLLM."""
+        return await self.reset_prefix_cache()
+
     @endpoint("POST", "/admin/autoscaler", Access.OPERATOR, errors=[409], json_only=True)
     async def hold_lease(
         self,

@@ -112,11 +112,6 @@ def test_clients(run: Callable[..., Any]) -> None:
     assert min(ours["p99_tpot_ms"], plain["p99_tpot_ms"]) > 24, "a step of the profile takes as long"
 
 
-def test_simulation(run: Callable[..., Any]) -> None:
-    (row,) = run("simulation.py")["rows"]
-    assert row["requests"] == 30 and row["simulated_per_cpu"] > 0
-
-
 def test_memory(run: Callable[..., Any]) -> None:
     content = run("memory.py")
     rows = {row["reservation"]: row for row in content["rows"]}

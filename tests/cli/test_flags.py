@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import pdserve
 from pdserve.cli import commands
 from pdserve.cli.commands import CONFIGURED
-from pdserve.cli.flags import command_from_config
+from pdserve.cli.flags import GroupedCommand, command_from_config
 from pdserve.config import RouterConfig, Settings, TransferConfig, UpConfig, flag
 from pdserve.errors import SetupError
 
@@ -114,3 +114,15 @@ def test_version_and_the_name_of_other_servers() -> None:
     assert CliRunner().invoke(commands.app, ["--version"]).output == f"{pdserve.__version__}\n"
     refused = CliRunner().invoke(commands.app, ["serve", "org/model", "--port", "1"])
     assert isinstance(refused.exception, SetupError) and "pdserve up --model org/model" in str(refused.exception)
+
+
+def test_the_prefix_cache_has_vllms_flags_too() -> None:
+    calls: list[UpConfig] = []
+    app = typer.Typer()
+    app.command(cls=GroupedCommand)(command_from_config(UpConfig, calls.append))
+    for arguments in (["--no-enable-prefix-caching"], ["--enable-prefix-caching"], []):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert [config.prefix_caching for config in calls] == ["off", "on", "on"]
+    refused = CliRunner().invoke(app, ["--prefix-caching", "off", "--warm-prompts", "file"])
+    assert "--warm-prompts are of no use" in str(refused.exception)

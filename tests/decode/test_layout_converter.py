@@ -59,7 +59,7 @@ def store(url: str, layout: Layout, kv: torch.Tensor, without: frozenset[int] = 
     """Store a prompt's KV as an instance with this layout does, except for the blocks `without`."""
     num_tokens = kv.shape[3]
     seq = sequence_of(num_tokens, layout.block_size)
-    keys = seq.kv.initial_keys()
+    keys = seq.kv.initial_keys
     shape = (len(keys), LAYERS, 2, kv.shape[2], layout.block_size, DIM)
     pool = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
     for token in range(num_tokens):
@@ -93,7 +93,7 @@ def test_every_token_is_copied_to_its_place(
     pool = pool_of(target, 160)
     converter, seq = LayoutConverter(pool, target, url), sequence_of(num_tokens, target_size)
     prompt = converter.open_prompt(seq, pb.Layout(**asdict(source)))
-    keys = seq.kv.initial_keys()
+    keys = seq.kv.initial_keys
     first = data.draw(st.integers(0, len(keys) - 1))
     stop = data.draw(st.integers(first + 1, len(keys)))
     blocks = data.draw(st.permutations(range(160)))[: stop - first]
@@ -129,7 +129,7 @@ def test_every_head_is_copied_to_its_rank(url: str, source_ranks: int, target_ra
         pool, seq = torch.zeros((2, LAYERS, 2, len(layout.heads), 32, DIM)), sequence_of(num_tokens, 32)
         converter = LayoutConverter(pool, layout, url)
         prompt = converter.open_prompt(seq, pb.Layout(**asdict(replace(source, ranks=source_ranks))))
-        assert prompt.exact and prompt.load(seq.kv.initial_keys(), [1, 0]).result(600).leading == 2
+        assert prompt.exact and prompt.load(seq.kv.initial_keys, [1, 0]).result(600).leading == 2
         own = whole[:, :, layout.heads.start : layout.heads.stop]
         assert torch.equal(pool[1], own[:, :, :, :32]) and torch.equal(pool[0, :, :, :, :8], own[:, :, :, 32:])
         converter.close()
@@ -142,7 +142,7 @@ def test_a_block_without_all_of_its_slices_is_missing(url: str) -> None:
     target, seq = replace(layout_of(16), num_kv_heads=2), sequence_of(32, 16)
     converter = LayoutConverter(torch.zeros((2, LAYERS, 2, 2, 16, DIM)), target, url)
     prompt = converter.open_prompt(seq, pb.Layout(**asdict(source)))
-    assert prompt.load(seq.kv.initial_keys(), [0, 1]).result(600).outcomes == [Outcome.OK, Outcome.MISSING]
+    assert prompt.load(seq.kv.initial_keys, [0, 1]).result(600).outcomes == [Outcome.OK, Outcome.MISSING]
     converter.close()
 
 
@@ -155,7 +155,7 @@ def test_values_are_rounded_to_the_dtype_of_the_pool(url: str, source_dtype: str
     converter = LayoutConverter(pool, target, url)
     prompt = converter.open_prompt(seq, pb.Layout(**asdict(source)))
     assert prompt.exact == (source_dtype == target_dtype)
-    assert prompt.load(seq.kv.initial_keys(), [1, 0]).result(600).leading == 2
+    assert prompt.load(seq.kv.initial_keys, [1, 0]).result(600).leading == 2
     right = kv.to(getattr(torch, source_dtype)).to(getattr(torch, target_dtype))
     assert torch.equal(pool[1], right[:, :, :, :32]) and torch.equal(pool[0, :, :, :, :8], right[:, :, :, 32:])
     stats = converter.stats()
@@ -188,10 +188,7 @@ def test_a_prompt_larger_than_the_staging_rows_is_loaded_in_batches(url: str, mo
     pool, seq = pool_of(target, 3), sequence_of(150, 64)
     converter = LayoutConverter(pool, target, url)
     assert (
-        converter.open_prompt(seq, pb.Layout(**asdict(source)))
-        .load(seq.kv.initial_keys(), [0, 1, 2])
-        .result(600)
-        .leading
+        converter.open_prompt(seq, pb.Layout(**asdict(source))).load(seq.kv.initial_keys, [0, 1, 2]).result(600).leading
         == 3
     )
     assert torch.equal(pool[1], kv[:, :, :, 64:128])
@@ -204,12 +201,12 @@ def test_an_unreachable_store_fails_all_blocks(caplog: pytest.LogCaptureFixture)
     converter = LayoutConverter(pool, target, "redis://127.0.0.1:1/0")
     prompt = converter.open_prompt(seq, pb.Layout(**asdict(layout_of(16))))
     for _ in range(2):
-        assert prompt.load(seq.kv.initial_keys(), [0, 1]).result(20).outcomes == [Outcome.UNAVAILABLE] * 2
+        assert prompt.load(seq.kv.initial_keys, [0, 1]).result(20).outcomes == [Outcome.UNAVAILABLE] * 2
     assert (pool == UNTOUCHED).all()
     stats = converter.stats()
     assert stats is not None and stats.failures == {("load", Outcome.UNAVAILABLE): 6}
     assert sum("is computed instead: No Redis answers" in record.getMessage() for record in caplog.records) == 1
-    prompt.release(seq.kv.initial_keys())
+    prompt.release(seq.kv.initial_keys)
     converter.close()
 
 
@@ -276,7 +273,7 @@ def test_a_hanging_store_delays_the_first_two_loads_only(
     prompt = converter.open_prompt(seq, pb.Layout(**asdict(layout_of(16))))
 
     def load() -> list[Outcome]:
-        return prompt.load(seq.kv.initial_keys(), [0, 1]).result(600).outcomes
+        return prompt.load(seq.kv.initial_keys, [0, 1]).result(600).outcomes
 
     def is_out() -> bool:
         stats = converter.stats()
@@ -322,7 +319,7 @@ def test_a_store_that_refused_is_found_again_without_a_load(monkeypatch: pytest.
         return stats is not None and stats.is_out
 
     for _ in range(2):
-        prompt.load(seq.kv.initial_keys(), [0, 1]).result(600)
+        prompt.load(seq.kv.initial_keys, [0, 1]).result(600)
     give_up = time.monotonic() + 600
     while not is_out():  # the circuit breaker counts a failure after its caller has the result
         time.sleep(0.001)

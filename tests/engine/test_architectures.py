@@ -1,11 +1,15 @@
 """Further architectures: tokens of transformers' `generate` in float32, or one sentence that says why not."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
@@ -35,7 +39,7 @@ def run(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
     return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
-@pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "mixtral", "glm4", "llama4", "gemma4"])
+@pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "mixtral", "glm4", "llama4", "gemma4", "gpt_oss"])
 def test_equals_generate(architecture: str, checkpoint: Callable[..., Path], generate: Generate) -> None:
     path = checkpoint(architecture, dtype="float32")
     expected = generate(path, prompts(), NEW_TOKENS)
@@ -45,6 +49,31 @@ def test_equals_generate(architecture: str, checkpoint: Callable[..., Path], gen
         engine = Engine(EngineConfig(model=str(path), num_blocks=64, max_num_batched_tokens=size))
         assert run(engine, prompts()) == expected
         assert run(engine, prompts()) == expected, "with a warm prefix cache"
+
+
+def quantize(path: Path, **settings: Any) -> None:
+    """Replace the experts' weights of a gpt-oss checkpoint by random ones in MXFP4: pairs of 4 bits, an exponent for 32."""
+    tensors, random = load_file(path / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=random, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 124, shape, generator=random, dtype=torch.uint8)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept, **settings}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_weights_in_mxfp4(checkpoint: Callable[..., Path], generate: Generate, tmp_path: Path) -> None:
+    plain = checkpoint("gpt_oss", dtype="float32")
+    path, reference = (shutil.copytree(plain, tmp_path / name) for name in ("model", "reference"))
+    quantize(path)
+    quantize(reference, dequantize=True)  # without it, transformers asks for accelerate
+    expected = generate(reference, prompts(), NEW_TOKENS)
+    assert expected != generate(plain, prompts(), NEW_TOKENS)
+    assert run(Engine(EngineConfig(model=str(path), num_blocks=64)), prompts()) == expected
 
 
 def test_context_ends_with_the_first_chunk(checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:

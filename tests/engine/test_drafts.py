@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.step import StepPlan
 from pdserve.request import SamplingParams
 from tests.oracle import Oracle
 
@@ -86,7 +87,7 @@ def test_other_sampling(
     oracle = engine.drafter = Oracle(zip(prompts, expected, strict=True))
     answers, accepted = run(engine, prompts, params)
     assert answers == expected
-    assert (max(accepted) > 1) == (oracle.num_proposed > 0) == ("seed" in sampling), "others need more than logits"
+    assert max(accepted) > 1 and oracle.num_proposed > 0
 
 
 def test_a_stop_token_among_drafts_ends_the_output(
@@ -108,8 +109,8 @@ def test_drafts_take_no_room_of_others(checkpoint: Callable[..., Path], prompts:
     engine = make_engine(checkpoint("llama"), max_num_batched_tokens=len(prompts) + 3)
 
     class Eager:
-        def propose(self, seqs: list[Any]) -> dict[Any, list[int]]:
-            return {seq: [1] * 50 for seq in seqs}
+        def propose(self, plan: StepPlan) -> dict[Any, list[int]]:
+            return {seq: [1] * 50 for seq in plan.counts if seq.takes_drafts}
 
     engine.drafter = Eager()
     planned, step = list[tuple[int, int]](), engine.runner.step

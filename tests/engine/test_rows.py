@@ -24,7 +24,7 @@ from pdserve.kernels import native
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "phi3", "qwen3_moe"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "phi3", "qwen3_moe", "gpt_oss"]
 ARCHITECTURES += ["gpt2", "llama4"]
 SLOW_ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "gemma4")
 CASES = [  # of llama in both types, of each other architecture in one

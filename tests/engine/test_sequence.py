@@ -28,6 +28,13 @@ def sequence(prompt: int, output: int = 0, initial: int | None = None, **samplin
     return Sequence.new("r", tokens, prompt, initial or prompt, params, b"root", BLOCK, stop_token_ids=frozenset({9}))
 
 
+def test_initial_keys_include_the_partial_block_but_no_later_output() -> None:
+    kv = sequence(6, output=4, initial=7).kv
+    assert kv.initial_keys == [kv.full_keys()[0], *kv.prefix_keys([7])]
+    kv = sequence(8).kv
+    assert kv.initial_keys == kv.full_keys()
+
+
 @pytest.mark.parametrize(
     ("seq", "reason"),
     [

@@ -28,7 +28,7 @@ from pdserve.request import SamplingParams
 if not native.is_available():
     pytest.skip("no C++ kernels", allow_module_level=True)
 
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "qwen3_moe"]
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "qwen3_moe", "gpt_oss"]
 
 
 def decode_logits(engine: Engine, counts: list[int]) -> list[torch.Tensor]:

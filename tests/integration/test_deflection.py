@@ -73,7 +73,7 @@ def test_an_idle_prefill_instance_decodes_and_says_so(
         deploy(
             model="demo",
             paced=str(tmp_path / "profile.json"),
-            itl_target_ms=200,
+            itl_target_ms=100,  # a step of twelve sequences takes 123
             ttft_target_ms=60_000,
             local_prefill_tokens=None,
         ) as deployment,

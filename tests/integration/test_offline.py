@@ -18,11 +18,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0
 SMALL = {"num_blocks": 256, "threads": 1}
 
 
-def children() -> set[str]:
-    """Return the ids of this process's children that run pdserve."""
-    listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = {pid for file in listed for pid in file.read_text().split()}
-    return {pid for pid in pids if b"pdserve" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+def children(parent: str = str(os.getpid())) -> set[str]:
+    """Return the ids of a process's children that run pdserve; for a preloaded parent, those of its children besides."""
+    found = set()
+    for pid in {pid for file in Path(f"/proc/{parent}/task").glob("*/children") for pid in file.read_text().split()}:
+        if b"pdserve" in (command := Path(f"/proc/{pid}/cmdline").read_bytes()):
+            found |= {pid} | (children(pid) if b"pdserve.cli.fork_server" in command else set())
+    return found
 
 
 def segments() -> set[str]:
@@ -114,7 +116,7 @@ def test_disaggregated_equals_transformers(path: Path, prompts: list[list[int]],
     before = children(), segments()
     with LLM(str(path), prefill=1, decode=1, local_prefill_tokens=0, **SMALL) as llm:
         check_tokens(llm, path, prompts, generate)
-        assert len(children() - before[0]) == 3 and segments() - before[1]
+        assert len(children() - before[0]) == 4 and segments() - before[1]
     assert (children(), segments()) == before
     llm.close()
 

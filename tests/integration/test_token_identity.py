@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "qwen3_moe", "gpt_oss"]
 CONNECTORS = [
     "shm",
     "shm?codec=lz4",

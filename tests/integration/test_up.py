@@ -284,16 +284,22 @@ def test_metrics_of_one_request(up: Up, client: openai.OpenAI) -> None:
         assert sum(value for key, value in delta.items() if SOURCES in key) == 2 * delta["pdserve_prompt_tokens_total"]
 
 
+def children_of(pid: int) -> list[int]:
+    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout
+    return [int(child) for child in listed.split()]
+
+
 def test_ctrl_c_leaves_no_process_and_no_shared_memory() -> None:
     def run(arguments: list[str]) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "pdserve", *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    with running_up(run) as up:  # with processes of its own, none of them forked
+    with running_up(run) as up:  # with processes of its own, and not of the tests' fork server
         body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
         assert "Paris" in httpx.post(f"{up.url}/v1/completions", json=body).json()["choices"][0]["text"]
-        children = subprocess.run(["pgrep", "-P", str(up.process.pid)], capture_output=True, text=True).stdout.split()
-        assert len(children) == 3
+        (parent,) = children_of(up.process.pid)
+        children = [parent, *children_of(parent)]
+        assert len(children) == 4
         up.process.send_signal(signal.SIGINT)
         output, _ = up.process.communicate(timeout=600)
     assert up.process.returncode == 0

@@ -20,6 +20,9 @@ COUNTERS = {
     "kv_cache_blocks_held": 4.0,
     series("prompt_tokens_by_source", source="computed"): 20.0,
     series("prompt_tokens_by_source", source="loaded"): 5.0,
+    "spec_decode_num_draft_tokens": 9.0,
+    series("spec_decode_num_accepted_tokens_per_pos", position="0"): 4.0,
+    series("spec_decode_num_accepted_tokens_per_pos", position="1"): 2.0,
 }
 
 
@@ -54,6 +57,9 @@ def test_an_instance() -> None:
         "vllm:num_requests_waiting": 2,
         "vllm:kv_cache_usage_perc": 0.4,
         "vllm:prompt_tokens_total": 25,
+        "vllm:spec_decode_num_draft_tokens_total": 9,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total/0": 4,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total/1": 2,
     }
 
 

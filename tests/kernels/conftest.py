@@ -27,6 +27,12 @@ class Case:
     q_THD: torch.Tensor
     k_TGD: torch.Tensor
     v_TGD: torch.Tensor
+    sinks_H: torch.Tensor | None = None
+
+    def with_sinks(self) -> "Case":
+        """The same with attention sinks of 1 to 3 logits, which take a visible part of the weight."""
+        sinks = torch.linspace(1, 3, self.q_THD.shape[1], dtype=torch.float32, device=self.q_THD.device)
+        return replace(self, sinks_H=sinks)
 
     @property
     def cache_N2GBD(self) -> torch.Tensor:
@@ -35,7 +41,7 @@ class Case:
     def expected(self, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
         cache_N2GBD = self.cache_N2GBD.float()
         reference.write_kv(cache_N2GBD, self.k_TGD.float(), self.v_TGD.float(), self.batch.slots_T)
-        return reference.attend(self.q_THD.float(), cache_N2GBD, self.batch, scale, window, softcap)
+        return reference.attend(self.q_THD.float(), cache_N2GBD, self.batch, scale, window, softcap, self.sinks_H)
 
     def attend_spans(
         self, spans: list[tuple[int, int]], scale: float, window: int | None, softcap: float | None
@@ -51,7 +57,7 @@ class Case:
             tables_SM=self.batch.tables_SM.expand(len(spans), -1),
         )
         q_THD = torch.cat([self.q_THD[first:end] for first, end in spans])
-        return batch.kernel.attend(q_THD, self.cache_N2GBD, batch, scale, window, softcap)
+        return batch.kernel.attend(q_THD, self.cache_N2GBD, batch, scale, window, softcap, self.sinks_H)
 
     def poison_out_of_window(self, window: int | None) -> None:
         """Overwrite KV outside of every new token's window with NaN, as if the blocks had been reused."""

@@ -29,10 +29,10 @@ def check(case: Any, window: int | None, softcap: float | None) -> None:
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     case.poison_out_of_window(window)
     for use_amx in (False, True):
-        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, use_amx)
+        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, case.sinks_H, use_amx)
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    again = reference.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap)
+    again = reference.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, case.sinks_H)
     torch.testing.assert_close(again.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -49,6 +49,16 @@ def test_head_sizes(
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 4), (6, 2), (8, 2), (14, 2), (8, 1), (16, 1)])
 def test_head_counts(dtype: torch.dtype, heads: int, kv_heads: int, make_case: Callable[..., Any]) -> None:
     check(make_case(dtype, heads, kv_heads, 32, 16, RAGGED, cpu), 90, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "size"), [(4, 64), (4, 80), (34, 64)])
+def test_sinks(dtype: torch.dtype, heads: int, size: int, make_case: Callable[..., Any]) -> None:
+    for window, softcap in WINDOWS_AND_CAPS:
+        case = make_case(dtype, heads, 2, size, 16, [*RAGGED, (3, 1100), (1, 1100)], cpu)
+        without = case.expected(size**-0.5, window, softcap)
+        assert (case.with_sinks().expected(size**-0.5, window, softcap) - without).abs().max() > 0.2
+        check(case.with_sinks(), window, softcap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,16 +89,16 @@ def test_large_scores_stay_finite(dtype: torch.dtype, make_case: Callable[..., A
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "block_size", "window", "softcap"),
+    ("heads", "kv_heads", "size", "block_size", "window", "softcap", "sinks"),
     [
-        (6, 2, 64, 16, None, None),
-        (8, 1, 128, 16, None, 30.0),
-        (3, 3, 20, 16, None, None),
-        (6, 2, 80, 8, 300, None),
-        (14, 2, 32, 100, 100, 20.0),
-        (2, 1, 16, 16, 2300, None),
-        (4, 4, 64, 32, 2300, None),
-        (16, 1, 96, 16, 300, 20.0),
+        (6, 2, 64, 16, None, None, False),
+        (8, 1, 128, 16, None, 30.0, False),
+        (3, 3, 20, 16, None, None, True),
+        (6, 2, 80, 8, 300, None, True),
+        (14, 2, 32, 100, 100, 20.0, False),
+        (2, 1, 16, 16, 2300, None, False),
+        (4, 4, 64, 32, 2300, None, True),
+        (16, 1, 96, 16, 300, 20.0, True),
     ],
 )
 def test_a_row_depends_on_its_own_history_only(
@@ -99,11 +109,13 @@ def test_a_row_depends_on_its_own_history_only(
     block_size: int,
     window: int | None,
     softcap: float | None,
+    sinks: bool,
     make_case: Callable[..., Any],
 ) -> None:
     """Bit for bit the same in one prefill, in chunks, in decode alone and beside others, and with any number of threads."""
     tokens = 2600 if window == 2300 else 1200  # beyond the splits and windows of each kernel
     case = make_case(dtype, heads, kv_heads, size, block_size, [(tokens, tokens)], cpu)
+    case = case.with_sinks() if sinks else case
     case.q_THD.mul_(20)  # scores large enough that the maximum of a row changes often
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
 

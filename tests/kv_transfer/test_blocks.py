@@ -42,7 +42,7 @@ def test_close_waits_for_a_copy_in_progress() -> None:
 
 
 def test_the_end_of_an_operation_is_told_before_its_result_and_once() -> None:
-    operation = Operation("match", [], [], time.monotonic() + 60, lambda operation: operation.matched)
+    operation: Operation[int] = Operation("match", [], [], time.monotonic() + 60)
     told: list[tuple[int | None, bool]] = []
     operation.on_end = lambda _, result: told.append((result, operation.done()))
     operation.complete()

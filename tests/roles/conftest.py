@@ -114,6 +114,8 @@ class FakeContext:
     def now(self) -> float:
         return self.time
 
+    def send_outputs(self) -> None: ...
+
     def close_job(self, job: Job) -> None:
         self.closed.append(job)
 
@@ -121,11 +123,7 @@ class FakeContext:
         key = name, ",".join(labels.values())
         self.counts[key] = self.counts.get(key, 0) + value
 
-    def record_transfer(self, blocks: int, seconds: float) -> None: ...
-
-    def count_prompt_sources(self, sources: dict[str, int]) -> None:
-        for source, tokens in sources.items():
-            self.count("sources", tokens, source=source)
+    def record_transfer(self, nbytes: int, seconds: float, now: float) -> None: ...
 
 
 class RoleInstance:

@@ -252,7 +252,7 @@ def test_a_missing_block_of_the_window_means_computing_the_prompt(
     job = decode.submit(pb.DECODE, LONG, TOKENS)
     report(decode, job, len(keys), first_token=tokens[0], final=True)
     decode.end(good=good, then=Outcome.MISSING)
-    assert decode.context.counts["sources", "computed"] == computed
+    assert decode.context.counts["prompt_tokens_by_source", "computed"] == computed
     rows.clear()
     decode.run()
     assert job.seq.output.tokens[len(LONG) :].tolist() == tokens

@@ -63,8 +63,8 @@ class FakeContext:
         self.failed_blocks = 0.0
         self.recorded: list[tuple[int, float]] = []
 
-    def record_transfer(self, blocks: int, seconds: float) -> None:
-        self.recorded.append((blocks, seconds))
+    def record_transfer(self, nbytes: int, seconds: float, now: float) -> None:
+        self.recorded.append((nbytes, seconds))
 
     def now(self) -> float:
         return self.time
@@ -72,13 +72,13 @@ class FakeContext:
     def post(self, work: Callable[[], None]) -> None:
         work()
 
+    def send_outputs(self) -> None: ...
+
     def close_job(self, job: Job) -> None: ...
 
     def count(self, name: str, value: float, **labels: str) -> None:
         assert name == "kv_transfer_given_up_blocks"
         self.failed_blocks += value
-
-    def count_prompt_sources(self, sources: dict[str, int]) -> None: ...
 
 
 def new_job() -> Job:

@@ -283,6 +283,9 @@ class ScriptedBackend:
             raise self.script.error
         self.drained.append((instance_id, role))
 
+    def reset_prefix_cache(self, now_ms: int) -> tuple[list[str], list[str]]:
+        return ["decode-0", "prefill-0"], ["shm"]
+
     def generates(self, ids: list[int], finish_reason: str | None = "length", **script: Any) -> None:
         """Script one token per chunk, the same for every choice."""
         chunks = [Output([token_id]) for token_id in ids]

@@ -149,7 +149,7 @@ class NixlConnector(BatchedConnector):
         return self._submit_after_steps(operation, lambda: self._locate_and_get(blocks, copied))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        operation = Operation("release", keys, [], self._deadline(0), self._finish_match)
+        operation: Operation[int] = Operation("release", keys, [], self._deadline(0))
         copied = list(tickets)
         self._submit(operation, lambda: self._notify_owners(self._tickets.release(copied)))
 

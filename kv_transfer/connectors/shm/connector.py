@@ -9,7 +9,7 @@ other block lengths are removed by the next process that attaches.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import ClassVar
@@ -61,7 +61,7 @@ class ShmConnector(BatchedConnector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, follows=True)
+        return replace(super().capabilities, follows=True, stores_growing=self.codec_name == "none")
 
     def configure(self, query: Query) -> None:
         self._name = _segment_name(self.url)
@@ -78,6 +78,23 @@ class ShmConnector(BatchedConnector):
         for start in range(0, len(blocks), step):
             self._put_group(blocks[start : start + step], lease_s)
 
+    def put_growing(self, blocks: Sequence[Outgoing], lease_s: float) -> Generator[None, int, None]:
+        claimed: list[tuple[Outgoing, int]] = []
+        written: list[tuple[Outgoing, int, bytes]] = []
+        num_bytes = yield
+        try:
+            for start in range(0, len(blocks), _GROUP_BLOCKS):
+                claimed += self._claim(blocks[start : start + _GROUP_BLOCKS], lease_s)
+            while num_bytes < self.memory.layout.block_bytes:
+                for block, slot in claimed:
+                    block.copy_front(self._slab.payload(slot), num_bytes)
+                    self._slab.grow(slot, num_bytes)
+                num_bytes = yield
+            for block, slot in claimed:
+                written.append((block, slot, block.copy_front(self._slab.payload(slot), num_bytes)))
+        finally:
+            self._publish_or_free(claimed, written, lease_s)
+
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         for block in blocks:
             name = self.namespace + block.key
@@ -90,6 +107,8 @@ class ShmConnector(BatchedConnector):
             header, payload = self._slab.header(slot), self._slab.payload(slot)
             if not self.codec.is_identity:
                 payload = payload[: payload_length(header)]
+            elif block.front_of == slot and block.accept_rest(header, payload):
+                continue
             if block.accept(header, [payload]) is Outcome.CORRUPT and not (
                 self._slab.holds(slot, header) and header[NAME] == name
             ):
@@ -99,6 +118,15 @@ class ShmConnector(BatchedConnector):
         for key in keys:
             self._slab.check_length()
             yield self._slab.find(self.namespace + key) is not None
+
+    def read_ahead(self, blocks: Sequence[Incoming]) -> bool:
+        has_read = False
+        for block in blocks if self.codec.is_identity else ():
+            slot = self._slab.find_growing(self.namespace + block.key) if block.front_of is None else block.front_of
+            if slot is None:
+                break
+            has_read |= block.read_front(self._slab.front(slot), slot)
+        return has_read
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         with self._slab.locked(self.timeout):

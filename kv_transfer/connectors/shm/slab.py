@@ -1,7 +1,8 @@
 """Slab of block slots in a shared-memory segment: lookup, claim, publish, lease and eviction. `segment.py` makes segments.
 
     superblock    4096 bytes: the segment's geometry, and a counter for numbering its users
-    records       one per slot, 128 bytes: state, owner, lease, and the header of the block in the slot
+    records       one per slot, 128 bytes: state, owner, lease, and the header of the block in the slot. While it is being
+                  written, it has no header, but a name, and how many leading bytes of the payload are there
     payloads      one per slot, the block's bytes, page-aligned
 
 Life cycle of a slot: FREE → WRITING (claimed by a user, which copies the payload without a lock) → READY → FREE or WRITING.
@@ -56,7 +57,11 @@ _SUPERBLOCK = struct.Struct("<8sIIQQ")  # magic, version, ways, sets, block byte
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 _WORD = struct.Struct("<Q")  # owner and state
-_RECORD = struct.Struct("<QddQ96x")  # word (owner and state), lease end, last use, holders
+# Word (owner and state), lease end, last use, holders or, while it is being written, leading bytes of the payload.
+_RECORD = struct.Struct("<QddQ96x")
+_GROWTH = struct.Struct("<Q32s")  # these bytes, namespace and key
+_GROWTH_AT: Final = 24
+_GROWING_NAME_AT: Final = 32
 _RECORDS = np.dtype([("word", "<u8"), ("end", "<f8"), ("rest", "V112")])
 _SET = struct.Struct("<" + WAYS * "Qdd104x")
 _LEASE = struct.Struct("<ddQ")
@@ -162,17 +167,29 @@ class Slab:
 
     # Called without the lock.
 
-    def find(self, name: bytes) -> int | None:
+    def find(self, name: bytes, name_at: int = _NAME_AT, state: int = _READY) -> int | None:
         """Return the READY slot with this namespace and key, or None. Call `check_length` before, unless the lock is held."""
         for start in self._starts(name):
             records = self._records(start)
             at = records.find(name)
             while at >= 0:
                 index, offset = divmod(at, RECORD_BYTES)
-                if offset == _NAME_AT and records[index * RECORD_BYTES] == _READY:
+                if offset == name_at and records[index * RECORD_BYTES] == state:
                     return start + index
                 at = records.find(name, at + 1)
         return None
+
+    def find_growing(self, name: bytes) -> int | None:
+        """Return a slot into which this block is being written, or None."""
+        return self.find(name, _GROWING_NAME_AT, _WRITING)
+
+    def front(self, slot: int) -> Row:
+        """Return what is there of a payload that is being written. If it is that of another block by now, it is any bytes."""
+        return self.payload(slot)[: self._record(slot)[3]]
+
+    def grow(self, slot: int, num_bytes: int) -> None:
+        """Show how many leading bytes of a claimed slot's payload are there."""
+        _WORD.pack_into(self._map, _record_at(slot) + _GROWTH_AT, num_bytes)
 
     def header(self, slot: int) -> bytes:
         at = _record_at(slot) + _HEADER_AT
@@ -208,6 +225,7 @@ class Slab:
         if slot is None:
             slot = self._evictable_slot(name)
         if slot is not None:
+            _GROWTH.pack_into(self._map, _record_at(slot) + _GROWTH_AT, 0, name)
             self._set_word(slot, _WRITING)
             self._writing.add(slot)
         return slot

@@ -13,7 +13,8 @@ from pdserve.errors import SetupError
 from pdserve.kv_spec import KVSpec
 
 GROUP = "pdserve.architectures"
-OURS = ("chunked-attention", "class-head", "latent-attention")  # missed where the package was updated but not installed
+# Missed where the package was updated but not installed.
+OURS = ("attention-sinks", "chunked-attention", "class-head", "latent-attention")
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ def pack_experts(model: torch.nn.Module) -> int:
                 "the weights of %s are not packed, which is slower: it computes other products", type(module).__name__
             )
     for module in packed:  # after all are allocated: neighbours share pages
+        _row_products.pop(module, None)  # the trial called torch's products with the plain weights
         for value in vars(module).values():
             if isinstance(value, linear.PackedWeight):
                 memory.huge_pages(value.data, written=True)

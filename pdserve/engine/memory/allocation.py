@@ -1,5 +1,8 @@
 """Allocation of an engine's KV memory: as many blocks as are configured, or as the memory of the device allows."""
 
+import math
+import mmap
+
 import torch
 
 from pdserve.config import EngineConfig, parse_size
@@ -37,10 +40,14 @@ def allocate(checkpoint: Checkpoint, config: EngineConfig, kernel: Kernel, step_
 
 
 def zeroed_blocks(checkpoint: Checkpoint, count: int, device: torch.device) -> torch.Tensor:
-    """Return new memory for `count` blocks, [count, X]."""
-    blocks_NX = torch.empty((count, checkpoint.layout.block_numbers), dtype=checkpoint.dtype, device=device)
+    """Return new memory for `count` blocks, [count, X]. On CPUs the system clears each page when it is first used."""
+    shape_NX = (count, checkpoint.layout.block_numbers)
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape_NX, dtype=checkpoint.dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape_NX) * checkpoint.dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    blocks_NX = torch.frombuffer(memory, dtype=checkpoint.dtype).view(shape_NX)
     huge_pages(blocks_NX)
-    return blocks_NX.zero_()
+    return blocks_NX
 
 
 def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:

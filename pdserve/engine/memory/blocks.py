@@ -3,7 +3,7 @@
 The pool counts references, and is the prefix cache, from which it evicts. A block is in exactly one of three states:
     free     unreferenced, without a key
     cached   unreferenced, with a key: a prefix hit revives it, an allocation may evict it (least recently used first)
-    held     referenced by one or more holders (sequences, transfers in flight)
+    held     referenced by one or more holders (sequences, transfers in flight), or pinned: never evicted until a reset
 
 Blocks are also promised, to sequences that have some already and whose other KV does not exist yet. What such sequences have
 and are promised is together never more than the pool. Only running sequences may take promised blocks, and these end without
@@ -47,6 +47,8 @@ class BlockPool:
         num_shared: blocks with several holders.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
+        pinned: blocks to which the pool itself has a reference.
+        max_pinned: how many blocks may be pinned.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -61,6 +63,8 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self.listeners: list[BlockListener] = []
+        self.pinned: set[int] = set()
+        self.max_pinned = num_blocks
 
     @property
     def num_free(self) -> int:
@@ -74,7 +78,8 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_free
+        """Number of blocks that have holders, without the pinned ones."""
+        return self.num_blocks - self.num_free - len(self.pinned)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -141,6 +146,24 @@ class BlockPool:
             for listener in self.listeners:
                 listener.store(key, parent, tokens)
 
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep the blocks of the longest prefix of `keys` that is here from eviction, as far as `max_pinned` allows."""
+        for block in self.match(keys):
+            if block not in self.pinned and len(self.pinned) < self.max_pinned:
+                self.pinned.add(block)
+                self.hold([block])
+
+    def reset(self) -> None:
+        """Forget all keys and pins: held blocks stay with their holders, but nobody finds them any more."""
+        pinned, self.pinned = self.pinned, set()
+        self.release([*pinned])
+        self._free.extend(self._cached)
+        self._cached.clear()
+        keys, self._block_of, self._key_of = [*self._block_of], {}, {}
+        for key in keys:
+            for listener in self.listeners:
+                listener.remove(key)
+
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and that keys and blocks agree."""
         free, cached = set(self._free), set(self._cached)
@@ -148,8 +171,9 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached and not held & (free | cached), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert min(self.refs) >= 0 and self.num_promised >= 0
         assert self.num_shared == sum(count > 1 for count in self.refs)
+        assert self.pinned <= held and len(self.pinned) <= self.max_pinned, "a pinned block was released"
+        assert min(self.refs) >= 0 and self.num_promised >= 0
         assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
         assert cached <= self._key_of.keys() and not free & self._key_of.keys()
 
@@ -189,6 +213,7 @@ class SequenceKV:
         tokens: of the sequence, whose output appends to them.
         num_initial: number of tokens at creation: the prompt, and the output that another instance had generated.
         chain: computes the keys.
+        initial_keys: those of all blocks of the initial tokens, a partial last block included.
         block_ids: one per block of tokens. The first `num_dropped` entries are void.
         num_dropped: leading blocks released because they lie outside the attention window of every later token.
         num_computed: leading tokens whose KV is in `block_ids`.
@@ -212,6 +237,7 @@ class SequenceKV:
     block_size: int
     num_initial: int
     chain: KeyChain
+    initial_keys: list[bytes] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
     num_dropped: int = 0
     num_promised: int = 0
@@ -255,11 +281,6 @@ class SequenceKV:
         if first <= len(self.tokens):
             self.keys += self.prefix_keys(range(first, len(self.tokens) + 1, self.block_size))
         return self.keys
-
-    def initial_keys(self) -> list[bytes]:
-        """Return the keys of all blocks of the initial tokens, a partial last block included."""
-        full, rest = divmod(self.num_initial, self.block_size)
-        return self.full_keys()[:full] + self.prefix_keys([self.num_initial] if rest else [])
 
     def prefix_keys(self, ends: Sequence[int]) -> list[bytes]:
         """Return the key of the first n tokens for each n of `ends`, which must ascend."""
@@ -318,9 +339,15 @@ class SequenceKV:
         """Allocate the blocks that all tokens need, and `further` tokens after them."""
         self._take(pool, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))
 
-    def take_promised(self, pool: BlockPool, stop: int) -> None:
-        """Allocate those of the promised blocks that are before index `stop`, as far as there are free ones."""
+    def take_promised(self, pool: BlockPool, num_tokens: int = 0, stop: int = 0) -> int:
+        """Allocate promised blocks before index `stop` and of the next `num_tokens` tokens, as far as there are free ones.
+
+        Returns:
+            of how many of these tokens it has the blocks.
+        """
+        stop = max(stop, pool.blocks_for(self.num_computed + num_tokens))
         self._take(pool, min(stop - len(self.block_ids), self.num_promised, pool.num_free))
+        return min(num_tokens, len(self.block_ids) * self.block_size - self.num_computed)
 
     def promise(self, pool: BlockPool, count: int) -> None:
         """Promise it `count` further blocks, or so many fewer if that is negative."""
@@ -341,6 +368,12 @@ class SequenceKV:
         pool.release([source])
         self.block_ids[index] = target
         return [(source, target)]
+
+    def take_room(self, pool: BlockPool) -> BlockPairs:
+        """Make room for all tokens: allocate blocks, and return which one is to be copied first, see `copy_on_write`."""
+        copies = self.copy_on_write(pool)
+        self.grow(pool)
+        return copies
 
     def drop_blocks(self, pool: BlockPool, stop: int) -> None:
         """Release the blocks before index `stop`, to which no later token attends."""
@@ -364,9 +397,11 @@ class SequenceKV:
         """Keep the blocks from being registered for prefix hits."""
         self.cacheable = False
 
-    def admit(self) -> None:
-        """Record that the sequence has joined the running batch."""
+    def admit(self, pool: BlockPool) -> BlockPairs:
+        """Join the running batch, with room for all tokens, see `take_room`; a prompt may be promised what it lacks."""
         self.admitted = True
+        has_room = self.num_promised and not self.is_decoding and self.blocks_needed(pool) <= self.num_promised
+        return [] if has_room else self.take_room(pool)
 
     def mark_computed(self, num_tokens: int) -> None:
         """Record that `num_tokens` more tokens have KV."""

@@ -22,6 +22,12 @@ def section_views(blocks_NX: torch.Tensor, layout: Layout) -> list[torch.Tensor]
     return [part.unflatten(1, shape) for part, shape in zip(parts, layout.shapes, strict=True)]
 
 
+def _final_bytes(layout: Layout, spec: KVSpec) -> list[int]:
+    sizes = [math.prod(shape) * layout.itemsize for shape in layout.shapes]
+    starts = [sum(sizes[:section]) + at * (sizes[section] // layout.shapes[section][0]) for section, at in spec.places]
+    return [min(starts[layer + 1 :], default=layout.block_bytes) for layer in range(len(starts))]
+
+
 class KVMemory:
     """The tensors of a pool. Which of its blocks are in use is the `BlockPool`'s concern.
 
@@ -34,6 +40,7 @@ class KVMemory:
         pool_NX: all blocks, in the dtype of the model.
         sections: views of the pool, see `section_views`.
         caches: views of the pool by layer, see `PagedBatch`.
+        final_bytes: of each layer, the leading bytes of a block to which no later layer writes.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class KVMemory:
         self.sections = section_views(pool_NX, layout)
         caches = [layer_caches(section_NL2GBD) for section_NL2GBD in self.sections]
         self.caches = [caches[section][layer] for section, layer in spec.places]
+        self.final_bytes = _final_bytes(layout, spec)
         self._kernel = kernel
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pdserve.costs import Costs, attention_pairs
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.request import Tenant
 
 CREDIT_S = 0.5  # the most that a tenant can make up for
@@ -19,7 +20,7 @@ CREDITOR_SLOWDOWN = 1 / 8  # of its steps by those who have no credit: these adv
 
 @dataclass
 class StepBudget:
-    """Remaining budget of one step.
+    """Remaining budget of one step, and what it was spent for.
 
     Attributes:
         tokens: token limit over all sequences.
@@ -30,6 +31,8 @@ class StepBudget:
         shares: time that each tenant may add to the step; one that is missing is not limited.
         token_shares: tokens of each tenant, if together they ask for more than the limit; else empty.
         kept: tokens and seconds that are set aside for long prompts.
+        plan: the tokens that were allocated.
+        turn: number of the step, from which sequences know whose turn it is in the next one, if tenants are limited.
     """
 
     costs: Costs
@@ -41,20 +44,32 @@ class StepBudget:
     shares: dict[Tenant, float] = field(default_factory=dict)
     token_shares: dict[Tenant, int] = field(default_factory=dict)
     kept: dict[Sequence, tuple[int, float]] = field(default_factory=dict)
+    plan: StepPlan = field(default_factory=StepPlan)
+    turn: int = 0
 
     @classmethod
     def for_step(
-        cls, costs: Costs, tokens: int, decoding: Collection[Sequence], itl: float | None, min_chunk: int
+        cls,
+        costs: Costs,
+        tokens: int,
+        decoding: Collection[Sequence],
+        itl: float | None,
+        min_chunk: int,
+        plan: StepPlan,
     ) -> "StepBudget":
         """Return the budget of a step in which `decoding` decode, forecast to take at most `itl` seconds (None: no limit)."""
-        base = costs.decode[0] if decoding else costs.prefill[0]
-        if itl is None or not decoding:
-            return cls(costs, tokens, base=base)
-        seconds = costs.step_seconds(len(decoding), sum(map(len, decoding)))
-        return cls(costs, tokens, itl - seconds, min_chunk, base=base)
+        budget = cls(costs, tokens, base=costs.decode[0] if decoding else costs.prefill[0], plan=plan)
+        if itl is not None and decoding:
+            budget.prompt_seconds = itl - costs.step_seconds(len(decoding), sum(map(len, decoding)))
+            budget.min_chunk = min_chunk
+        return budget
 
     def share(
-        self, demands: Collection[Sequence], tokens_now: Mapping[Tenant, float], creditors: Collection[Tenant]
+        self,
+        demands: Collection[Sequence],
+        tokens_now: Mapping[Tenant, float],
+        creditors: Collection[Tenant],
+        turn: int,
     ) -> None:
         """Limit the time and the tokens of each tenant to its share of the step.
 
@@ -62,6 +77,7 @@ class StepBudget:
             demands: all that could run if their tenant were alone; for time, see `step_shares`.
             tokens_now: how many tokens of each tenant could be computed in this step: what no other can use is not kept.
             creditors: tenants that have credit.
+            turn: number of the step.
         """
         if sum(tokens_now.values()) > self.tokens:
             granted = split(self.tokens, tokens_now)
@@ -73,7 +89,7 @@ class StepBudget:
             if chunk := min(seq.kv.num_uncomputed, tokens[seq.tenant]):
                 tokens[seq.tenant] -= chunk
                 seconds[seq.tenant] += self.seconds(seq, chunk)
-        self.shares = step_shares(self.base, seconds, creditors)
+        self.shares, self.turn = step_shares(self.base, seconds, creditors), turn
 
     def has_share(self, tenant: Tenant) -> bool:
         """Return whether a tenant may have further tokens computed in this step."""
@@ -101,7 +117,7 @@ class StepBudget:
         return room
 
     def allocate(self, seq: Sequence) -> int:
-        """Return how many tokens of a sequence the step computes, and take them off the budget."""
+        """Plan as many tokens of a sequence as there is room for, and return their number."""
         if (kept := self.kept.pop(seq, None)) is not None:
             self._take(seq, -kept[0], -kept[1])
             self.min_chunk = max(self.min_chunk, kept[0])
@@ -112,6 +128,9 @@ class StepBudget:
             if not seq.kv.is_decoding:
                 self.min_chunk = 0
             self._take(seq, count, self.seconds(seq, count))
+            self.plan.counts[seq] = count
+            if self.shares:
+                seq.take_turn(self.turn)
         return count
 
     def keep_half(self, seq: Sequence) -> None:

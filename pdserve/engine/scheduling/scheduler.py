@@ -104,16 +104,15 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_pauses = 0
         self.unreserved: Sequence | None = None
-        self._by_tenant: dict[Tenant, dict[Sequence, None]] = {}  # in the order in which they came
+        # In the order in which they came, each with the tokens to compute when it was queued without blocks.
+        self._by_tenant: dict[Tenant, dict[Sequence, int]] = {}
         self._credit = Credit()
         self._num_steps = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
-        self._by_tenant.setdefault(seq.tenant, {})[seq] = None
-        if not seq.kv.block_ids:
-            hits = self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
-            seq.expect(len(seq) - len(hits) * self.pool.block_size)
+        hits = [] if seq.kv.block_ids else self.pool.match(seq.usable_keys)
+        self._by_tenant.setdefault(seq.tenant, {})[seq] = len(seq) - len(hits) * self.pool.block_size
         insort(self.loaded if seq.kv.block_ids else self.waiting, seq, key=_RANK)
 
     def fork(
@@ -173,6 +172,11 @@ class Scheduler:
             self._admit(output, budget)
             if self._has_rivals and not (output.swap_in or output.paused):
                 self._make_room(output)
+        if self.pool.num_promised:
+            for seq, count in [*output.plan.counts.items()]:
+                if (most := seq.kv.take_promised(self.pool, count)) < count:
+                    output.plan.counts[seq] = most
+            output.plan.counts = {seq: count for seq, count in output.plan.counts.items() if count > 0}
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
@@ -288,23 +292,22 @@ class Scheduler:
         for seq in self.running:
             if not (output.storing_paused and seq.stores_kv):
                 (decoding if seq.kv.is_decoding else prompts).append(seq)
-        budget = StepBudget.for_step(
-            self.costs, self.max_num_batched_tokens, decoding, self.itl_target, self.pool.block_size
-        )
+        most, plan = self.max_num_batched_tokens, output.plan
+        budget = StepBudget.for_step(self.costs, most, decoding, self.itl_target, self.pool.block_size, plan)
         if len(self._by_tenant) < 2:
             for seq in decoding:
-                self._schedule(seq, output, budget)
+                budget.allocate(seq)
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
             return budget
-        creditors = self._credit.creditors(self._by_tenant.keys())
-        budget.share([*decoding, *prompts, *self._queued()], self._tokens_now([*decoding, *prompts]), creditors)
+        creditors, demands = self._credit.creditors(self._by_tenant.keys()), [*decoding, *prompts]
+        budget.share([*demands, *self._queued()], self._tokens_now(demands), creditors, self._num_steps)
         order = self.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
         for seq in [*overdue, *sorted(decoding, key=lambda seq: seq.turn)] if budget.shares else decoding:
-            self._schedule(seq, output, budget)
+            budget.allocate(seq)
         for seq in prompts:
             if not output.preempted:
                 self._admit(output, budget, below=order(seq)[0])
@@ -322,17 +325,18 @@ class Scheduler:
             budget.keep_half(seq)
             for other in shorter:
                 if budget.room(other) and (other in self.running or self._overtakes(other, output)):
-                    self._schedule(other, output, budget)
-        self._schedule(seq, output, budget)
+                    budget.allocate(other)
+        budget.allocate(seq)
 
     def _shorter(self, seq: Sequence, limit: int, output: SchedulerOutput) -> list[Sequence]:
         """Return the prompts that go before one that does not end in this step, the shortest first."""
         queued = [] if output.preempted else [*self.loaded, *self.waiting]
+        sizes = self._by_tenant[seq.tenant]
         shorter = [
             (size, other)
             for other in (*self.running, *queued)
-            if 1 < (size := other.kv.num_uncomputed if other.kv.block_ids else other.size) <= limit
-            and other.tenant == seq.tenant
+            if other.tenant == seq.tenant
+            and 1 < (size := other.kv.num_uncomputed if other.kv.block_ids else sizes[other]) <= limit
             and other.rank < seq.rank + ARRIVALS_PER_PRIORITY
             and other is not seq
             and not (other in output.plan.counts or (output.storing_paused and other.stores_kv))
@@ -347,7 +351,7 @@ class Scheduler:
         if seq.kv.block_ids:
             if seq.kv.blocks_needed(self.pool) > self.pool.num_free:
                 return False
-            self._leave_loaded(seq)
+            self.loaded.remove(seq)
         else:
             first = self.waiting[0]
             if first is not seq and first.overtaken >= MAX_OVERTAKEN:
@@ -357,18 +361,9 @@ class Scheduler:
             self.waiting.remove(seq)
             if first is not seq and not self._fits(first):
                 first.let_pass()
-        self._run(seq, output)
+        output.block_copies += seq.kv.admit(self.pool)
+        insort(self.running, seq, key=_RANK)
         return True
-
-    def _schedule(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
-        count = budget.allocate(seq)
-        if seq.kv.num_promised:
-            seq.kv.take_promised(self.pool, self.pool.blocks_for(seq.kv.num_computed + count))
-            count = min(count, len(seq.kv.block_ids) * self.pool.block_size - seq.kv.num_computed)
-        if count:
-            output.plan.counts[seq] = count
-            if budget.shares:
-                seq.take_turn(self._num_steps)
 
     def _queued(self) -> Iterator[Sequence]:
         """Yield sequences that do not run, of each tenant as many as there are slots: if it were alone, they would."""
@@ -407,8 +402,7 @@ class Scheduler:
                 self._preempt(victim, self.running, output)
             if seq in victims:
                 return
-        output.block_copies += seq.kv.copy_on_write(self.pool)
-        seq.kv.grow(self.pool)
+        output.block_copies += seq.kv.take_room(self.pool)
 
     def _last_to_run(self, tenant: Tenant) -> Sequence:
         """Return the newest running sequence of the tenant of the highest level; of this one if no other is above it."""
@@ -436,7 +430,7 @@ class Scheduler:
             output.swap_out += pairs
         output.plan.counts.pop(seq, None)
         seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
-        seq.expect(len(seq))
+        self._by_tenant[seq.tenant][seq] = len(seq)
         insort(self.waiting, seq, key=_RANK)
         self.num_preemptions += 1
 
@@ -452,19 +446,17 @@ class Scheduler:
                 continue
             if len(self.running) >= self.max_num_seqs and (victim := self._giving_way(seq.tenant)) is not None:
                 self._pause(victim, output, budget)
-            self._run(seq, output)
+            if seq.kv.swapped is not None:
+                output.swap_in += self.swap_space.swap_in(seq)
+                seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
+            output.block_copies += seq.kv.admit(self.pool)
+            insort(self.running, seq, key=_RANK)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
-                (self._schedule if seq.kv.is_decoding else self._schedule_prompt)(seq, output, budget)
+                if seq.kv.is_decoding:
+                    budget.allocate(seq)
+                else:
+                    self._schedule_prompt(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
-
-    def _run(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Run a sequence that has left its queue, and has its blocks or is promised them."""
-        if seq.kv.swapped is not None:
-            output.swap_in += self.swap_space.swap_in(seq)
-            seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
-        output.block_copies += seq.kv.copy_on_write(self.pool)
-        seq.kv.admit()
-        insort(self.running, seq, key=_RANK)
 
     def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Take the slot of a running sequence, which keeps its blocks."""
@@ -491,7 +483,7 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits]))
+        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys))
         return needed + self._watermark(seq) <= self.pool.num_spare
 
     def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
@@ -514,7 +506,7 @@ class Scheduler:
             if seq.kv.swapped is not None:
                 computed = seq.kv.swapped.num_tokens
             else:
-                hits = [] if seq.kv.block_ids else self.pool.match(seq.kv.full_keys()[: seq.num_usable_hits])
+                hits = [] if seq.kv.block_ids else self.pool.match(seq.usable_keys)
                 computed = seq.kv.num_computed + len(hits) * self.pool.block_size
             is_prompt = len(seq) - computed > 1
             has_time = has_time and (not is_prompt or budget.min_chunk > 0 or budget.affordable(computed) > 0)
@@ -531,7 +523,7 @@ class Scheduler:
             self.waiting.remove(waiting)
             return waiting
         if first_loaded is not None:
-            self._leave_loaded(first_loaded)
+            self.loaded.remove(first_loaded)
         return first_loaded
 
     def _reserve_waiting(self, seq: Sequence) -> bool:
@@ -540,11 +532,6 @@ class Scheduler:
         first = 0 if swapped is None else swapped.first_block
         now = 1 if swapped is None and not seq.kv.needs_refetch else None
         return self.reserve(seq, most, len(seq), first_block=first, watermark=watermark, num_now=now)
-
-    def _leave_loaded(self, seq: Sequence) -> None:
-        self.loaded.remove(seq)
-        if seq.kv.is_decoding or not seq.kv.num_promised:
-            seq.kv.grow(self.pool)
 
     def _queues(self, budget: StepBudget, below: float) -> tuple[list[Sequence], Sequence | None, Order]:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""

@@ -21,7 +21,7 @@ from pdserve.tools.bench.datasets import draw_load
 from pdserve.tools.bench.load import Target
 from pdserve.tools.bench.metrics import summarize
 from pdserve.tools.bench.requests import Request, counted
-from pdserve.tools.bench.server import find_model, read_breakdown
+from pdserve.tools.bench.server import acceptance, find_model, read_breakdown, read_drafts
 from pdserve.tools.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wilson
 from pdserve.tools.bench.sweep import Search, Trial, is_saturated
 from pdserve.tools.bench.vocabulary import Vocabulary, load_vocabulary
@@ -135,12 +135,14 @@ def measure_once(benchmark: Benchmark) -> tuple[dict[str, Any], list[page.Chart]
     """Play the load once, print the report, and return its figures, charts, and whether any request succeeded."""
     config = benchmark.config
     requests = requests_of(benchmark, config.request_rate, config.seed)
+    drafts = read_drafts(benchmark.target.url)
     with progress("requests", len(requests)) as show:
         played = play(requests, benchmark.target, config.client_processes, show)
     played.samples = counted(played.samples, config.warmup_requests)
     figures = _figures(benchmark, played) | {"request_rate": _rate(config.request_rate)}
     if benchmark.is_ours:
         figures["ttft_breakdown"] = read_breakdown(benchmark.target.url, played.samples)
+        figures |= acceptance(drafts, read_drafts(benchmark.target.url)) or {}
     figures["warnings"] = _warnings(requests, played)
     text = report.as_text(figures, benchmark.metrics, benchmark.percentiles)
     print(text)

@@ -11,6 +11,13 @@ from pdserve.tools.bench.requests import Sample
 from pdserve.tools.bench.slo import is_good
 
 SHOWN = 0.01  # share of tokens that came together, from which the report says so
+DRAFTS = {
+    "Acceptance rate (%):": "acceptance_rate",
+    "Acceptance length:": "acceptance_length",
+    "Drafts:": "num_drafts",
+    "Draft tokens:": "draft_tokens",
+    "Accepted tokens:": "accepted_tokens",
+}
 HEADINGS = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -31,6 +38,9 @@ def as_text(figures: dict[str, Any], metrics: Sequence[str], percentiles: Sequen
         names = ("outside_router", "queue", "prefill", "hand_over")
         rows = [(f"Mean {name.replace('_', ' ')} (ms):", parts.get(f"mean_{name}_ms")) for name in names]
         lines += [f"{' TTFT by part, and the hand-over after it ':-^50}", *_lines(rows)]
+    if "spec_decode_num_drafts" in figures:
+        rows = [(label, figures[f"spec_decode_{name}"]) for label, name in DRAFTS.items()]
+        lines += [f"{'Speculative Decoding':-^50}", *_lines(rows)]
     client = [
         ("P50 lag (ms):", figures["p50_client_lag_ms"]),
         ("P99 lag (ms):", figures["p99_client_lag_ms"]),

@@ -1,6 +1,8 @@
 """What the client asks a server besides the load: its models, and the timelines of requests where the server is ours."""
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,9 @@ from pdserve.errors import SetupError
 from pdserve.tools.bench.requests import Sample
 
 TIMELINES = 200  # requests whose timelines are read, spread over the run
+DRAFTS = re.compile(
+    r"^pdserve_spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total(?:{.*})? (\S+)$", re.M | re.ASCII
+)
 PARTS = {  # of a timeline: the stages at which a part begins and ends
     "queue": ("received", "prefill_started"),
     "prefill": ("prefill_started", "first_token"),
@@ -41,6 +46,32 @@ def find_model(url: str, headers: dict[str, str], wanted: str) -> dict[str, Any]
             return model
     names = ", ".join(model["id"] for model in models) or "none"
     raise SetupError(f"{url} has no model {wanted!r}; it has {names}" if wanted else f"{url} serves no model yet")
+
+
+def read_drafts(url: str) -> Counter[str]:
+    """Return how many drafts, draft_tokens and accepted_tokens a server has counted so far, if it is ours."""
+    try:
+        answer = httpx.get(f"{url}/metrics", headers=admin_headers(), timeout=30.0)
+    except httpx.HTTPError:
+        return Counter()
+    found = Counter[str]()
+    for name, value in DRAFTS.findall(answer.text if answer.status_code == 200 else ""):
+        found[name] += int(float(value))
+    return found
+
+
+def acceptance(before: Counter[str], after: Counter[str]) -> dict[str, Any] | None:
+    """Return what became of the drafts between two readings, under vLLM's names; None if there were none."""
+    drafts, proposed, accepted = (after[name] - before[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    if drafts <= 0 or proposed <= 0:
+        return None
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / proposed,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": proposed,
+        "spec_decode_accepted_tokens": accepted,
+    }
 
 
 def read_breakdown(url: str, samples: Sequence[Sample]) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ class EngineThread(Instance):
                 self.reporter.update(self._by_sequence.values(), 0, ends[step])
                 first = step + 1
         self._advance(starts[first:], ends[first:])
-        self._send_outputs()
+        self.send_outputs()
 
     def _heartbeat_updates(self, starts: Sequence[float]) -> list[int]:
         """Return the indices of the steps with these beginnings after which the heartbeat is updated."""

@@ -79,5 +79,5 @@ def test_a_package_that_was_not_installed_again_is_reported(
 ) -> None:
     monkeypatch.setattr(plugins, "entry_points", lambda **_: ())
     plugins.load.cache_clear()
-    with pytest.raises(SetupError, match=r"pdserve.architectures has no 'chunked-attention'; installed are"):
+    with pytest.raises(SetupError, match=r"pdserve.architectures has no 'attention-sinks'; installed are"):
         engine_of(checkpoint("llama"))

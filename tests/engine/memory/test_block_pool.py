@@ -47,6 +47,26 @@ def test_releasing_more_often_than_holding_fails() -> None:
         pool.release(blocks)
 
 
+def test_pinned_blocks_are_not_evicted_before_a_reset() -> None:
+    pool = BlockPool(5, 16)
+    pool.max_pinned = 2
+    blocks = pool.allocate(4)
+    for i, block in enumerate(blocks):
+        pool.register(block, key(i))
+    pool.pin([key(0), key(9), key(1)])
+    assert pool.pinned == {blocks[0]}, "a prefix, as far as it is here"
+    pool.pin([key(i) for i in range(4)])
+    assert pool.pinned == {*blocks[:2]}, "no more than max_pinned"
+    pool.release(blocks[1:])
+    assert (pool.num_held, pool.num_free) == (0, 3), "a pinned block counts as neither"
+    pool.release(pool.allocate(3))
+    assert pool.match([key(i) for i in range(4)]) == blocks[:2]
+    pool.reset()
+    assert pool.match([key(0)]) == [] and pool.num_held == 1, "its holder keeps it, and nobody finds it"
+    pool.release(blocks[:1])
+    assert len(pool.allocate(5)) == 5
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random allocations, shares, registrations and releases against a model of the holders."""
 
@@ -95,10 +115,22 @@ class PoolMachine(RuleBasedStateMachine):
     def evict_all(self) -> None:
         self.pool.release(self.pool.allocate(self.pool.num_free))
 
+    @precondition(lambda self: self.next_key > 0)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        self.pool.max_pinned = 4
+        self.pool.pin([key(data.draw(st.integers(0, self.next_key - 1)))])
+
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset()
+        assert not self.pool.match([key(i) for i in range(self.next_key)][:1])
+        self.next_key = 0
+
     @invariant()
     def intact(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.num_held == len({block for held in self.holders for block in held})
+        assert self.pool.num_held == len({block for held in self.holders for block in held} - self.pool.pinned)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

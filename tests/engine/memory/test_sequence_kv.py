@@ -8,8 +8,8 @@ from pdserve.keys import KeyChain, token_array
 BLOCK = 4
 
 
-def new_kv(prompt: int, output: int = 0, initial: int | None = None) -> SequenceKV:
-    return SequenceKV(token_array(range(prompt + output)), BLOCK, initial or prompt, KeyChain(b"root"))
+def new_kv(prompt: int) -> SequenceKV:
+    return SequenceKV(token_array(range(prompt)), BLOCK, prompt, KeyChain(b"root"))
 
 
 def test_keys_cover_full_blocks_and_grow_with_the_tokens() -> None:
@@ -18,12 +18,6 @@ def test_keys_cover_full_blocks_and_grow_with_the_tokens() -> None:
     assert len(first) == 2
     kv.tokens.extend([10, 11])
     assert kv.full_keys()[:2] == first and len(kv.full_keys()) == 3
-
-
-def test_initial_keys_include_the_partial_block_but_no_later_output() -> None:
-    kv = new_kv(6, output=4, initial=7)
-    assert kv.initial_keys() == [kv.full_keys()[0], *kv.prefix_keys([7])]
-    assert new_kv(8).initial_keys() == new_kv(8).full_keys()
 
 
 def test_dropped_blocks_are_not_held() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pdserve.costs import Costs
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
@@ -21,7 +22,7 @@ def sequence(tokens: int, computed: int) -> Sequence:
 
 
 def budget(itl: float | None, decoding: int, tokens: int = 2048, costs: Costs = COSTS) -> StepBudget:
-    return StepBudget.for_step(costs, tokens, [sequence(100, 99)] * decoding, itl, min_chunk=16)
+    return StepBudget.for_step(costs, tokens, [sequence(100, 99)] * decoding, itl, min_chunk=16, plan=StepPlan())
 
 
 def test_time_is_unlimited_without_target_or_decoding_sequences() -> None:

@@ -48,7 +48,7 @@ class Decode:
     def reserve(self) -> None:
         for prompt in self.loading:
             if prompt.seq.kv.block_ids:
-                prompt.seq.kv.take_promised(self.pool, prompt.announced)
+                prompt.seq.kv.take_promised(self.pool, stop=prompt.announced)
         for prompt in sorted(self.loading, key=lambda one: one.seq.rank):
             tokens, now = prompt.seq.kv.num_initial + 1, prompt.announced
             waits = now and not prompt.seq.kv.block_ids

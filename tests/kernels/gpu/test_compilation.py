@@ -21,7 +21,7 @@ WHILE_KERNELS_CHANGE = pytest.mark.until_recorded("kernels/gpu")
 DTYPES, SIZES = ("bf16", "fp16", "fp32"), (32, 64, 80, 96, 128, 256, 512)
 POINTERS = {
     **dict.fromkeys(("out", "q", "k", "v", "cache", "y", "x", "weight", "bias"), "*bf16"),
-    **dict.fromkeys(("part_o", "part_m", "part_l"), "*fp32"),
+    **dict.fromkeys(("part_o", "part_m", "part_l", "sinks"), "*fp32"),
     **dict.fromkeys(("tables", "starts", "kv_lens", "slots"), "*i32"),
     **dict.fromkeys(("target", "target_ids", "source", "source_ids"), "*i64"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
@@ -93,6 +93,7 @@ def attend(
     repeats: int = 4,
     capped: bool = False,
     windowed: bool = True,
+    sinks: bool = False,
 ) -> Compiled:
     from pdserve.kernels.gpu import triton_kernels
 
@@ -100,7 +101,7 @@ def attend(
     padded = triton.next_power_of_2(size)
     options = triton_kernels.tuning_of(decode, invariant, repeats, padded, itemsize, SHARED_KIB[processor] << 10)
     constants = {name: options.pop(name) for name in ("ROWS", "TOKENS")} | {"DECODE": decode, "SPLIT": split}
-    constants |= {"CAPPED": capped, "WINDOWED": windowed, "WIDEN": False, "R": repeats, "B": 16}
+    constants |= {"CAPPED": capped, "WINDOWED": windowed, "SINKS": sinks, "WIDEN": False, "R": repeats, "B": 16}
     constants |= {"SEQS": triton_kernels.SLOT_SEQS, "D": size, "D_PAD": padded}
     return compiled(triton_kernels._attend, processor, constants, dtype, **options)
 
@@ -126,7 +127,7 @@ def test_phases_of_invariant_attention_have_the_same_arithmetic(processor: int, 
     kernels = [attend(processor, size, decode=decode, split=split, invariant=True) for decode, split in variants]
     assert re.findall(MMA, kernels[0].ptx)
     assert all(re.findall(MMA, kernel.ptx) == re.findall(MMA, kernels[0].ptx) for kernel in kernels)
-    constants = {"WINDOWED": True, "SEQS": triton_kernels.SLOT_SEQS, "D": size, "D_PAD": size}
+    constants = {"WINDOWED": True, "SINKS": False, "SEQS": triton_kernels.SLOT_SEQS, "D": size, "D_PAD": size}
     kernels.append(compiled(triton_kernels._combine, processor, constants, num_warps=1, enable_fp_fusion=False))
     for kernel in kernels:
         kernel.check(processor)

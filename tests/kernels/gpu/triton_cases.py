@@ -64,22 +64,22 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "size", "block_size", "lengths", "window", "softcap"),
+    ("dtype", "heads", "kv_heads", "size", "block_size", "lengths", "window", "softcap", "sinks"),
     [
-        (torch.float32, 4, 1, 80, 16, MIXED, None, 20.0),
-        (torch.float32, 8, 1, 256, 16, DECODE, None, None),
-        (torch.float32, 40, 1, 32, 16, LONG, None, None),  # more heads of one token than a tile has rows
-        (torch.float32, 4, 2, 32, 16, TILES, 30, 20.0),
-        (torch.float16, 8, 2, 64, 16, MIXED, None, None),
-        (torch.bfloat16, 4, 2, 64, 16, LONG, 550, 20.0),
+        (torch.float32, 4, 1, 80, 16, MIXED, None, 20.0, False),
+        (torch.float32, 8, 1, 256, 16, DECODE, None, None, False),
+        (torch.float32, 40, 1, 32, 16, LONG, None, None, True),  # more heads of one token than a tile has rows
+        (torch.float32, 4, 2, 32, 16, TILES, 30, 20.0, True),
+        (torch.float16, 8, 2, 64, 16, MIXED, None, None, False),
+        (torch.bfloat16, 4, 2, 64, 16, LONG, 550, 20.0, False),
         *slow(
-            (torch.float32, 4, 4, 32, 16, MIXED, None, None),
-            (torch.float32, 8, 2, 64, 8, MIXED, 20, None),
-            (torch.float32, 8, 4, 128, 32, DECODE, 16, 30.0),
-            (torch.float32, 4, 2, 32, 16, LONG, None, None),
-            (torch.float32, 4, 2, 32, 16, LONG, 550, 20.0),
-            (torch.float32, 4, 2, 32, 16, TILES, None, None),
-            (torch.bfloat16, 8, 4, 128, 16, MIXED, None, None),
+            (torch.float32, 4, 4, 32, 16, MIXED, None, None, False),
+            (torch.float32, 8, 2, 64, 8, MIXED, 20, None, False),
+            (torch.float32, 8, 4, 128, 32, DECODE, 16, 30.0, False),
+            (torch.float32, 4, 2, 32, 16, LONG, None, None, False),
+            (torch.float32, 4, 2, 32, 16, LONG, 550, 20.0, False),
+            (torch.float32, 4, 2, 32, 16, TILES, None, None, False),
+            (torch.bfloat16, 8, 4, 128, 16, MIXED, None, None, False),
         ),
     ],
 )
@@ -92,27 +92,29 @@ def test_attention(
     lengths: list[tuple[int, int]],
     window: int | None,
     softcap: float | None,
+    sinks: bool,
     make_case: Callable[..., Any],
     kernel: Kernel,
 ) -> None:
     case = make_case(dtype, heads, kv_heads, size, block_size, lengths, kernel, DEVICE)
+    case = case.with_sinks() if sinks else case
     expected = case.expected(size**-0.5, window, softcap)
     kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     case.poison_out_of_window(window)
-    got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, size**-0.5, window, softcap)
+    got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, size**-0.5, window, softcap, case.sinks_H)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.usefixtures("exact_dot")
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "size", "window", "softcap"),
+    ("dtype", "heads", "kv_heads", "size", "window", "softcap", "sinks"),
     [
-        (torch.float16, 2, 1, 64, 150, 20.0),
+        (torch.float16, 2, 1, 64, 150, 20.0, True),
         *slow(
-            (torch.bfloat16, 6, 2, 32, None, None),
-            (torch.float16, 3, 1, 20, 200, None),
-            (torch.float16, 1, 1, 256, None, None),
+            (torch.bfloat16, 6, 2, 32, None, None, False),
+            (torch.float16, 3, 1, 20, 200, None, False),
+            (torch.float16, 1, 1, 256, None, None, False),
         ),
     ],
 )
@@ -123,6 +125,7 @@ def test_a_row_depends_on_its_own_history_only(
     size: int,
     window: int | None,
     softcap: float | None,
+    sinks: bool,
     make_case: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_row_depends_on_its_own_history_only(
     monkeypatch.setattr(triton_kernels, "MIN_SPLIT_TOKENS", 64)  # without invariance, a lone row would be split by it
     tokens = 300
     case = make_case(dtype, heads, kv_heads, size, 16, [(tokens, tokens)], INVARIANT, DEVICE)
+    case = case.with_sinks() if sinks else case
     case.q_THD.mul_(2)  # so that the maximum of a row changes often, yet many tokens count
     INVARIANT.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
 

@@ -62,15 +62,18 @@ def test_with_an_itl_target_decode_takes_prompts_that_would_wait() -> None:
 
 
 def test_an_idle_prefill_instance_keeps_a_request_that_decode_would_serve_more_slowly() -> None:
-    prefill = Candidate("prefill", costs=MACHINE, itl_target=0.05)
-    decode = Candidate("decode", 60, context_tokens=60_000, costs=MACHINE, token_bytes=1000, itl_target=0.05)
+    prefill = Candidate("prefill", costs=MACHINE, itl_target=0.015)
+    decode = Candidate("decode", 60, context_tokens=60_000, costs=MACHINE, token_bytes=1000, itl_target=0.015)
     request = PlacementRequest(1000, output_tokens=100)
     placement = place(prefill, decode, request, None, 1.0)
     assert (placement.way, placement.reason) == ("prefill", "idle")
     assert place(prefill, decode, request, None, 0.2).way == "split", "prefill has no time to spare"
     assert place(prefill, decode, request, None).way == "split", "there is no target"
+    generous = [replace(one, itl_target=0.05) for one in (prefill, decode)]
+    assert place(*generous, request, None, 1.0).way == "split", "decode meets the ITL target"
     decode.replace_load(NO_LOAD, Load(-56, context_tokens=-56_000))
-    assert place(prefill, decode, request, None, 1.0).way == "split", "decode is nearly as fast"
+    strict = [replace(one, itl_target=0.004) for one in (prefill, decode)]
+    assert place(*strict, request, None, 1.0).way == "split", "decode is nearly as fast"
     decode.replace_load(NO_LOAD, Load(56, context_tokens=56_000))
     assert place(replace(prefill, itl_target=math.inf), decode, request, None, 1.0).way == "split", (
         "prompts would stall it"

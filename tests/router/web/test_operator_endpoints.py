@@ -104,6 +104,10 @@ def test_drains_and_role_changes(client: Client, backend: ScriptedBackend) -> No
     for path in ("drain", "role"):  # like a cross-site request to a router without keys
         assert client.post(f"{orders}/{path}", {"role": "prefill"}).status_code == 415
     assert len(backend.drained) == 2
+    assert client.post("/admin/prefix_cache/reset", {}).status_code == 415
+    for path in ("/admin/prefix_cache/reset", "/reset_prefix_cache"):
+        answer = client.request("POST", path, **json_only)
+        assert answer.json() == {"pools": ["decode-0", "prefill-0"], "stores": ["shm"]}
     backend.fails(Conflict("it is the last one", kind="last_instance"))
     assert client.request("POST", f"{orders}/drain", **json_only).status_code == 409
 

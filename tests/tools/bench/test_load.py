@@ -16,7 +16,7 @@ from pdserve.tools.bench.load import Load, Target
 from pdserve.tools.bench.metrics import summarize
 from pdserve.tools.bench.report import as_text
 from pdserve.tools.bench.requests import Request, Sample
-from pdserve.tools.bench.server import read_breakdown
+from pdserve.tools.bench.server import acceptance, read_breakdown, read_drafts
 
 Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 METRICS = ["ttft", "tpot", "itl", "e2el"]
@@ -230,3 +230,28 @@ def test_a_hand_over_that_decode_did_not_need_has_no_time(monkeypatch: pytest.Mo
     samples = [Sample(0, 0.0, ended=1, token_times=[0.1], status=200, request_id=one) for one in timelines]
     found = read_breakdown("http://server", samples)
     assert found is not None and found["mean_hand_over_ms"] == 10.0 and found["mean_prefill_ms"] == 15.0
+
+
+def test_accepted_drafts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([(2, 8, 8), (12, 48, 28)])
+
+    def metrics(url: str, **_: Any) -> httpx.Response:
+        names = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+        return httpx.Response(
+            200,
+            text="\n".join(
+                f'pdserve_spec_decode_num_{name}_total{{instance="{one}"}} {value / 2}'
+                for name, value in zip(names, [*next(counts), 99], strict=True)
+                for one in "ab"
+            ),
+        )
+
+    monkeypatch.setattr(httpx, "get", metrics)
+    before = read_drafts("http://server")
+    found = acceptance(before, read_drafts("http://server"))
+    assert found is not None and found["spec_decode_num_drafts"] == 10
+    steady = Sample(0, 0.0, ended=0.4, token_times=[0.1, 0.2], status=200, output_tokens=2)
+    figures = summarize([steady], {}, METRICS, [50], [0.1])
+    text = as_text(figures | found, METRICS, [50])
+    assert re.search(r"Acceptance rate \(%\): +50\.00", text) and re.search(r"Acceptance length: +3\.00", text)
+    assert acceptance(before, before) is None and "Speculative" not in as_text(figures, METRICS, [50])

@@ -60,13 +60,23 @@ def test_decode_takes_prompts_of_a_burst_within_its_itl_target() -> None:
     assert longest_gap(elastic) < 1.05 * ITL_TARGET_MS / 1e3
 
 
-def test_an_idle_prefill_instance_decodes() -> None:
-    stream = [Request(i, 200, ((f"prompt-{i}", 100),), input_tokens=100, at=0.1 * i) for i in range(40)]
-    fixed, _ = simulate(stream, None, local_prefill_tokens=0)
-    elastic, placements = simulate(stream, ITL_TARGET_MS)
+STREAM = [Request(i, 200, ((f"prompt-{i}", 100),), input_tokens=100, at=0.1 * i) for i in range(40)]
+
+
+def test_an_idle_prefill_instance_decodes_if_decode_would_miss_the_target() -> None:
+    target_ms = 20.0  # 16 streams on decode meet it, and not more
+    fixed, _ = simulate(STREAM, None, local_prefill_tokens=0)
+    elastic, placements = simulate(STREAM, target_ms)
     assert ("prefill", "idle") in placements
     assert elastic.seconds < 0.9 * fixed.seconds, "two instances decode"
-    assert longest_gap(elastic) < 1.05 * ITL_TARGET_MS / 1e3
+    assert longest_gap(elastic) < longest_gap(fixed)
+
+
+def test_targets_that_are_met_anyway_cost_nothing() -> None:
+    fixed, _ = simulate(STREAM, None)
+    elastic, placements = simulate(STREAM, ITL_TARGET_MS)
+    assert placements == {("split", "forecast")}
+    assert [one.token_times for one in elastic.samples] == [one.token_times for one in fixed.samples]
 
 
 def test_without_an_itl_target_no_stream_is_disturbed_for_another_request() -> None:

@@ -1,0 +1,147 @@
+"""The preloaded parent of `pdserve up`: what it forks is as what Popen starts, and ends as that does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.fork_server import ForkedProcess, ForkServer
+from pdserve.cli.supervisor import Child, Supervisor
+
+DECODE = [
+    "decode",
+    "--router",
+    "127.0.0.1:1",
+    "--connector",
+    "memory://",
+    "--kv-cache-memory",
+    "16MiB",
+    "--threads",
+    "1",
+]
+UP = f"""
+import sys
+from pdserve.cli.supervisor import Child, Supervisor
+with Supervisor([Child("decode-0", {DECODE})], on_line=lambda line: print(line, flush=True), preload=True) as supervisor:
+    print(supervisor._fork_server.process.pid, supervisor.child("decode-0").pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with closing(ForkServer()) as server:
+        yield server
+
+
+def run(server: ForkServer, *arguments: str, **environment: str) -> tuple[int, str]:
+    process = server.spawn(list(arguments), os.environ | environment)
+    assert process.stdout is not None
+    with process.stdout as output:
+        return process.wait(), output.read()
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.05)
+
+
+def serving(server: ForkServer) -> ForkedProcess:
+    process = server.spawn(DECODE, os.environ)
+    assert process.stdout is not None
+    assert any("not reachable" in line for line in process.stdout)  # so it has its signal handlers
+    return process
+
+
+def test_output_and_exit_codes_are_those_of_the_command(server: ForkServer) -> None:
+    import pdserve
+
+    assert run(server, "version") == (0, f"{pdserve.__version__}\n")
+    code, output = run(server, "decode", "--model", "nowhere")
+    assert code == 2 and output.startswith("pdserve: model 'nowhere'")
+    assert run(server, "up", "--both", "0", "--prefill", "0", "--decode", "0")[0] == 2
+
+
+def test_the_parent_is_fit_to_fork(server: ForkServer) -> None:
+    run(server, "version")
+    process = Path(f"/proc/{server.process.pid}")
+    assert len(list((process / "task").iterdir())) == 1
+    assert sum(os.readlink(one).startswith("socket:") for one in (process / "fd").iterdir()) == 1
+    assert (process / "cmdline").read_bytes().rstrip(b"\0").count(b"\0") == 3  # python -m pdserve.cli.fork_server 4
+
+
+def test_signals_and_titles_are_those_of_a_process_of_its_own(server: ForkServer) -> None:
+    process = serving(server)
+    command = Path(f"/proc/{process.pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    assert [part.decode() for part in command] == [sys.executable, "-m", "pdserve", *DECODE]
+    assert os.getsid(process.pid) == process.pid
+    assert os.readlink(f"/proc/{process.pid}/fd/0") == "/dev/null"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.kill()
+    assert process.wait() == process.poll() == -signal.SIGKILL
+    process.send_signal(signal.SIGTERM)  # without effect
+
+    process = serving(server)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 0
+
+
+def test_the_environment_is_that_of_the_request(server: ForkServer) -> None:
+    widths = [
+        max(map(len, run(server, "health", "--help", COLUMNS=columns)[1].splitlines())) for columns in ("60", "90")
+    ]
+    assert widths == [60, 90]
+
+
+def test_a_crashed_child_is_forked_again_and_a_lost_parent_is_replaced() -> None:
+    lines: list[str] = []
+    with Supervisor([Child("decode-0", DECODE)], lines.append, preload=True) as supervisor:
+        child = supervisor.child("decode-0")
+
+        def is_again(pid: int) -> bool:
+            supervisor.check_children()
+            return child.running and child.pid != pid
+
+        first, parent = child.pid, supervisor._fork_server
+        assert parent is not None
+        os.kill(first, signal.SIGSEGV)
+        wait_until(lambda: is_again(first))
+        second = child.pid
+        assert supervisor._fork_server is parent and not is_alive(first)
+        assert any(line.startswith("[decode-0] exited (SIGSEGV); restarting") for line in lines)
+        parent.kill()
+        wait_until(lambda: is_again(second))
+        assert supervisor._fork_server is not parent and not is_alive(second)
+        last = child.pid
+    assert not is_alive(last)
+
+
+def test_it_can_be_stopped_while_it_loads() -> None:
+    with Supervisor([Child("decode-0", DECODE)], lambda line: None, preload=True) as supervisor:
+        server, process = supervisor._fork_server, supervisor.child("decode-0").process
+        assert server is not None and process is not None
+    assert server.process.returncode == -signal.SIGKILL and process.pid == 0
+
+
+def test_it_ends_with_its_supervisor() -> None:
+    with subprocess.Popen([sys.executable, "-c", UP], stdin=-1, stdout=-1, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pids = [int(pid) for pid in supervisor.stdout.readline().split()]
+        assert all(map(is_alive, pids))
+        supervisor.kill()
+        wait_until(lambda: not any(map(is_alive, pids)))
