@@ -1,5 +1,6 @@
 """Byte equality of the hand-over: every block on D equals the block on P, over real connectors."""
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,15 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
     (decode_job,) = decode.instance._jobs.values()
 
     prefill.instance.submit("r", pb.Submit(request_id="x", phase=pb.PREFILL, request=request))
-    # P frees the blocks after the last store, so record their ids after each step.
-    tables: list[list[int]] = [[]]
+    # P frees the blocks after the last store, so keep the table, to which each step adds some.
+    tables: list[array[int]] = []
     while not any(is_stored(o) for o in prefill.outputs):
         jobs = list(prefill.instance._jobs.values())
         if jobs and jobs[0].seq.kv.block_ids:
-            tables.append(list(jobs[0].seq.kv.block_ids))
+            tables.append(jobs[0].seq.kv.block_ids)
         prefill.instance.run_once(wait=not prefill.instance.engine.has_work)
     sent = section_views(prefill.instance.engine.runner.kv.pool_NX, prefill.instance.engine.layout)[0][
-        tables[-1]
+        tables[-1].tolist()
     ].clone()
     assert len(tables[-1]) == 44
     first = next(o.token_ids[0] for o in prefill.outputs if o.token_ids)
