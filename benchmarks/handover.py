@@ -184,7 +184,7 @@ def _measure(name: str, model: Path, settings: Settings, say: Callable[[str], No
 
 
 def _config(model: Path, connector: str, settings: Settings) -> UpConfig:
-    """Configure pools slightly larger than the longest prompt, so that the warm-up touches all of their memory."""
+    """Configure pools of twice the longest prompt: an instance has at most half of its pool in flight."""
     return UpConfig(
         local_prefill_tokens=0,
         model=str(model),
@@ -192,10 +192,9 @@ def _config(model: Path, connector: str, settings: Settings) -> UpConfig:
         port=free_port(),
         threads=settings.threads,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        num_blocks=_blocks(
-            max(settings.lengths) + (2 * ANSWER_TOKENS + NEW_TOKENS if settings.turns else OUTPUT_TOKENS)
-        )
-        + 2,
+        # Twice the longest: what is stored while it is computed may be in flight, too.
+        num_blocks=2
+        * _blocks(max(settings.lengths) + (2 * ANSWER_TOKENS + NEW_TOKENS if settings.turns else OUTPUT_TOKENS)),
         store_generated="on" if settings.turns else "auto",
     )
 

@@ -9,6 +9,10 @@ requests run with the reservations of engines without paging, one contiguous run
     oracle         exactly the request's final length, likewise unknown
 
 Gaps between the runs are not counted as waste.
+
+With prefill and decode on instances of their own, the simulator plays the same requests, and waste is what the instances'
+gauges say ten times a second: empty blocks, and the ends of last blocks. With one prefill instance, prefill is the bottleneck
+of the traces with long prompts and short answers; with eight, decode is.
 """
 
 import csv
@@ -23,12 +27,16 @@ import report
 from rich.console import Console
 
 from pdserve.cli.flags import command_from_config
-from pdserve.config import EngineConfig, flag
+from pdserve.config import EngineConfig, InstanceConfig, flag
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
+from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
 from pdserve.request import SamplingParams
+from pdserve.tools.bench.requests import Request as SimulatedRequest
+from pdserve.tools.simulator.model import InstanceModel
+from pdserve.tools.simulator.simulation import MODEL, Deployment, Simulation
 
 TRACES = Path(__file__).parent / "traces"
 
@@ -37,12 +45,21 @@ TRACES = Path(__file__).parent / "traces"
 class Settings(report.Settings):
     traces: str = flag("files in traces/, comma separated; default: all", "")
     requests: int = flag("of each trace", 1500)
+    handed_over: int = flag("requests of each trace with prefill and decode on instances of their own", 200)
     longest: int = flag("how many of the longest requests the memory could hold", 16)
     block_size: int = flag("tokens of a block", EngineConfig.block_size)
     max_num_batched_tokens: int = flag("tokens in one step at most", EngineConfig.max_num_batched_tokens)
 
 
-QUICK = {"traces": "azure-conv-2023", "requests": 60, "longest": 4}
+QUICK = {"traces": "azure-conv-2023", "requests": 60, "handed_over": 30, "longest": 4}
+TOKEN_BYTES = 320 * 1024
+PROFILE = Profile(
+    model="70B",
+    engine=EngineFacts(16, 16 * TOKEN_BYTES, 37_500, 8192, 64, 131_072),
+    step=StepModel(decode=((1, 0.015), (64, 0.028)), context_s=4e-8, prefill=((1, 0.015), (8192, 0.83)), pair_s=1e-9),
+    transfers={"rdma": TransferModel(1e-3, 2e10, 1e-3, 2e10, 4e11)},
+)
+FLEETS = (1, 1), (8, 1)  # prefill and decode instances
 
 
 @dataclass(frozen=True)
@@ -69,7 +86,7 @@ def benchmark(settings: Settings) -> None:
     """Measure the unused share of KV memory, with paging and with contiguous reservation."""
     settings = settings.sized(QUICK)
     names = settings.traces.split(",") if settings.traces else sorted(path.stem for path in TRACES.glob("*.csv"))
-    rows = []
+    rows, handed_over = [], []
     with Console(stderr=True).status("simulating") as status:
         for name in names:
             requests = _read(name)[: settings.requests]
@@ -79,8 +96,12 @@ def benchmark(settings: Settings) -> None:
                 status.update(f"{name}: {policy}")
                 moments = list(POLICIES[policy](requests, slots, longest, settings))
                 rows.append(_row(name, policy, slots, moments))
+            for prefill, decode in FLEETS:
+                status.update(f"{name}: {prefill}P+{decode}D")
+                handed_over += _hand_over(name, requests[: settings.handed_over], slots, prefill, decode, settings)
     report.show([_shown(row) for row in rows])
-    print(report.write("memory", settings, {"published": PUBLISHED, "rows": rows}))
+    report.show(handed_over)
+    print(report.write("memory", settings, {"published": PUBLISHED, "rows": rows, "handed_over": handed_over}))
 
 
 # Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, figure 2.
@@ -111,6 +132,45 @@ def _paged(requests: list[Request], slots: int, longest: int, settings: Settings
                 if seq.output.num_generated == wanted[seq]:
                     scheduler.remove(seq)
     pool.check_integrity()
+
+
+def _hand_over(
+    name: str, requests: list[Request], slots: int, prefill: int, decode: int, settings: Settings
+) -> list[dict[str, Any]]:
+    """Play the requests, all at once, to a simulated fleet whose decode instances have memory for `slots` tokens each."""
+    size = settings.block_size
+    model = InstanceModel.from_profile(PROFILE, "rdma", num_blocks=slots // size, block_size=size)
+    config = InstanceConfig(model=MODEL, max_num_batched_tokens=settings.max_num_batched_tokens)
+    simulation = Simulation(Deployment(prefill, decode, instance=config), model)
+    moments: dict[str, list[dict[str, float]]] = {"prefill": [], "decode": []}
+
+    def sample() -> None:
+        for one in simulation.instances.values():
+            one.catch_up()
+            moments[one.hello.role].append(dict(one.thread.reporter.heartbeat.counters))
+
+    simulation.clock.every(0.1, sample)
+    simulation.play([SimulatedRequest(i, one.output, ((str(i), one.input),), at=0.0) for i, one in enumerate(requests)])
+    rows = []
+    for role, counters in moments.items():
+        steady = counters[len(counters) // 4 : -(len(counters) // 4)]
+        total = {key: sum(moment[f"kv_cache_{key}"] for moment in steady) for key in GAUGES}
+        held = max(1.0, total["blocks_held"])
+        rows.append(
+            {
+                "trace": name,
+                "fleet": f"{prefill}P+{decode}D",
+                "instances": role,
+                "wasted_percent": round(100 * (total["blocks_empty"] + total["slots_behind_kv"] / size) / held, 2),
+                "empty_percent": round(100 * total["blocks_empty"] / held, 2),
+                "promised_percent": round(100 * total["blocks_promised"] / held, 2),
+                "held_percent": round(100 * total["blocks_held"] / total["blocks"], 2),
+            }
+        )
+    return rows
+
+
+GAUGES = "blocks", "blocks_held", "blocks_empty", "blocks_promised", "slots_behind_kv"
 
 
 def _sequence(i: int, request: Request, block_size: int) -> Sequence:

@@ -2,13 +2,16 @@
 
 The life of one request (phase DECODE) on the decode instance:
 
-    submit ─► reserve blocks for the prompt and one more token, in the scheduler's order; local prefix hits are kept. If every
-              layer has an attention window: only the blocks that the window of the last prompt token reaches
-    hand_over ─► the router reports blocks that prefill has stored: load them, chunk by chunk. Where the connector supports
-                 it, follow: start to load blocks while prefill is still storing them
+    hand_over ─► the router reports blocks that prefill has stored: take blocks for these and load them, chunk by chunk.
+                 Where the connector supports it, follow: start to load blocks while prefill is still storing them
               ─► the router reports the first token, and finally that no more blocks will come
            ─► all blocks loaded, or no more to come: join the engine's running batch with the first token
     on_step ─► report the tokens of each step, until the request finishes and its blocks are released
+
+A prompt gets its first blocks once the pool has room for all of it and one more token, in the scheduler's order; prefix hits
+are kept. The blocks that it does not have yet are promised to it: only running sequences may use them in the meantime. Until
+then its KV waits in the store. If every layer has an attention window, it gets no blocks but those that the window of the
+last prompt token reaches.
 
 Of several choices of one prompt, the first one loads it. The others share its KV when it joins the engine, and join once they
 have their own first tokens. If it ends before, the next one takes its place.
@@ -103,7 +106,9 @@ class Decoder:
             output if another turn may follow).
 
     Attributes:
-        unreserved: requests that have no blocks yet, by sequence.
+        waiting: requests that have no blocks yet, by sequence; of several choices the one that loads the prompt.
+        unreserved: those of which there is KV.
+        cramped: requests of which there is more KV than they have blocks for, likewise.
     """
 
     def __init__(
@@ -122,10 +127,12 @@ class Decoder:
         self._context = context
         self._store_generated = store_generated
         self._states: dict[Job, _DecodeState] = {}
+        self.waiting: dict[Sequence, _DecodeState] = {}
         self.unreserved: dict[Sequence, _DecodeState] = {}
+        self.cramped: dict[Sequence, _DecodeState] = {}
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
-        """Start a request: reserve its blocks or, in phase BOTH, fetch its prefix and queue it in the engine.
+        """Start a request: wait for its KV or, in phase BOTH, fetch its prefix and queue it in the engine.
 
         Args:
             converted: source of the prompt's blocks, if prefill's layout differs.
@@ -151,10 +158,8 @@ class Decoder:
                 job.seq.lead([other.seq for other in others])
             self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
         else:
-            if followers:
-                state.lead(followers)
-            self.unreserved[job.seq] = state
-            self.reserve()
+            self.waiting[job.seq] = state
+            state.lead(followers)
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
         """Handle the progress of prefill: stored blocks, the first token, or that no more blocks will come."""
@@ -176,24 +181,42 @@ class Decoder:
         if has_started:  # otherwise `_start` ends them, when the loads no longer need them
             self._end_leases(state, message.tickets)
         self._carry_out(state, actions)
+        if loading.lacks_room:
+            self.cramped[job.seq] = state
+        elif job.seq in self.waiting:
+            self.unreserved[job.seq] = state
+        else:
+            return
+        self.reserve()
 
     def reserve(self) -> None:
-        """Reserve blocks for waiting requests, in the scheduler's order. To be called whenever blocks were freed."""
-        scheduler = self._engine.scheduler
+        """Give blocks to requests whose KV is there. To be called whenever blocks were freed.
+
+        Those that have some get more, as many as are free; then those without any, in the scheduler's order.
+        """
+        scheduler, pool = self._engine.scheduler, self._engine.pool
+        for seq, state in [*self.cramped.items()]:
+            if state.loading.lacks_room:
+                seq.kv.take_promised(pool, stop=state.loading.wanted)
+                self._carry_out(state, state.loading.grown(len(seq.kv.block_ids)))
+            if not state.loading.lacks_room:
+                del self.cramped[seq]
         while self.unreserved:
             seq = scheduler.unreserved = min(self.unreserved, key=scheduler.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
             first = scheduler.num_out_of_window(seq.kv.num_initial - 1)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
             max_hit_blocks = seq.kv.num_initial // seq.kv.block_size
+            state, num_tokens = self.unreserved[seq], seq.kv.num_initial + 1
+            now = max(1, state.loading.wanted)
             if not scheduler.reserve(
-                seq, max_hit_blocks, seq.kv.num_initial + 1, first_block=first, respect_queue=True
+                seq, max_hit_blocks, num_tokens, first_block=first, respect_queue=True, num_now=now
             ):
                 return
-            state = self.unreserved.pop(seq)
+            del self.unreserved[seq], self.waiting[seq]
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
-            self._carry_out(state, state.loading.reserved(seq.kv.num_registered))
+            self._carry_out(state, state.loading.reserved(seq.kv.num_registered, len(seq.kv.block_ids)))
         scheduler.unreserved = None
 
     def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
@@ -371,7 +394,9 @@ class Decoder:
         job = state.job
         if job not in self._states:
             return
+        self.waiting.pop(job.seq, None)
         self.unreserved.pop(job.seq, None)
+        self.cramped.pop(job.seq, None)
         if self._engine.scheduler.unreserved is job.seq:
             self._engine.scheduler.unreserved = None
         loading = state.loading
@@ -382,7 +407,9 @@ class Decoder:
             heir, *others = state.followers
             state.followers, state.has_heir, heir.loader = [], True, None
             heir.lead(others)
-            self.unreserved[heir.job.seq] = heir
+            self.waiting[heir.job.seq] = heir
+            if heir.loading.is_announced:
+                self.unreserved[heir.job.seq] = heir
         if job.seq.kv.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:

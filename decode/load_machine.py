@@ -6,10 +6,10 @@
                              ▼  │ quiet            ▲       to come
                            REPEATING ── failed ────┘          ended, in any state ──► ENDED
 
-LOADING loads every block that is available, as soon as it is; a connector that can also follows blocks that prefill is still
-storing. In REPEATING, a following load has missed blocks that were not stored in time: they are loaded again once no
-transfer is under way that may still write to their rows. In BROKEN, a block could not be loaded, so later ones are of no
-use. "Quiet" means that no load is under way; "no more to come" is prefill's final report.
+LOADING loads every block that is available, as soon as it is and there is room for it in the pool; a connector that can
+also follows blocks that prefill is still storing. In REPEATING, a following load has missed blocks that were not stored in
+time: they are loaded again once no transfer is under way that may still write to their rows. In BROKEN, a block could not be
+loaded, so later ones are of no use. "Quiet" means that no load is under way; "no more to come" is prefill's final report.
 
 All numbers of blocks count leading blocks of the prompt, those outside of every later token's attention window included.
 """
@@ -34,7 +34,8 @@ class Event(StrEnum):
     """Inputs of the machine."""
 
     SKIPPED = "skipped"  # there is no hand-over: this instance computes the prompt
-    RESERVED = "reserved"  # the sequence has its blocks in the pool
+    RESERVED = "reserved"  # the sequence has blocks in the pool
+    GROWN = "grown"  # it has further ones
     REPORTED = "reported"  # prefill's progress: blocks, the first token, or that no more will come
     LOADED = "loaded"  # a load has ended with all its blocks
     MISSED = "missed"  # a following load has ended without a block that was not stored in time
@@ -49,11 +50,13 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.WAITING, Event.RESERVED): State.LOADING,
     (State.WAITING, Event.REPORTED): State.WAITING,
     (State.LOADING, Event.REPORTED): State.LOADING,
+    (State.LOADING, Event.GROWN): State.LOADING,
     (State.LOADING, Event.LOADED): State.LOADING,
     (State.LOADING, Event.MISSED): State.REPEATING,
     (State.LOADING, Event.FAILED): State.BROKEN,
     (State.LOADING, Event.READY): State.STARTED,
     (State.REPEATING, Event.REPORTED): State.REPEATING,
+    (State.REPEATING, Event.GROWN): State.REPEATING,
     (State.REPEATING, Event.LOADED): State.REPEATING,
     (State.REPEATING, Event.MISSED): State.REPEATING,
     (State.REPEATING, Event.FAILED): State.BROKEN,
@@ -103,6 +106,8 @@ class LoadMachine:
     Attributes:
         available: blocks that are in the KV store.
         coming: blocks that are in the store or being stored, if they are followed.
+        room: leading blocks for which the sequence has room in the pool.
+        is_announced: prefill has reported something.
         is_final: prefill will store no more blocks.
         has_started: the sequence has joined the engine, though it may have ended since.
     """
@@ -113,6 +118,8 @@ class LoadMachine:
         self.state = State.WAITING
         self.available = 0
         self.coming = 0
+        self.room = 0
+        self.is_announced = False
         self.is_final = False
         self.has_started = False
         self._num_blocks = num_blocks
@@ -127,10 +134,26 @@ class LoadMachine:
         """Handle that there is no hand-over."""
         self._move(Event.SKIPPED)
 
-    def reserved(self, first: int) -> list[Action]:
-        """Handle that the sequence has its blocks. Those before `first` hold their KV already or are not needed."""
-        self._requested = first
+    @property
+    def lacks_room(self) -> bool:
+        """True if blocks could be loaded for which the sequence has no room."""
+        return self.state in (State.LOADING, State.REPEATING) and self.wanted > self.room
+
+    @property
+    def wanted(self) -> int:
+        """Leading blocks for which it needs room: their KV is in the store, or under way."""
+        return max(self.available, self.coming)
+
+    def reserved(self, first: int, room: int) -> list[Action]:
+        """Handle that the sequence has room for the first `room` blocks. Those before `first` hold their KV already or are
+        not needed."""
+        self._requested, self.room = first, room
         return self._handle(Event.RESERVED)
+
+    def grown(self, room: int) -> list[Action]:
+        """Handle that the sequence has room for more blocks."""
+        self.room = room
+        return self._handle(Event.GROWN)
 
     def shared(self, num_blocks: int) -> list[Action]:
         """Handle that the sequence shares the first `num_blocks` of another one of its request, which has loaded them."""
@@ -145,6 +168,7 @@ class LoadMachine:
         self.available = max(self.available, min(available, self._num_blocks))
         if not self.has_started:
             self.coming = max(self.coming, min(coming, self._num_blocks))
+        self.is_announced = True
         self.is_final |= is_final
         self._has_first_token |= has_first_token
         return self._handle(Event.REPORTED)
@@ -194,14 +218,17 @@ class LoadMachine:
             yield Start(min(self._bad_block, self._requested))
 
     def _next_loads(self) -> Iterator[Load]:
-        for first in range(self._requested, self.available, self._max_blocks):
-            yield Load(first, min(first + self._max_blocks, self.available))
-        if self.coming > self._requested:
-            for first, stop in self._split(self._requested, self.coming):
+        available, coming = min(self.available, self.room), min(self.coming, self.room)
+        for first in range(self._requested, available, self._max_blocks):
+            yield Load(first, min(first + self._max_blocks, available))
+        if coming > self._requested:
+            for first, stop in self._split(self._requested, coming):
                 yield Load(first, stop, follows=True)
 
     def _is_ready(self) -> bool:
         if self._under_way or self.state not in (State.LOADING, State.BROKEN):
             return False
+        if self.state is State.BROKEN:
+            return self.is_final
         is_complete = self._requested == self._num_blocks and self._has_first_token
-        return self.is_final or (is_complete and self.state is State.LOADING)
+        return is_complete or (self.is_final and self._requested >= self.available)

@@ -3,8 +3,8 @@
     client ──► router                      prefill instance                      decode instance
                │ RECEIVED
                │ ADMITTED
-               │ ROUTED ───────────────────► │ PREFILL_STARTED                    │ RESERVED
-               │                             │ (chunks computed and stored) ────► │ (chunks loaded)
+               │ ROUTED ───────────────────► │ PREFILL_STARTED                    │
+               │                             │ (chunks computed and stored) ────► │ RESERVED (chunks loaded)
     token 1 ◄──│ FIRST_TOKEN ◄────────────── │                                    │
                │                             │ KV_STORED ───────────────────────► │ KV_READY
     token 2 ◄──│ ◄────────────────────────────┼────────────────────────────────── │ DECODE_STARTED
@@ -23,8 +23,8 @@ class Stage(StrEnum):
     RECEIVED = "received"
     ADMITTED = "admitted"
     ROUTED = "routed"
-    RESERVED = "reserved"
     PREFILL_STARTED = "prefill_started"
+    RESERVED = "reserved"
     FIRST_TOKEN = "first_token"
     KV_STORED = "kv_stored"
     KV_READY = "kv_ready"
@@ -42,7 +42,7 @@ TRACE_SPANS: dict[str, tuple[str, Stage, Stage]] = {
     "prefill queue": ("prefill", Stage.ROUTED, Stage.PREFILL_STARTED),
     "prefill": ("prefill", Stage.PREFILL_STARTED, Stage.FIRST_TOKEN),
     "store KV": ("connector", Stage.PREFILL_STARTED, Stage.KV_STORED),
-    "reserve": ("decode", Stage.ROUTED, Stage.RESERVED),
+    "reserve": ("decode", Stage.PREFILL_STARTED, Stage.RESERVED),
     "load KV": ("connector", Stage.RESERVED, Stage.KV_READY),
     "decode queue": ("decode", Stage.KV_READY, Stage.DECODE_STARTED),
     "decode": ("decode", Stage.DECODE_STARTED, Stage.FINISHED),

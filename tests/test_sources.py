@@ -71,7 +71,6 @@ ELSEWHERE = {
     "roles/rank_tickets.py": "ranks/test_followers.py",
     "router/dialects/embeddings.py": "integration/test_embeddings.py",
     "router/kv_events/sources.py": "integration/test_zmq_events.py",
-    "speculation/*.py": "engine/test_drafts.py integration/test_drafts.py",
     # values: names and types that others use, and functions of a few lines
     "beam_search.py": "engine/test_beams.py integration/test_beam_search.py",
     "config.py": "cli/test_flags.py",

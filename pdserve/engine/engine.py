@@ -43,6 +43,7 @@ class StepResult:
             (`on_resumed`), and adds them again.
         swapped_out, swapped_in: blocks copied to host memory, and from there.
         swap_seconds: duration of these copies.
+        recomputed: tokens that were computed again after a preemption.
         work: (tokens computed, tokens before them) of each advanced sequence, and of each draft.
         drafted: (drafts, accepted ones) of each sequence that had some.
         storing_paused: whether sequences whose KV is stored as it is computed were left out.
@@ -57,6 +58,7 @@ class StepResult:
     swapped_out: int = 0
     swapped_in: int = 0
     swap_seconds: float = 0.0
+    recomputed: int = 0
     work: list[tuple[int, int]] = field(default_factory=list)
     drafted: list[tuple[int, int]] = field(default_factory=list)
     storing_paused: bool = False
@@ -291,7 +293,7 @@ class Engine:
         if self.on_planned is not None:
             plan.on_layer = self.on_planned(plan)
         outcome = (self.runner.pipeline or self.runner).step(plan)
-        work, leaders, num_tokens = list[tuple[int, int]](), list[Sequence](), 0
+        work, leaders, num_tokens, recomputed = list[tuple[int, int]](), list[Sequence](), 0, 0
         drafted: list[tuple[int, int]] = []
         advanced = dict.fromkeys(searched)
         for seq, accepted in outcome.items():
@@ -301,6 +303,8 @@ class Engine:
             if len(accepted.tokens) > 1:
                 accepted.cut_at_end(seq)
                 seq.output.extend(accepted.tokens[:-1])
+            if seq.kv.num_lost > seq.kv.num_computed:
+                recomputed += min(accepted.computed, seq.kv.num_lost - seq.kv.num_computed)
             if seq in plan.drafts and accepted.tokens:
                 drafted.append((len(plan.drafts[seq]), len(accepted.tokens) - 1))
             seq.kv.mark_computed(accepted.computed)
@@ -324,6 +328,7 @@ class Engine:
             swapped_out=len(schedule.swap_out),
             swapped_in=len(schedule.swap_in),
             swap_seconds=swap_seconds,
+            recomputed=recomputed,
             work=work,
             drafted=drafted,
             storing_paused=schedule.storing_paused,

@@ -259,11 +259,11 @@ class ModelRunner:
         """
         first, counts, new, tables = [], [], [], []
         for seq, count in plan.counts.items():
-            new.append(np.frombuffer(seq.output.tokens, np.uint32)[seq.kv.num_computed : seq.kv.num_computed + count])
-            drafts = plan.drafts.get(seq, ())
-            for ahead in range(len(drafts) + 1):
-                counts.append(1 if ahead else count)
-                first.append(seq.kv.num_computed + ahead)
+            start, drafts = seq.kv.num_computed, plan.drafts.get(seq)
+            new.append(np.frombuffer(seq.output.tokens, np.uint32)[start : start + count])
+            for rows, before in plan.work(seq) if drafts else [(count, start)]:
+                counts.append(rows)
+                first.append(before)
                 tables.append(seq.kv.block_ids)
             if drafts:
                 new.append(np.array(drafts, np.uint32))

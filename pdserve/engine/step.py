@@ -146,3 +146,28 @@ class StepRows:
                 self.sampled += [seq, *seq.siblings]
                 self.ahead += [ahead] * (1 + len(seq.siblings))
                 self.last.append(rows[-1] + ahead)
+
+
+@dataclass
+class SchedulerOutput:
+    """Work of the next step.
+
+    Attributes:
+        plan: what the model computes.
+        block_copies: (source, target) blocks to copy first, in order: a sequence is about to write to a shared block.
+        preempted: sequences that lost their blocks.
+        paused: sequences that lost their slots to another tenant, and keep their blocks.
+        resumed: preempted sequences that have blocks again and whose KV may be in the store. They are in no queue until
+            their owner adds them again.
+        swap_out, swap_in: (block, host block) pairs to copy before anything else. Never both in one step.
+        storing_paused: whether sequences whose KV is stored as it is computed were left out.
+    """
+
+    plan: StepPlan = field(default_factory=StepPlan)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    paused: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    storing_paused: bool = False

@@ -249,7 +249,7 @@ class Instance:
                 self._inbox.get_nowait()()
         except Empty:
             pass
-        if self.decoder.unreserved:
+        if self.decoder.unreserved or self.decoder.cramped:
             self.decoder.reserve()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
@@ -282,18 +282,20 @@ class Instance:
                 self._stores_probed_at = now
                 self.transfers.probe()
                 self.layout_converter.probe()
-            waiting = len(self.engine.scheduler.waiting) + len(self.decoder.unreserved)
+            waiting = len(self.engine.scheduler.waiting) + len(self.decoder.waiting)
             self.reporter.update(self._by_sequence.values(), waiting, now)
         return result.idle and not self._has_unsent
 
     def _check_idle(self, now: float) -> None:
         """Assert that an idle instance holds no block. A leak ends the process instead of slowly starving it."""
-        assert self.engine.pool.num_held == 0, f"{self.engine.pool.num_held} blocks are leaked"
+        pool = self.engine.pool
+        assert pool.num_held == 0, f"{pool.num_held} blocks are leaked"
+        assert pool.num_promised == 0, f"{pool.num_promised} blocks are promised to nobody"
         host = self.engine.scheduler.swap_space.pool
         assert host is None or host.num_held == 0, f"{host.num_held} blocks of host memory are leaked"
         if now - self._integrity_checked_at > INTEGRITY_CHECK_S:
             self._integrity_checked_at = now
-            self.engine.pool.check_integrity()
+            pool.check_integrity()
             self.count("integrity_checks", 1)
 
     def _submit(self, link: str, message: pb.Submit) -> None:

@@ -100,6 +100,9 @@ class Reporter:
             if blocks:
                 self.meter.record_swap(blocks, result.swap_seconds, now)
                 self.count("swapped_blocks", blocks, direction=direction)
+                self.count("swap_seconds", result.swap_seconds)
+        if result.recomputed:
+            self.count("recomputed_tokens", result.recomputed)
 
     def other_load(self, link: str) -> pb.Load:
         """Return the remaining work of the requests of all routers except one."""
@@ -123,6 +126,13 @@ class Reporter:
         num_running = len(jobs) - num_waiting
         counters = self.counts | self._metrics()
         counters |= {"num_requests_waiting": num_waiting, "num_requests_running": num_running}
+        empty = behind = 0
+        for job in jobs:
+            kv = job.seq.kv
+            if kv.block_ids and kv.admitted:  # others hold blocks only for KV that is being loaded
+                empty += len(kv.block_ids) - -(-kv.num_computed // kv.block_size)
+                behind += -kv.num_computed % kv.block_size
+        counters |= {"kv_cache_blocks_empty": empty, "kv_cache_slots_behind_kv": behind}
         if self._watch is not None:
             counters |= {series("profile_ratio", phase=phase): ratio for phase, ratio in self._watch.ratios.items()}
         self.heartbeat = pb.Heartbeat(
@@ -150,6 +160,8 @@ class Reporter:
             "num_pauses": scheduler.num_pauses,
             "kv_cache_blocks": pool.num_blocks,
             "kv_cache_blocks_held": pool.num_held,
+            "kv_cache_blocks_promised": pool.num_promised,
+            "kv_cache_blocks_shared": pool.num_shared,
             "kv_cache_blocks_pinned": len(pool.pinned),
             "kv_cache_usage_perc": pool.num_held / pool.num_blocks,
             "kv_transfer_bytes_in_flight": self._transfers.in_flight * block_bytes,

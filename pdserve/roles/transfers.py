@@ -355,7 +355,7 @@ class Fetcher:
         if (
             loads
             and not has_blocks
-            and not scheduler.reserve(seq, len(fetch.keys), seq.kv.num_initial, respect_queue=True)
+            and not scheduler.reserve(seq, len(fetch.keys), seq.kv.num_initial, respect_queue=True, num_now=stored)
         ):
             self._context.count("store_hits", 1, decision="no_room")
             return False

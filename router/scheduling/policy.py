@@ -325,7 +325,8 @@ def _itl_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> S
             uncached = tokens - cached_on(c.instance_id, 0)
             wait = per_transfer + per_moved_token * uncached if uncached else 0.0
         if tokens > free_tokens:
-            wait += step * c.output_tokens / max(1, c.requests)  # until one of the running requests ends
+            pools = max(1.0, (tokens - free_tokens) / max(1, c.capacity_tokens))  # that must become free before
+            wait += step * c.output_tokens / max(1, c.requests) * pools
         scores.append((step + wait / spread, c))
     return scores
 

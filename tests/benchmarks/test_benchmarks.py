@@ -128,6 +128,9 @@ def test_memory(run: Callable[..., Any]) -> None:
     assert (
         0 < rows["paged"]["wasted_percent"] < 4 < rows["oracle"]["wasted_percent"] < rows["max"]["wasted_percent"] < 100
     )
+    fleets = [(row["fleet"], row["instances"]) for row in content["handed_over"]]
+    assert fleets == [(fleet, role) for fleet in ("1P+1D", "8P+1D") for role in ("prefill", "decode")]
+    assert all(0 < row["wasted_percent"] < 4 for row in content["handed_over"] if row["instances"] == "decode")
 
 
 @while_benchmarks_change

@@ -33,9 +33,8 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
     prefill, decode = (make_instance(model=str(path), connector=connector_url, **settings) for _ in range(2))
 
     decode.instance.submit("r", pb.Submit(request_id="x", phase=pb.DECODE, request=request))
-    decode.run_until(lambda outputs: any("reserved" in o.stamps for o in outputs))
+    decode.instance.run_once(wait=True)
     (decode_job,) = decode.instance._jobs.values()
-    reserved = list(decode_job.seq.kv.block_ids)
 
     prefill.instance.submit("r", pb.Submit(request_id="x", phase=pb.PREFILL, request=request))
     # P frees the blocks after the last store, so record their ids after each step.
@@ -63,6 +62,8 @@ def test_every_block_of_a_700_token_prompt_arrives_unchanged(
             first_token=first if stored.final else None,
         )
         decode.instance.hand_over("r", message)
+    decode.run_until(lambda outputs: any("kv_ready" in o.stamps for o in outputs))
+    reserved = list(decode_job.seq.kv.block_ids)
     decode.run_until(lambda outputs: any(o.finish_reason for o in outputs))
     received = section_views(decode.instance.engine.runner.kv.pool_NX, decode.instance.engine.layout)[0][reserved]
     assert torch.equal(received[:43], sent[:43]), "full blocks"

@@ -33,18 +33,17 @@ class Pair:
         self.prefill.run_until(lambda outputs: sum(is_stored(output) for output in outputs) == len(PROMPTS))
         self.prefill.run_until_idle()
 
-    def reserve(self) -> None:
-        """Submit all prompts to decode, and check that none waits for blocks."""
+    def submit(self) -> None:
+        """Submit all prompts to decode."""
         layout = self.prefill.instance.engine.layout
         same = layout == self.decode.instance.engine.layout
         for i, prompt in enumerate(PROMPTS):
             writer = {} if same else {"writer": pb.Layout(**asdict(layout))}
             self.decode.submit(str(i), prompt, TOKENS, pb.DECODE, **writer)
         self.decode.instance.run_once(wait=True)
-        assert not self.decode.instance.decoder.unreserved
 
     def hand_over(self) -> None:
-        """Report to decode what prefill has reported, as the router does, and run it to the end."""
+        """Report to decode what prefill has reported, as the router does, and run it to the end. None waits for blocks."""
         decode = self.decode.instance
         for output in self.prefill.outputs:
             stored = output.stored or Stored()
@@ -56,6 +55,7 @@ class Pair:
             decode.hand_over("router", message)
 
         def done(outputs: list[Output]) -> bool:
+            assert not decode.decoder.unreserved
             self.max_held = max(self.max_held, decode.engine.pool.num_held)
             return sum(bool(output.finish_reason) for output in outputs) == len(PROMPTS)
 
@@ -92,11 +92,12 @@ def test_small_pool_decodes_prompts_that_would_not_fit_together(
     blocks = -(-len(PROMPTS[0]) // block_size) - first
     assert blocks == {16: 4, 32: 3}[block_size], "of 21 or 11"
     pair.store()
-    pair.reserve()
-    assert pair.decode.instance.engine.pool.num_held == blocks * len(PROMPTS)
+    pair.submit()
+    assert pair.decode.instance.engine.pool.num_held == 0, "no KV has been announced"
     pair.hand_over()
     assert pair.tokens() == generate(path, PROMPTS, TOKENS)
-    assert pair.max_held <= (blocks + 1) * len(PROMPTS) and pair.decode.instance.engine.scheduler.num_preemptions == 0
+    assert blocks * len(PROMPTS) <= pair.max_held <= (blocks + 1) * len(PROMPTS)
+    assert pair.decode.instance.engine.scheduler.num_preemptions == 0
     unneeded = first * block_size * len(PROMPTS)
     assert pair.prompt_tokens() == {"computed": 0, "loaded": 330 * len(PROMPTS) - unneeded, "unneeded": unneeded}
     moved = [output.moved for output in pair.decode.outputs if output.moved is not None]
@@ -128,7 +129,7 @@ def test_prompt_is_computed_if_a_block_of_its_window_is_missing(
         seq = pair.prefill.instance.engine.new_sequence("", prompt, SamplingParams(max_tokens=1))
         (name,) = (name for name in values if name.endswith(seq.kv.full_keys()[lost].hex()))
         del values[name]
-    pair.reserve()
+    pair.submit()
     pair.hand_over()
     assert pair.tokens() == generate(path, PROMPTS, TOKENS)
     assert pair.prompt_tokens() == {"computed": 330 * len(PROMPTS), "loaded": 0, "unneeded": 0}

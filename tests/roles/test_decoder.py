@@ -123,15 +123,48 @@ def test_requests_wait_for_blocks_in_order(instance: Instance) -> None:
     decode = instance()
     taken = decode.engine.pool.allocate(60)
     first, second = (decode.submit(pb.DECODE, PROMPT, TOKENS) for _ in range(2))
+    assert not decode.decoder.unreserved and len(decode.decoder.waiting) == 2, "there is no KV"
+    for job in (second, first):
+        report(decode, job, 5)
     assert len(decode.decoder.unreserved) == 2
     decode.engine.pool.release(taken[:1])
     decode.step()
     assert len(decode.decoder.unreserved) == 1 and first.seq.kv.block_ids and not second.seq.kv.block_ids
     decode.decoder.cancel(first)
+    decode.end_all()
     decode.step()
     assert len(decode.decoder.unreserved) == 0 and second.seq.kv.block_ids
     decode.decoder.cancel(second)
+    decode.end_all()
     decode.engine.pool.release(taken[1:])
+    decode.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["stored", "followed"])
+def test_a_prompt_holds_blocks_for_kv_that_exists(instance: Instance, expected: Expected, follows: bool) -> None:
+    """The others are promised to it. A running sequence may take them; another prompt waits."""
+    keys, tokens = prefill(instance, PROMPT), expected(PROMPT, TOKENS)
+    decode = instance(follows=follows, num_blocks=9)
+    job, other = (decode.submit(pb.DECODE, PROMPT, TOKENS) for _ in range(2))
+    pool = decode.engine.pool
+    for blocks in range(1, 4):
+        report(decode, job, 0 if follows else blocks, coming=blocks)
+        assert pool.num_held == len(job.seq.kv.held_blocks) == blocks and pool.num_spare == 4
+    report(decode, other, len(keys))
+    assert not other.seq.kv.block_ids, "four blocks are too few for it"
+    outgrown = pool.allocate(6)
+    report(decode, job, len(keys), first_token=tokens[0], final=True)
+    decode.end_all()
+    assert decode.decoder.cramped and not decode.step() and pool.num_spare == -2
+    pool.release(outgrown)
+    while decode.step() or decode.store.active:
+        decode.end_all()
+    assert job.seq.output.tokens[len(PROMPT) :].tolist() == tokens and job.prompt_sources()["loaded"] == len(PROMPT)
+    report(decode, other, len(keys), first_token=tokens[0], final=True)
+    decode.end_all()
+    decode.run()
+    assert other.seq.output.tokens[len(PROMPT) :].tolist() == tokens
+    assert pool.num_promised == 0
     decode.check_nothing_is_held()
 
 
@@ -189,9 +222,10 @@ def test_only_the_blocks_of_the_window_are_taken_and_loaded(
     keys, tokens = prefill(instance, prompt), expected(prompt, TOKENS)
     decode = instance()
     job = decode.submit(pb.DECODE, prompt, TOKENS)
-    assert decode.engine.pool.num_held == len(job.seq.kv.held_blocks) == 4
     report(decode, job, first)
-    assert not decode.store.active
+    assert not decode.store.active and decode.engine.pool.num_held == 0
+    report(decode, job, len(keys))
+    assert decode.engine.pool.num_held == len(job.seq.kv.held_blocks) == len(keys) - first
     report(decode, job, len(keys), first_token=tokens[0], final=True)
     assert decode.end().keys == keys[first:]
     decode.run()
@@ -245,6 +279,7 @@ def test_blocks_of_the_window_that_the_pool_has_are_not_loaded(
     while not other.seq.output.num_generated:
         decode.step()
     job = decode.submit(pb.DECODE, prompt, TOKENS)
+    report(decode, job, 1)
     hits = len(prompt) // 16 - job.seq.kv.num_dropped
     assert job.seq.kv.num_local_hit == 16 * hits > 0 and job.seq.kv.num_unneeded == 16 * job.seq.kv.num_dropped > 0
     if has_first_token:
@@ -284,9 +319,9 @@ def test_a_pool_that_holds_one_prompt_holds_the_windows_of_three(
     keys, tokens = [prefill(instance, prompt) for prompt in prompts], [expected(prompt, TOKENS) for prompt in prompts]
     decode = instance(num_blocks=12)
     jobs = [decode.submit(pb.DECODE, prompt, TOKENS) for prompt in prompts]
-    assert len(decode.decoder.unreserved) == 0 and decode.engine.pool.num_held == 12
     for job, its_keys, its_tokens in zip(jobs, keys, tokens, strict=True):
         report(decode, job, len(its_keys), first_token=its_tokens[0], final=True)
+    assert len(decode.decoder.unreserved) == 0 and decode.engine.pool.num_held == 12
     while decode.store.active:
         decode.end(good=1 if is_lost else None, then=Outcome.MISSING)
     decode.run()

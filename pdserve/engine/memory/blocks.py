@@ -5,6 +5,10 @@ The pool counts references, and is the prefix cache, from which it evicts. A blo
     cached   unreferenced, with a key: a prefix hit revives it, an allocation may evict it (least recently used first)
     held     referenced by one or more holders (sequences, transfers in flight), or pinned: never evicted until a reset
 
+Blocks are also promised, to sequences that have some already and whose other KV does not exist yet. What such sequences have
+and are promised is together never more than the pool. Only running sequences may take promised blocks, and these end without
+waiting for a promise; so every promise is kept in the end, in whatever order KV comes.
+
 Of a sequence, `SequenceKV` has the blocks, which tokens have KV, where that came from, and the keys of full blocks. Only its
 methods change this state; other modules call them and read the attributes.
 """
@@ -39,6 +43,8 @@ class BlockPool:
     """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
 
     Attributes:
+        num_promised: blocks that sequences are promised, see `SequenceKV.promise`.
+        num_shared: blocks with several holders.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
         pinned: blocks to which the pool itself has a reference.
@@ -49,6 +55,8 @@ class BlockPool:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_promised = 0
+        self.num_shared = 0
         self.refs = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -62,6 +70,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Number of blocks available to an allocation: free or cached."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_spare(self) -> int:
+        """Free blocks that are promised to no sequence; negative if running ones have taken promised blocks."""
+        return self.num_free - self.num_promised
 
     @property
     def num_held(self) -> int:
@@ -88,6 +101,7 @@ class BlockPool:
                 assert block in self._cached, f"block {block} is free and cannot be held"
                 del self._cached[block]
             self.refs[block] += 1
+            self.num_shared += self.refs[block] == 2
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one reference each, evicting cached blocks when the free ones run out.
@@ -112,6 +126,7 @@ class BlockPool:
         for block in reversed(blocks):
             assert self.refs[block] > 0, f"block {block} released more often than held"
             self.refs[block] -= 1
+            self.num_shared -= self.refs[block] == 1
             if self.refs[block] == 0:
                 if block in self._key_of:
                     self._cached[block] = None
@@ -156,8 +171,9 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached and not held & (free | cached), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
+        assert self.num_shared == sum(count > 1 for count in self.refs)
         assert self.pinned <= held and len(self.pinned) <= self.max_pinned, "a pinned block was released"
-        assert min(self.refs) >= 0
+        assert min(self.refs) >= 0 and self.num_promised >= 0
         assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
         assert cached <= self._key_of.keys() and not free & self._key_of.keys()
 
@@ -201,6 +217,8 @@ class SequenceKV:
         block_ids: one per block of tokens. The first `num_dropped` entries are void.
         num_dropped: leading blocks released because they lie outside the attention window of every later token.
         num_computed: leading tokens whose KV is in `block_ids`.
+        num_promised: further blocks that it will get when KV comes for them.
+        num_lost: leading tokens whose KV a preemption has taken away, if it is not in host memory.
         num_registered: leading blocks that are registered in the pool by key.
         keys: content keys of the full blocks of `tokens`, derived on demand.
         cacheable: the KV is exactly what this pool would compute, so its blocks may be registered for prefix hits.
@@ -222,6 +240,8 @@ class SequenceKV:
     initial_keys: list[bytes] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
     num_dropped: int = 0
+    num_promised: int = 0
+    num_lost: int = 0
     num_computed: int = 0
     num_registered: int = 0
     keys: list[bytes] = field(default_factory=list)
@@ -286,8 +306,8 @@ class SequenceKV:
         """Return the state of another sequence, which shares all KV computed so far. `tokens` is a copy of its own."""
         block_ids = self.block_ids[: pool.blocks_for(self.num_computed)]
         pool.hold(block_ids[self.num_dropped :])
-        chain = self.chain.copy()
-        return replace(self, tokens=tokens, keys=[*self.keys], block_ids=block_ids, swapped=None, chain=chain)
+        chain, keys = self.chain.copy(), [*self.keys]
+        return replace(self, tokens=tokens, keys=keys, block_ids=block_ids, num_promised=0, swapped=None, chain=chain)
 
     def share(self, other: "SequenceKV", pool: BlockPool) -> None:
         """Take over the KV that another sequence of the same tokens has. Later writes are copy-on-write."""
@@ -317,7 +337,22 @@ class SequenceKV:
 
     def grow(self, pool: BlockPool, further: int = 0) -> None:
         """Allocate the blocks that all tokens need, and `further` tokens after them."""
-        self.block_ids.extend(pool.allocate(max(0, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))))
+        self._take(pool, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))
+
+    def take_promised(self, pool: BlockPool, num_tokens: int = 0, stop: int = 0) -> int:
+        """Allocate promised blocks before index `stop` and of the next `num_tokens` tokens, as far as there are free ones.
+
+        Returns:
+            of how many of these tokens it has the blocks.
+        """
+        stop = max(stop, pool.blocks_for(self.num_computed + num_tokens))
+        self._take(pool, min(stop - len(self.block_ids), self.num_promised, pool.num_free))
+        return min(num_tokens, len(self.block_ids) * self.block_size - self.num_computed)
+
+    def promise(self, pool: BlockPool, count: int) -> None:
+        """Promise it `count` further blocks, or so many fewer if that is negative."""
+        self.num_promised += count
+        pool.num_promised += count
 
     def copy_on_write(self, pool: BlockPool) -> BlockPairs:
         """Replace the block that the next token is written to if others read it or may find it by its key.
@@ -349,6 +384,7 @@ class SequenceKV:
     def release_blocks(self, pool: BlockPool) -> None:
         """Release all blocks."""
         pool.release(self.held_blocks)
+        self.promise(pool, -self.num_promised)
         self.block_ids = block_table()
         self.num_computed = self.num_registered = self.num_dropped = 0
 
@@ -362,9 +398,10 @@ class SequenceKV:
         self.cacheable = False
 
     def admit(self, pool: BlockPool) -> BlockPairs:
-        """Join the running batch, with room for all tokens, see `take_room`."""
+        """Join the running batch, with room for all tokens, see `take_room`; a prompt may be promised what it lacks."""
         self.admitted = True
-        return self.take_room(pool)
+        has_room = self.num_promised and not self.is_decoding and self.blocks_needed(pool) <= self.num_promised
+        return [] if has_room else self.take_room(pool)
 
     def mark_computed(self, num_tokens: int) -> None:
         """Record that `num_tokens` more tokens have KV."""
@@ -401,6 +438,7 @@ class SequenceKV:
             is_stored: the KV may be in the store.
         """
         self.swapped = swapped
+        self.num_lost = self.num_computed if swapped is None else self.num_lost
         self.needs_refetch = is_stored and swapped is None
         self.release_blocks(pool)
         self.num_preemptions += 1
@@ -420,6 +458,12 @@ class SequenceKV:
     def end_refetch(self) -> None:
         """Record that the store is asked for the KV, as it is once after each preemption."""
         self.needs_refetch = False
+
+    def _take(self, pool: BlockPool, count: int) -> None:
+        """Allocate further blocks, if any. The promised ones come first."""
+        if count > 0:
+            self.block_ids.extend(pool.allocate(count))
+            self.promise(pool, -min(count, self.num_promised))
 
     def _block_to_copy(self, pool: BlockPool) -> int | None:
         """Return the index of the block that the next token is written to if others read it or may find it, else None."""

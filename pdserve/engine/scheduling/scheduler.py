@@ -12,6 +12,8 @@ A prompt that would fill the rest of a step leaves half of that to shorter ones 
 are at most half as long as what is left of it (for longer ones, sharing costs more time than it saves). The shortest goes
 first. So short prompts do not wait for long ones, and long ones take at most twice their time, however many short ones come.
 
+A prompt begins once the pool has room for all of it. It takes its blocks as it is computed; the others are promised to it.
+
 When a running sequence needs a block and none is free, the running sequence of the highest rank is preempted. Its blocks are
 copied to host memory if there is room and copying takes less time than computing them again; otherwise they are recomputed
 later, except for what is still in the prefix cache or is worth loading from the store.
@@ -35,7 +37,6 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 
@@ -44,38 +45,13 @@ from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
 from pdserve.engine.sequence import TURN, Feature, Sequence
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import SchedulerOutput, StepPlan
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
 Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
 Order = Callable[[Sequence], Place]
 MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
 _RANK = attrgetter("rank")
-
-
-@dataclass
-class SchedulerOutput:
-    """Work of the next step.
-
-    Attributes:
-        plan: what the model computes.
-        block_copies: (source, target) blocks to copy first, in order: a sequence is about to write to a shared block.
-        preempted: sequences that lost their blocks.
-        paused: sequences that lost their slots to another tenant, and keep their blocks.
-        resumed: preempted sequences that have blocks again and whose KV may be in the store. They are in no queue until
-            their owner adds them again.
-        swap_out, swap_in: (block, host block) pairs to copy before anything else. Never both in one step.
-        storing_paused: whether sequences whose KV is stored as it is computed were left out.
-    """
-
-    plan: StepPlan = field(default_factory=StepPlan)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    paused: list[Sequence] = field(default_factory=list)
-    resumed: list[Sequence] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    storing_paused: bool = False
 
 
 class Scheduler:
@@ -196,6 +172,11 @@ class Scheduler:
             self._admit(output, budget)
             if self._has_rivals and not (output.swap_in or output.paused):
                 self._make_room(output)
+        if self.pool.num_promised:
+            for seq, count in [*output.plan.counts.items()]:
+                if (most := seq.kv.take_promised(self.pool, count)) < count:
+                    output.plan.counts[seq] = most
+            output.plan.counts = {seq: count for seq, count in output.plan.counts.items() if count > 0}
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
@@ -214,14 +195,14 @@ class Scheduler:
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
         for seq in output.plan.counts:
-            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_free > len(self.running):
+            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_spare > len(self.running):
                 seq.kv.grow(self.pool, 1)
 
     def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
         """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
         room = self.max_num_batched_tokens - sum(plan.counts.values())
         for seq, drafts in proposed.items():
-            spare = max(0, self.pool.num_free - len(self.running)) + len(
+            spare = max(0, self.pool.num_spare - len(self.running)) + len(
                 seq.kv.block_ids
             )  # one stays for each running one
             most = min(
@@ -255,6 +236,7 @@ class Scheduler:
         first_block: int = 0,
         respect_queue: bool = False,
         watermark: int = 0,
+        num_now: int | None = None,
     ) -> bool:
         """Give a sequence without blocks room for `num_tokens`: prefix hits first, new blocks for the rest.
 
@@ -263,6 +245,7 @@ class Scheduler:
             first_block: index of the first block that it needs.
             respect_queue: leave the blocks that waiting sequences before it in the order, or of its rank, need.
             watermark: leave this many blocks free.
+            num_now: leading blocks that it gets now, while the others are promised to it. None: all.
 
         Returns:
             False if the pool has too few blocks; nothing was taken.
@@ -272,10 +255,12 @@ class Scheduler:
         hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks])
         self.pool.hold(hits)
         needed = self.pool.blocks_for(num_tokens) - first_block - len(hits)
-        if needed > self.pool.num_free - claimed - watermark:
+        if needed > self.pool.num_spare - claimed - watermark:
             self.pool.release(hits)
             return False
-        seq.kv.take_blocks(first_block, hits, self.pool.allocate(needed))
+        now = needed if num_now is None else min(needed, max(0, num_now - first_block - len(hits)))
+        seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
+        seq.kv.promise(self.pool, needed - now)
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
@@ -299,7 +284,8 @@ class Scheduler:
             for seq in self.running:
                 seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
         for seq in list(self.running):
-            if seq not in output.preempted and seq.kv.blocks_needed(self.pool):
+            is_promised = seq.kv.blocks_needed(self.pool) <= seq.kv.num_promised <= self.pool.num_free
+            if seq not in output.preempted and not is_promised:
                 self._ensure_blocks(seq, output)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
         decoding, prompts = list[Sequence](), list[Sequence]()
@@ -370,7 +356,7 @@ class Scheduler:
             first = self.waiting[0]
             if first is not seq and first.overtaken >= MAX_OVERTAKEN:
                 return False
-            if not self.reserve(seq, seq.num_usable_hits, len(seq), watermark=self._watermark(seq)):
+            if not self._reserve_waiting(seq):
                 return False
             self.waiting.remove(seq)
             if first is not seq and not self._fits(first):
@@ -390,7 +376,7 @@ class Scheduler:
         tokens = dict.fromkeys(self._by_tenant, 0.0)
         for seq in candidates:
             tokens[seq.tenant] += seq.kv.num_uncomputed
-        slots, blocks = self.max_num_seqs - len(self.running), dict.fromkeys(self._by_tenant, self.pool.num_free)
+        slots, blocks = self.max_num_seqs - len(self.running), dict.fromkeys(self._by_tenant, self.pool.num_spare)
         for seq in self._queued():
             blocks[seq.tenant] -= seq.kv.blocks_needed(self.pool)
             if blocks[seq.tenant] >= 0 and (slots > 0 or self._giving_way(seq.tenant) is not None):
@@ -498,7 +484,7 @@ class Scheduler:
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
         needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys))
-        return needed + self._watermark(seq) <= self.pool.num_free
+        return needed + self._watermark(seq) <= self.pool.num_spare
 
     def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
@@ -532,15 +518,20 @@ class Scheduler:
             if seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 first_loaded = seq
                 break
-        if waiting is not None and (not computable or _goes_first(waiting, computable, first_loaded, order)):
-            first = waiting.kv.swapped.first_block if waiting.kv.swapped is not None else 0
-            most, watermark = waiting.num_usable_hits, self._watermark(waiting)
-            if self.reserve(waiting, most, len(waiting), first_block=first, watermark=watermark):
-                self.waiting.remove(waiting)
-                return waiting
+        goes_first = waiting is not None and (not computable or _goes_first(waiting, computable, first_loaded, order))
+        if waiting is not None and goes_first and self._reserve_waiting(waiting):
+            self.waiting.remove(waiting)
+            return waiting
         if first_loaded is not None:
             self.loaded.remove(first_loaded)
         return first_loaded
+
+    def _reserve_waiting(self, seq: Sequence) -> bool:
+        """Give a waiting sequence room: hits and a block, while the others are promised, unless KV comes at once."""
+        swapped, most, watermark = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
+        first = 0 if swapped is None else swapped.first_block
+        now = 1 if swapped is None and not seq.kv.needs_refetch else None
+        return self.reserve(seq, most, len(seq), first_block=first, watermark=watermark, num_now=now)
 
     def _queues(self, budget: StepBudget, below: float) -> tuple[list[Sequence], Sequence | None, Order]:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""

@@ -17,8 +17,8 @@ class EngineThread(Instance):
 
     def num_plain_steps(self, most: int) -> int:
         """Return how many of the next steps are plain, at most `most`, if nothing arrives in the meantime."""
-        scheduler, pool = self.engine.scheduler, self.engine.pool
-        if scheduler.waiting or scheduler.loaded or self.decoder.unreserved or not scheduler.running:
+        scheduler, pool, decoder = self.engine.scheduler, self.engine.pool, self.decoder
+        if scheduler.waiting or scheduler.loaded or decoder.unreserved or decoder.cramped or not scheduler.running:
             return 0
         count: float = most
         for seq in scheduler.running:

@@ -31,8 +31,9 @@ def test_hit_is_shared_and_not_allocated_again() -> None:
     hits = pool.match([key(0), key(1)])
     assert hits == blocks[:1]
     pool.hold(hits)
+    assert pool.num_shared == 1
     pool.release(blocks)
-    assert pool.num_held == 1
+    assert pool.num_held == 1 and pool.num_shared == 0
     with pytest.raises(NoFreeBlocks, match="3 blocks requested, 2 of 3 free"):
         pool.allocate(3)
     pool.check_integrity()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
-from pdserve.engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import StepOutcome, StepPlan
+from pdserve.engine.step import SchedulerOutput, StepOutcome, StepPlan
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.keys import token_array
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant

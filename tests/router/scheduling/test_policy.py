@@ -248,6 +248,16 @@ def test_auto_picks_the_lowest_itl_for_decode() -> None:
     assert auto(full, long, decode=True, output_tokens=500)[0] == "long", "the pool has no room"
 
 
+def test_auto_forecasts_the_wait_for_all_that_waits_for_room_on_decode() -> None:
+    """Prompts whose KV waits in the store count: if three pools' worth must end before, the wait is three times as long."""
+    costs = Costs(decode=(0.01, 0.0, 0.0))
+    queues = [Candidate("a", 10, 0, 1000, 1000 * pools, costs=costs, capacity_tokens=1000) for pools in (0, 1, 3)]
+    none, one, three = (auto(queue, decode=True, output_tokens=500, cached={"a": 1000})[1] - 0.01 for queue in queues)
+    assert (none, one, three) == pytest.approx(
+        (0, 100 * 0.01 / WAIT_SPREAD_TOKENS, 3 * 100 * 0.01 / WAIT_SPREAD_TOKENS)
+    )
+
+
 def test_auto_adds_the_ttft_of_instances_that_prefill_themselves() -> None:
     both = Candidate("both", is_both=True, costs=MACHINE)
     decode = Candidate("decode", requests=3, context_tokens=3000, costs=MACHINE)
