@@ -159,7 +159,8 @@ class Decoder:
             self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
         else:
             self.waiting[job.seq] = state
-            state.lead(followers)
+            if followers:
+                state.lead(followers)
 
     def hand_over(self, job: Job, message: pb.HandOver) -> None:
         """Handle the progress of prefill: stored blocks, the first token, or that no more blocks will come."""

@@ -107,6 +107,8 @@ class LoadMachine:
         available: blocks that are in the KV store.
         coming: blocks that are in the store or being stored, if they are followed.
         room: leading blocks for which the sequence has room in the pool.
+        wanted: those for which it needs room: their KV is in the store, or under way.
+        lacks_room: blocks could be loaded for which the sequence has no room.
         is_announced: prefill has reported something.
         is_final: prefill will store no more blocks.
         has_started: the sequence has joined the engine, though it may have ended since.
@@ -119,6 +121,8 @@ class LoadMachine:
         self.available = 0
         self.coming = 0
         self.room = 0
+        self.wanted = 0
+        self.lacks_room = False
         self.is_announced = False
         self.is_final = False
         self.has_started = False
@@ -133,16 +137,6 @@ class LoadMachine:
     def skip(self) -> None:
         """Handle that there is no hand-over."""
         self._move(Event.SKIPPED)
-
-    @property
-    def lacks_room(self) -> bool:
-        """True if blocks could be loaded for which the sequence has no room."""
-        return self.state in (State.LOADING, State.REPEATING) and self.wanted > self.room
-
-    @property
-    def wanted(self) -> int:
-        """Leading blocks for which it needs room: their KV is in the store, or under way."""
-        return max(self.available, self.coming)
 
     def reserved(self, first: int, room: int) -> list[Action]:
         """Handle that the sequence has room for the first `room` blocks. Those before `first` hold their KV already or are
@@ -203,6 +197,8 @@ class LoadMachine:
         assert transition in TRANSITIONS, f"{event} in state {self.state}"
         self.state = TRANSITIONS[transition]
         self.has_started |= self.state is State.STARTED
+        self.wanted = max(self.available, self.coming)
+        self.lacks_room = self.state in (State.LOADING, State.REPEATING) and self.wanted > self.room
 
     def _next_actions(self) -> Iterator[Action]:
         if self.state is State.REPEATING and not self._under_way:

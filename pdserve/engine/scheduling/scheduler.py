@@ -174,9 +174,9 @@ class Scheduler:
                 self._make_room(output)
         if self.pool.num_promised:
             for seq, count in [*output.plan.counts.items()]:
-                if (most := seq.kv.take_promised(self.pool, count)) < count:
-                    output.plan.counts[seq] = most
-            output.plan.counts = {seq: count for seq, count in output.plan.counts.items() if count > 0}
+                output.plan.counts[seq] = seq.kv.take_promised(self.pool, count)
+                if output.plan.counts[seq] <= 0:
+                    del output.plan.counts[seq]
         if not (self.running or output.storing_paused or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
