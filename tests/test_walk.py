@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-MOST = {"files": 65, "functions": 459, "returns": 178}
+MOST = {"files": 65, "functions": 459, "returns": 179}
 # By which machines differ: in their kernels, in which connection speaks first, and in what watches a chat if they are busy.
 SLACK = {"files": 2, "functions": 20, "returns": 15}
 
