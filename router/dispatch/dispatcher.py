@@ -8,7 +8,9 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 """
 
 import logging
+import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 from msgspec import structs
@@ -90,6 +92,7 @@ class Dispatcher:
         self.slo = Slo.parse(config.slo)
         fleet.listener = self
         fleet.on_joined, fleet.on_change = self.on_joined, self._update_model
+        fleet.on_heard = partial(self._waiting.place, suspects_only=True)
 
     # ---- Backend: called by the HTTP side ---------------------------------------------------------------------
 
@@ -476,6 +479,8 @@ class Dispatcher:
         failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
         state.move(error, self._now())
         self.states[state.id] = state
+        must_be_heard = error.kind != "drained" and state.machine.is_suspect and self._waiting.timeout_s
+        state.heard_since = self._now() if must_be_heard else -math.inf
         if error.kind != "drained" and previous_migrations:
             if self._retry_budget < 1:
                 message = f"{error}, and the budget for repeated migrations is exhausted"

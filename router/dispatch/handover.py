@@ -11,7 +11,7 @@
         cancelled by the client ──► CANCELLED
         decode drained ──► PREFILLING, on other instances
         decode failed ──► PREFILLING, on other instances, up to MAX_MIGRATIONS times without a decoded token; then ──► FAILED
-        no instance eligible ──► WAITING ─ an instance attached ─► PREFILLING
+        no instance eligible ──► WAITING ─ an instance attached, or was heard from ─► PREFILLING
 
 The owner of a state is the instance that must act next. An instance has failed if it is lost, or if the timeout of a state
 that it owns expires. The timeout starts again with each event, and with each token that the owner produces for any request of
@@ -21,7 +21,9 @@ timeouts and a second for each of its tokens.
 
 A failed prefill only costs time: decode is told that no more KV will come, computes the missing KV, and samples the first
 token itself if necessary, so the tokens are the same. A failed decode also only costs time as long as other instances can
-take over: prompt plus emitted tokens are prefilled again, and the stream continues after the last emitted token.
+take over: prompt plus emitted tokens are prefilled again, and the stream continues after the last emitted token. If many
+instances go at once, the router learns of one after another. A request that moved from each to the next would seem to be the
+cause, so after the second fault in a row it only moves to an instance that has been heard from since.
 
 A request in WAITING is on no instance, so nothing owns this state, and its timeout is the dispatcher's.
 
@@ -138,6 +140,7 @@ class HandOverMachine:
             decode failure.
         migrations_left: how many more times the request may migrate after a fault before decode produces a token; negative
             once that is exceeded.
+        is_suspect: it has lost its instances to at least two faults in a row, of which it may be the cause.
     """
 
     last_progress_at: float
@@ -153,6 +156,10 @@ class HandOverMachine:
         request_limit_s = REQUEST_LIMIT * self.state_timeout_s + SECONDS_PER_TOKEN * self.max_tokens
         self._ends_at = self.last_progress_at + request_limit_s
         self.restart(self.is_split, self.last_progress_at)
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.migrations_left < MAX_MIGRATIONS - 1
 
     def wait(self) -> None:
         """Wait for an instance: none is eligible."""

@@ -1,5 +1,6 @@
 """State of one running request: its instances, its hand-over machine, its timeline, and its output stream."""
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
@@ -39,6 +40,7 @@ class RequestState:
         migrates_for: the kind of the error for which it last left an instance; empty if it has not.
         holders: the instances to which it was submitted since it last moved.
         has_answered: an instance has sent an output of it since the last submission.
+        heard_since: time on the router's clock since which an instance must have been heard from to take it.
         num_drops: instances that failed or were dropped for what they sent for this request, or perhaps for this request.
         leader: the choice of the same prompt along with which it was submitted, and which alone gets the prompt's log
             probabilities; None for that one itself, and for those that have moved since.
@@ -68,6 +70,7 @@ class RequestState:
         self._own_scores: list[TokenLogprobs] = []  # of the prompt, since the last submission
         self.num_drops = 0
         self.migrates_for = ""
+        self.heard_since = -math.inf
         self.holders: list[InstanceHandle] = []
         sampling = request.sampling
         self.newest_field = sampling.newest_field() if SINCE else (0, "")

@@ -1,6 +1,7 @@
 """Instance selection: filters the instances that can serve a request, and lets the policies pick among them."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,10 +74,12 @@ class InstanceSelector:
         # Its last token alone leaves a request no decode phase, unless it is that of a beam search.
         num_output = state.remaining_tokens + bool(state.request.sampling.beam_width)
         context, version = state.num_tokens + num_output, state.newest_field[0]
-        prefills = self._eligible("prefill", avoid, context, version)
-        decodes = self._eligible("decode", avoid, context, version)
+        prefills = self._eligible("prefill", avoid, context, version, state.heard_since)
+        decodes = self._eligible("decode", avoid, context, version, state.heard_since)
         if not prefills and not decodes:
             missing = self.missing_roles(avoid) or f"no instance for {context} tokens"
+            if state.heard_since > -math.inf:
+                missing = "no instance that has been heard from since its last fault"
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
         self._turn += 1
         scores_prompt = not state.is_plain and state.scores_prompt
@@ -91,7 +94,8 @@ class InstanceSelector:
             stored=stored,
         )
         if not prefills or not decodes:
-            selection = self._select_single_role(request, "prefill" if prefills else "decode", prefills or decodes)
+            role, is_news = "prefill" if prefills else "decode", state.heard_since == -math.inf
+            selection = self._select_single_role(request, role, prefills or decodes, is_news)
         else:
             self._last_missing_role = ""
             selection = self._select_pair(request, prefills, decodes, scores_prompt)
@@ -132,10 +136,16 @@ class InstanceSelector:
         """Drop what was recorded about an instance that left."""
         self._reachability.forget(instance.id)
 
-    def _select_single_role(self, request: PlacementRequest, role: str, eligible: list[InstanceHandle]) -> Selection:
-        """Let an instance of the only available role do everything; every instance contains the code of both roles."""
+    def _select_single_role(
+        self, request: PlacementRequest, role: str, eligible: list[InstanceHandle], is_news: bool
+    ) -> Selection:
+        """Let an instance of the only available role do everything; every instance contains the code of both roles.
+
+        Args:
+            is_news: the other role is not available to anyone.
+        """
         missing = "decode" if role == "prefill" else "prefill"
-        if missing != self._last_missing_role:
+        if is_news and missing != self._last_missing_role:
             self._last_missing_role, extra = missing, {"event": "missing"}
             log.warning("no %s instance is available: %s instances do everything for now", missing, role, extra=extra)
         decision, instance = self._decide(role, request._replace(decode=role == "decode"), eligible)
@@ -196,18 +206,27 @@ class InstanceSelector:
         return cached, stored
 
     def _eligible(
-        self, role: str, avoid: InstanceHandle | None = None, context: int = 0, version: int = 0
+        self,
+        role: str,
+        avoid: InstanceHandle | None = None,
+        context: int = 0,
+        version: int = 0,
+        heard_since: float = -math.inf,
     ) -> list[InstanceHandle]:
         """Return the instances for a role whose circuit breakers allow one more request, and that can take this one.
 
         Args:
             context: tokens for which they must have room.
             version: of the control protocol, which they must speak at least.
+            heard_since: when they must have sent their last frame at the earliest, on the router's clock.
         """
         instances = [
             one
             for one in self._fleet.serving[role]
-            if one is not avoid and one.max_model_len >= context and one.hello.protocol_version >= version
+            if one is not avoid
+            and one.max_model_len >= context
+            and one.hello.protocol_version >= version
+            and one.last_frame_at >= heard_since
         ]
         breakers = self._fleet.breakers
         if not breakers.records:

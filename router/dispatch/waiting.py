@@ -3,6 +3,7 @@ any instance that attaches can take them.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,12 +77,14 @@ class WaitingRequests:
             state.timeline.waits.append(Wait(self._fleet.now()))
         self.groups[WaitingGroup(states, error, self._fleet.awake_now(), failed)] = None
 
-    def place(self) -> None:
-        """Submit those for which an instance is eligible, in order of arrival."""
+    def place(self, suspects_only: bool = False) -> None:
+        """Submit those for which an instance is eligible, in order of arrival, or only those that wait to hear from one."""
         if not self.groups or not any(self._fleet.serving.values()):
             return
         for group in self._unfinished():
             states = group.waiting
+            if suspects_only and states[0].heard_since == -math.inf:
+                continue
             try:
                 error = self._place(group)
             except Unavailable:

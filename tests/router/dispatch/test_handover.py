@@ -79,6 +79,21 @@ def test_a_request_that_advances_may_migrate_again() -> None:
     assert machine.state is State.FAILED and actions.count(Action.MIGRATE) == 3
 
 
+@pytest.mark.parametrize(
+    ("events", "is_suspect"),
+    [
+        ([Event.DECODE_FAILED], False),
+        ([Event.DECODE_FAILED, Event.DECODE_FAILED], True),
+        ([Event.DECODE_FAILED, Event.FIRST_TOKEN, Event.STORED, Event.DECODE_FAILED], True),
+        ([Event.DECODE_FAILED, Event.FIRST_TOKEN, Event.STORED, Event.DECODED, Event.DECODE_FAILED], False),
+        ([Event.DRAINED, Event.DRAINED, Event.DECODE_FAILED], False),
+        ([Event.PREFILL_FAILED, Event.DECODE_FAILED], False),
+    ],
+)
+def test_a_request_is_suspect_from_its_second_fault_in_a_row(events: list[Event], is_suspect: bool) -> None:
+    assert walk(*events)[0].is_suspect is is_suspect
+
+
 def test_timed_out_decode_counts_as_failed() -> None:
     machine, _ = walk(Event.FIRST_TOKEN, Event.STORED)
     assert not machine.is_timed_out(11.0) and machine.is_timed_out(11.1)

@@ -115,6 +115,51 @@ def test_the_time_of_a_wait_is_not_that_of_the_hand_over(make_cluster: type[Clus
     assert state.id in back.requests
 
 
+def test_faults_of_all_instances_at_once_end_no_stream_however_the_router_learns_of_them(
+    make_cluster: type[Cluster],
+) -> None:
+    """It loses the instances one after another: each to which the stream might have moved was gone already."""
+    cluster = make_cluster("prefill", "prefill", "decode", "decode", no_instance_timeout=WAIT_S)
+    state = cluster.open()
+    cluster.deliver(state.prefill, token_ids=[7], stored=Stored(num_blocks=1, final=True))
+    while cluster.fleet.instances:
+        cluster.now += 0.5
+        attached = [*cluster.fleet.instances.values()]
+        cluster.fleet.deregister(state.final_instance if state.final_instance in attached else attached[0], "test")
+    assert state.machine.state is State.WAITING
+    back = attach(cluster, "back", "decode")
+    cluster.deliver(back, state.id, token_ids=[8, 9, 10], finish_reason="length")
+    assert cluster.tokens(state) == [7, 8, 9, 10]
+    check_nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize("sign", [{"others": pb.Load()}, {"heartbeat": pb.Heartbeat()}])
+def test_after_two_faults_without_a_token_a_stream_goes_where_there_is_a_sign_of_life(
+    make_cluster: type[Cluster], sign: dict[str, Any]
+) -> None:
+    cluster = make_cluster(*["both"] * 4, no_instance_timeout=WAIT_S)
+    state, taken = cluster.open(), list[InstanceHandle]()
+    for _ in range(2):
+        cluster.now += 0.5
+        taken.append(state.final_instance)
+        cluster.fleet.deregister(taken[-1], "test")
+    first, second = (one for one in cluster.instances if one not in taken)
+    assert state.machine.state is State.WAITING and not first.requests and not second.requests
+    cluster.now += 0.1
+    cluster.fleet.handle_frame(second, pb.InstanceFrame(**sign))
+    assert state.final_instance is second and [*second.requests] == [state.id]
+    assert [wait.seconds for wait in state.timeline.waits] == [pytest.approx(0.1)]
+
+
+def test_a_stream_that_may_not_wait_moves_without_a_sign_of_life(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster(*["both"] * 3)
+    state = cluster.open()
+    for _ in range(2):
+        cluster.now += 0.5
+        cluster.fleet.deregister(state.final_instance, "test")
+    assert state.id in state.final_instance.requests
+
+
 def test_a_breaker_that_allows_a_trial_gets_one_of_the_waiting_requests(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("both", no_instance_timeout=WAIT_S)
     (both,) = cluster.instances
