@@ -86,7 +86,10 @@ def main() -> None:
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     import pdserve.grammars.compiler
     import pdserve.ranks.followers
+    from pdserve import plugins
     from pdserve.cli.supervisor import Supervisor
+
+    plugins.names.cache_clear()  # with this path there may be more
 
     # Patched because the process factories are not parameters of the product.
     server = ForkServer(sys.argv[2])

@@ -59,15 +59,15 @@ def settings_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name in SETTINGS:
-            settings[name] = value
-        elif name == "kv_transfer_config":
+        if name == "kv_transfer_config":
             given = KVTransferConfig(**value) if isinstance(value, dict) else value
             settings |= {"connector": given.kv_connector} if given else {}
         elif name == "enable_prefix_caching":
             settings["prefix_caching"] = "off" if value is False else "on"
-        elif name == "speculative_config":
+        elif name == "speculative_config" and not isinstance(value, str):
             settings |= _speculation(value)
+        elif name in SETTINGS:
+            settings[name] = value
         elif name not in WITHOUT_EFFECT:
             raise TypeError(f"LLM has no argument {name!r}; it takes the flags of `pdserve up`, with underscores")
         elif (known := WITHOUT_EFFECT[name]) and value not in known:

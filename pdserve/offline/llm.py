@@ -6,7 +6,6 @@ topologies, restarts, validation. Nothing of the engine runs in the caller's pro
 
 import asyncio
 import atexit
-import json
 import threading
 import uuid
 from collections import deque
@@ -73,8 +72,6 @@ class _Client:
         **settings: Any,
     ) -> None:
         both = int(not (prefill or decode)) if both is None else both
-        if isinstance(settings.get("speculative_config"), dict):  # as vLLM takes it
-            settings["speculative_config"] = json.dumps(settings["speculative_config"])
         counts: dict[str, Any] = {"prefill": prefill, "decode": decode, "both": both}
         self._max_in_flight = max_in_flight
         self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings_of(settings)}, model=str(model), **counts))
