@@ -48,6 +48,16 @@ class Moved(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     seconds: float = 0.0
 
 
+class Predicted(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Drafts of the answer that the client has predicted, by what became of them."""
+
+    accepted: Count = 0
+    rejected: Count = 0
+
+    def __add__(self, other: "Predicted") -> "Predicted":
+        return Predicted(self.accepted + other.accepted, self.rejected + other.rejected)
+
+
 class Output(Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Changes of one request since its last output. A field at its default means no change.
 
@@ -69,6 +79,7 @@ class Output(Struct, omit_defaults=True, forbid_unknown_fields=True):
         sources: of the prompt's KV.
         moved: total transfers of this request on this instance.
         searching: a beam search has advanced.
+        predicted: drafts that a client has predicted, of the steps that gave these tokens.
     """
 
     token_ids: list[Count] = []
@@ -84,6 +95,7 @@ class Output(Struct, omit_defaults=True, forbid_unknown_fields=True):
     sources: Sources | None = None
     moved: Moved | None = None
     searching: bool = False
+    predicted: Predicted | None = None
 
     def extend(self, other: "Output") -> None:
         """Append the output that follows this one in a client's stream."""

@@ -15,6 +15,7 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
         client: its sender: the name of its API key or, without keys, its address; empty if unknown.
         session: the client's session id; a routing policy may keep a session on one instance.
         alone: it finds no KV of other requests; `build_requests` gives each prompt a salt of its own.
+        prediction: tokens of the answer that the client has predicted, packed; instances that decode get them, too.
         received: when the router received the body, in seconds on its monotonic clock.
     """
 
@@ -24,4 +25,5 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
     client: str = ""
     session: str = ""
     alone: bool = False
+    prediction: bytes = b""
     received: float | None = None

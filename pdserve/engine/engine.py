@@ -205,6 +205,12 @@ class Engine:
         if not sampling.embed and pooling is not None and pooling.num_classes:
             raise ValueError("this model is a classifier, which generates nothing")
 
+    def predict(self, seq: Sequence, prediction: Tokens) -> None:
+        """Set the answer that a sequence's client has predicted. Raises ValueError: a token is outside the vocabulary."""
+        if np.frombuffer(prediction, np.uint32).max() >= self.checkpoint.vocab_size:
+            raise ValueError(f"predicted token ids go from 0 to {self.checkpoint.vocab_size - 1}")
+        seq.predict(prediction)
+
     def beams_fault(self, num_tokens: int, width: int) -> str:
         """Return why this engine cannot search with so many beams of up to `num_tokens` tokens; empty if it can."""
         if width > self.scheduler.max_num_seqs:
@@ -307,6 +313,8 @@ class Engine:
                 recomputed += min(accepted.computed, seq.kv.num_lost - seq.kv.num_computed)
             if seq in plan.drafts and accepted.tokens:
                 drafted.append((len(plan.drafts[seq]), len(accepted.tokens) - 1))
+                if seq in plan.predicted:
+                    accepted.num_predicted = len(plan.drafts[seq])
             seq.kv.mark_computed(accepted.computed)
             seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)

@@ -217,6 +217,7 @@ class Sequence:
         leader: the sequence for whose prompt this one waits.
         group: of its beam search, if it is one.
         features: what its request needs of a step beside tokens; most need nothing.
+        prediction: tokens of the answer that its client has predicted, if it has.
     """
 
     request_id: str
@@ -233,6 +234,7 @@ class Sequence:
     leader: "Sequence | None" = None
     group: BeamGroup | None = None
     features: tuple[Feature, ...] = ()
+    prediction: "Tokens | None" = None
 
     @classmethod
     def new(
@@ -317,6 +319,10 @@ class Sequence:
     def search(self, search: BeamSearch) -> None:
         """Become the first beam of a search."""
         self.group = BeamGroup(search, self, [self])
+
+    def predict(self, prediction: Tokens) -> None:
+        """Set the answer that its client has predicted."""
+        self.prediction = prediction
 
     def let_pass(self) -> None:
         """Record that a shorter prompt goes first while this one lacks blocks."""

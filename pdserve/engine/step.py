@@ -26,12 +26,14 @@ class Accepted(msgspec.Struct, gc=False):
             the last have KV.
         logprobs: of these tokens, if the request asks for them.
         finish_reason: why the last of them ends the sequence; None if it does not.
+        num_predicted: drafts of the answer that the client has predicted. All of `tokens` but the last are such, then.
     """
 
     computed: int = 0
     tokens: list[int] = msgspec.field(default_factory=list)
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
+    num_predicted: int = 0
 
     def cut_at_end(self, seq: Sequence) -> None:
         """Drop the tokens behind one that ends the sequence, which has none of them yet."""
@@ -51,12 +53,14 @@ class StepPlan:
     Attributes:
         counts: of each sequence, the number of further tokens, the first one without KV first.
         drafts: tokens that are computed behind those of some sequences. Such a sequence only decodes.
+        predicted: sequences whose drafts are of the answer that the client has predicted.
         on_layer: see `PagedBatch`.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     on_layer: Callable[[int], None] | None = None
+    predicted: set[Sequence] = field(default_factory=set)
 
     def num_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes."""

@@ -27,7 +27,7 @@ from pdserve.errors import RequestError
 from pdserve.instance.kv_events import KVEventPublisher
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
-from pdserve.keys import root_key
+from pdserve.keys import root_key, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
@@ -316,6 +316,8 @@ class Instance:
                 request.tenant,
                 request.packed_keys,
             )
+            if message.prediction:
+                self.engine.predict(seq, unpack_tokens(message.prediction))
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except (ValueError, RequestError) as error:
             refusal = error if isinstance(error, RequestError) else RequestError(str(error), kind="rejected")

@@ -14,7 +14,7 @@ from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
-from pdserve.output import Failure, Moved, Output, Sources, Stored
+from pdserve.output import Failure, Moved, Output, Predicted, Sources, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import TokenLogprobs
 
@@ -160,6 +160,10 @@ class Job:
         if is_first or len(output.token_ids) >= BATCHED_TOKENS:
             self.urgent = True
         output.logprobs.extend(accepted.logprobs)
+        if accepted.num_predicted:
+            num_right = len(accepted.tokens) - 1
+            predicted = Predicted(num_right, accepted.num_predicted - num_right)
+            output.predicted = predicted if output.predicted is None else output.predicted + predicted
         if is_first and self.seq.features and self.leader is None and (found := find(PromptScores, self.seq)):
             self.scores = [of_prompt for _, of_prompt in sorted(found.scores.items())]
         if accepted.finish_reason is not None:

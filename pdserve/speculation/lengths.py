@@ -17,6 +17,7 @@ MARGIN = 1.1  # by which a chance must exceed what its row costs: forecasts err
 MEMORY = 64.0  # drafts of one length of match that are remembered
 OWN_WEIGHT = 2.0  # drafts of other sequences of which a sequence is thought to be like
 PRIOR = (1.0, 2.0)  # accepted, compared: before anything is measured
+PREDICTED = 0  # in place of a match: what a client has predicted is right or wrong for other reasons
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Acceptance:
     """How often drafts were right, by the number of tokens before them that had matched.
 
     Attributes:
-        counts: accepted and compared ones; both shrink, so that the latest count most.
+        counts: accepted and compared ones, by `bucket`; both shrink, so that the latest count most.
     """
 
     counts: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -45,21 +46,21 @@ def compare(draft: Draft, followed: list[int], *tables: Acceptance) -> None:
     """Record in some tables which tokens of a draft have turned out right, up to the first wrong one."""
     for ahead, (drafted, token) in enumerate(zip(draft.tokens, followed, strict=False)):
         for table in tables:
-            table.record(bucket(draft.match + ahead), drafted == token)
+            table.record(bucket(draft, ahead), drafted == token)
         if drafted != token:
             return
 
 
-def bucket(match: int) -> int:
-    """Return the length of match under which a draft is recorded."""
-    return max(MIN_MATCH, min(match, MAX_MATCH))
+def bucket(draft: Draft, ahead: int) -> int:
+    """Return the length of match under which a draft's token number `ahead` is recorded."""
+    return PREDICTED if draft.is_predicted else max(MIN_MATCH, min(draft.match + ahead, MAX_MATCH))
 
 
 def chances(draft: Draft, own: Acceptance, all_of_them: Acceptance) -> list[float]:
     """Return how likely each token of a draft will be accepted, which includes those before it."""
     chance, found = 1.0, []
     for ahead, share in enumerate(draft.shares):
-        match = bucket(draft.match + ahead)
+        match = bucket(draft, ahead)
         expected = all_of_them.chance(match, PRIOR)
         chance *= share * own.chance(match, (OWN_WEIGHT * expected, OWN_WEIGHT))
         found.append(chance)

@@ -1,4 +1,6 @@
-"""Speculator: the drafter of an engine. It looks for what follows in the sequence's own tokens, and proposes what pays."""
+"""Speculator: the drafter of an engine. It looks for what follows, in the sequence's own tokens and before them in the answer
+that a client has predicted, and proposes what pays.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepPlan
 from pdserve.keys import Tokens
 from pdserve.speculation.lengths import Acceptance, chances, compare, worthwhile
-from pdserve.speculation.matches import Draft, continue_by_votes, continue_last, occurrences
+from pdserve.speculation.matches import Draft, continue_by_votes, continue_last, continue_predicted, occurrences
 
 MAX_SKIPPED = 16  # tokens without a look for drafts, after as many looks in vain
 
@@ -58,14 +60,28 @@ class Speculator(Drafter):
         match, positions = occurrences(tokens)
         return self._continue(tokens, match, positions, self._most) if positions and self._most else None
 
+    def draft(self, seq: Sequence) -> Draft | None:
+        """Return what may follow a sequence, first of the answer that its client has predicted; None if nothing is found."""
+        tokens = seq.output.tokens
+        if seq.prediction is not None and self._most:
+            draft = continue_predicted(seq.prediction, tokens, seq.output.num_prompt, self._most)
+            if draft is not None:
+                return draft
+        return self.find(tokens)
+
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
         """Return the tokens that may follow some of a plan's sequences."""
-        if not self._looks_at_all:
-            return self._propose_what_pays(plan)
-        drafts = {seq: self.find(seq.output.tokens) for seq in plan.counts if seq.takes_drafts}
-        return {seq: draft.tokens for seq, draft in drafts.items() if draft is not None}
+        if self._looks_at_all:
+            found = ((seq, self.draft(seq)) for seq in plan.counts if seq.takes_drafts)
+            drafts = {seq: draft for seq, draft in found if draft is not None}
+            lengths: Mapping[Sequence, int] = dict.fromkeys(drafts, self._most)
+        else:
+            drafts, lengths = self._find_what_pays(plan)
+        plan.predicted.update(seq for seq in lengths if drafts[seq].is_predicted)
+        return {seq: drafts[seq].tokens[:length] for seq, length in lengths.items()}
 
-    def _propose_what_pays(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
+    def _find_what_pays(self, plan: StepPlan) -> tuple[dict[Sequence, Draft], Mapping[Sequence, int]]:
+        """Return what may follow some of a plan's sequences, and how much of it pays."""
         looked, drafts = list[_Followed](), dict[Sequence, Draft]()
         for seq in plan.counts:
             followed = self._followed.get(seq)
@@ -73,7 +89,7 @@ class Speculator(Drafter):
                 followed = self._followed[seq] = _Followed()
             if len(seq.output.tokens) >= followed.due and seq.takes_drafts:
                 self._compare(followed, seq.output.tokens)
-                if (draft := self.find(seq.output.tokens)) is not None:
+                if (draft := self.draft(seq)) is not None:
                     drafts[seq] = draft
                 followed.draft, followed.drafted_at = draft, len(seq)
                 looked.append(followed)
@@ -87,7 +103,7 @@ class Speculator(Drafter):
         came = {id(self._followed[seq]) for seq in lengths}
         for followed in looked:
             followed.look(id(followed) in came, followed.drafted_at)
-        return {seq: drafts[seq].tokens[:length] for seq, length in lengths.items()}
+        return drafts, lengths
 
     def _compare(self, followed: _Followed, tokens: Tokens) -> None:
         """Record whether the last draft was right, computed or not: what has followed since is known."""

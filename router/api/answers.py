@@ -38,8 +38,10 @@ class CachedTokens(Answer):
     cached_tokens: int
 
 
-class ReasoningTokens(Answer):
+class AnswerTokens(Answer):
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(Answer):
@@ -47,7 +49,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens = ReasoningTokens(reasoning_tokens=0)
+    completion_tokens_details: AnswerTokens = AnswerTokens(reasoning_tokens=0)
 
 
 class PromptLogprob(Answer):

@@ -18,6 +18,7 @@ EXCLUDED = {
     "prompt_logprobs": "leave it out",
     "stop": "send stop_token_ids",
     "thinking_token_budget": "it would close the reasoning of some beams and not of others: leave it out",
+    "prediction": "it computes nothing ahead: leave it out",
     "presence_penalty": "send repetition_penalty",
     "frequency_penalty": "send repetition_penalty",
     "temperature": "a beam search does not sample: leave it out or send 0",

@@ -8,6 +8,7 @@ from msgspec import structs
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.grammars.limits import check_grammar
+from pdserve.keys import pack_tokens
 from pdserve.request import MAX_LOGPROBS
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.grammars import check_grammar_support
@@ -16,6 +17,7 @@ from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoni
 from pdserve.router.api.requests import (
     build,
     check_model,
+    check_token_ids,
     grammar_of,
     most_tokens_with_logprobs,
     num_choices,
@@ -58,6 +60,8 @@ def parse_chat(body: ChatBody, draft: RoutedRequest, tokenizer: Tokenizer, info:
     prompt, tools = render(body, tokenizer)
     if body.truncate_prompt_tokens is not None:
         prompt = truncate(prompt, body, max_tokens or 1, info)
+    if body.prediction is not None:
+        draft = structs.replace(draft, prediction=_predicted(body.prediction.content, tokenizer, info))
     asks_logprobs = body.logprobs or body.top_logprobs
     if max_tokens is None:
         # What the context leaves on every instance, so that any may be selected, unless the prompt fits on some only.
@@ -136,7 +140,7 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
         _check_role(message, index)
         calls = [_template_call(call) for call in message.tool_calls or ()]
         is_silent = message.content is None and message.role in ("assistant", "tool")
-        content = "" if is_silent else _text_of(message.content, index)
+        content = "" if is_silent else _text_of(message.content, f"messages[{index}].content", "messages")
         item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
         item |= {"tool_calls": calls} if calls else {}
         item |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
@@ -226,24 +230,36 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _text_of(content: object, index: int) -> str:
+def _predicted(content: object, tokenizer: Tokenizer, info: ModelInfo) -> bytes:
+    """Return the tokens of a predicted answer, packed. Raises `BadRequest`."""
+    ids = tokenizer.encode(_text_of(content, "prediction.content", "prediction"), add_special_tokens=False)
+    if len(ids) > info.max_model_len:
+        message = (
+            f"prediction has {len(ids)} tokens, and this model's context is {info.max_model_len}; send a shorter one"
+        )
+        raise BadRequest(message, kind="context_length_exceeded", param="prediction")
+    check_token_ids(ids, info.vocab_size, "prediction")
+    return pack_tokens(ids)
+
+
+def _text_of(content: object, path: str, param: str) -> str:
     if isinstance(content, str):
         return content
-    path = f"messages[{index}].content"
     if not isinstance(content, list):
-        raise _invalid_messages(f"{path} must be a string or a list of text parts, not {json_type(content)}")
-    return "\n".join(_text_of_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+        message = f"{path} must be a string or a list of text parts, not {json_type(content)}"
+        raise BadRequest(message, kind=f"invalid_{param}", param=param)
+    return "\n".join(_text_of_part(part, f"{path}[{i}]", param) for i, part in enumerate(content))
 
 
-def _text_of_part(part: object, path: str) -> str:
+def _text_of_part(part: object, path: str, param: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         if set(part) <= {"type", "text", "cache_control"}:
             return str(part["text"])
         extra = quote(min(set(part) - {"type", "text", "cache_control"}))
-        raise BadRequest(f"{path} has an unknown field {extra}", kind="unknown_field", param="messages")
+        raise BadRequest(f"{path} has an unknown field {extra}", kind="unknown_field", param=param)
     kind = quote(str(part.get("type"))) if isinstance(part, dict) else json_type(part)
     message = f'{path} must be a text part, {{"type": "text", "text": "…"}}; {kind} is not supported'
-    raise BadRequest(message, kind="unsupported_content", param="messages")
+    raise BadRequest(message, kind="unsupported_content", param=param)
 
 
 def _invalid_messages(message: str) -> BadRequest:

@@ -244,9 +244,22 @@ class Generation:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        if self.finds_reasoning:
+        if self.requests[0].prediction:
+            usage["completion_tokens_details"] = {
+                "reasoning_tokens": self.reasoning_tokens,
+                **self._prediction_tokens(),
+            }
+        elif self.finds_reasoning:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
+
+    def _prediction_tokens(self) -> dict[str, int]:
+        """Return what became of the prediction's drafts; those accepted behind a stop string are no part of the answer."""
+        pairs = [(choice.num_tokens, choice.stream.timeline.predicted) for choice in self.choices]
+        return {
+            "accepted_prediction_tokens": sum(min(count, predicted.accepted) for count, predicted in pairs),
+            "rejected_prediction_tokens": sum(predicted.rejected for _, predicted in pairs),
+        }
 
     @property
     def reasoning_tokens(self) -> int:

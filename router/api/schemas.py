@@ -52,7 +52,6 @@ NO_OPS: NoOps = {
     "functions": ([],),
     "kv_transfer_params": (),
     "modalities": (["text"],),
-    "prediction": (),
     "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "request_id": (),
     "service_tier": SERVICE_TIERS,
@@ -223,6 +222,11 @@ class Thinking(Body):
     type: Literal["enabled", "adaptive", "disabled"]
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: Any = untyped({"anyOf": [{"type": "string"}, PARTS]})
+
+
 class ChatBody(SamplingBody):
     message: ClassVar = Message
 
@@ -241,6 +245,7 @@ class ChatBody(SamplingBody):
     thinking: Thinking | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = bounded(0, MAX_BUDGET)
+    prediction: Prediction | None = None
 
 
 class TokenizeBody(Body):

@@ -265,7 +265,8 @@ class Dispatcher:
             self._hand_over(state, instance, output)
         elif output.searching or (output.token_ids and state.machine.state is not State.DECODING):
             self.handle(state, Event.DECODED)
-        if output.stamps or has_scores or output.sources is not None or output.moved is not None:
+        has_counts = output.sources is not None or output.moved is not None or output.predicted is not None
+        if output.stamps or has_scores or has_counts:
             state.record_output(instance, output, now)
         if output.token_ids or has_answer:
             gap = state.emit(output, now)

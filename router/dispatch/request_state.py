@@ -153,6 +153,8 @@ class RequestState:
             instance.assign(one.id, one.remaining_load(phase, self.cached.get(instance.id, 0)))
             one.holders.append(instance)
         frame.submit.phase = phase
+        if self.request.prediction and phase != pb.PREFILL:
+            frame.submit.prediction = self.request.prediction
         if phase == pb.DECODE and self.prefill.hello.namespace != instance.hello.namespace:
             frame.submit.writer.CopyFrom(self.prefill.hello.layout)
         instance.connection.send(frame)
@@ -214,6 +216,8 @@ class RequestState:
             self.timeline.computed_tokens = output.sources.computed
             self.timeline.local_hit_tokens = output.sources.local_hit
             self.timeline.loaded_tokens = output.sources.loaded
+        if output.predicted is not None:
+            self.timeline.predicted += output.predicted
         if output.moved is not None and instance is self.decode:
             self.timeline.loaded = output.moved
         elif output.moved is not None:

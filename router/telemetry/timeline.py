@@ -9,12 +9,13 @@ from typing import NamedTuple
 from msgspec.structs import asdict
 
 from pdserve.lifetime import TRACE_SPANS, Stage
-from pdserve.output import Moved
+from pdserve.output import Moved, Predicted
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import Decision, Placement
 
 log = logging.getLogger(__name__)
 NOTHING_MOVED = Moved()
+NOTHING_PREDICTED = Predicted()
 BLOCK = 64  # tokens for which an id in `prompt_ids` stands, unless the pools' blocks are larger
 ID_BYTES = 4  # of an id; two ids that are equal by chance do no harm, because prompts are compared from their beginning
 
@@ -52,6 +53,7 @@ class Timeline:
             computed, found in its pool, or loaded from the KV store.
         stored, loaded: KV that prefill wrote to the KV store, and KV that decode read from it.
         attempt: number of earlier submissions with this request id, by migrations and by earlier requests with the same id.
+        predicted: drafts of the answer that the client has predicted.
         release_seconds: for a cancelled request: instance id → seconds from its end until the instance had freed all of its
             blocks.
         finish_reason: `stop`, `length`, `cancelled`, `error`, or `refused` (by the SLO admission); empty while it runs.
@@ -78,6 +80,7 @@ class Timeline:
     loaded_tokens: int = 0
     stored: Moved = NOTHING_MOVED
     loaded: Moved = NOTHING_MOVED
+    predicted: Predicted = NOTHING_PREDICTED
     release_seconds: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
     error: str = ""

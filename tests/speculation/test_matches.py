@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.keys import token_array
-from pdserve.speculation.matches import MAX_VOTES, continue_by_votes, continue_last, occurrences
+from pdserve.speculation.matches import (
+    MAX_VOTES,
+    Draft,
+    continue_by_votes,
+    continue_last,
+    continue_predicted,
+    occurrences,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +45,24 @@ def test_matches_are_those_of_a_plain_search(tokens: list[int], least: int, most
 def test_what_reaches_the_end_repeats_itself() -> None:
     tokens = token_array([1, 2, 3, 1, 2, 3])
     assert continue_last(tokens, 3, [3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "match", "drafts"),
+    [
+        ([1], 1, [2, 3, 4]),  # its beginning
+        ([2], 0, None),  # not its beginning, and too few
+        ([8, 9, 2, 3, 4], 3, [5, 1, 2]),  # elsewhere
+        ([9, 2], 1, [3, 4, 5]),  # one token is another, and those behind it are where they were expected
+        ([8, 8, 8, 8, 8, 8, 2, 3, 4], 3, [6]),  # the place nearer to that of the answer
+        ([2, 3, 4, 6], 0, None),  # it ends there
+        ([7], 0, None),
+    ],
+)
+def test_what_a_client_has_predicted_is_found(answer: list[int], match: int, drafts: list[int] | None) -> None:
+    prediction, prompt = token_array([1, 2, 3, 4, 5, 1, 2, 3, 4, 6]), [1, 2, 3, 4, 9]
+    draft = continue_predicted(prediction, token_array(prompt + answer), len(prompt), 3)
+    assert draft == (None if drafts is None else Draft(drafts, match, [1.0] * len(drafts), is_predicted=True))
 
 
 def test_what_follows_most_often_is_proposed() -> None:

@@ -43,6 +43,27 @@ def test_what_proves_right_is_proposed_and_what_proves_wrong_no_more() -> None:
     assert sum(wrong) < 20 and not any(wrong[200:])
 
 
+@pytest.mark.parametrize("method", ["suffix", "auto"])
+def test_a_prediction_comes_before_own_tokens_and_is_told_apart(method: str) -> None:
+    scheduler = Scheduler(BlockPool(9, 16), max_num_seqs=4, max_num_batched_tokens=64)
+    speculator = Speculator(EngineConfig(speculate=method, speculative_tokens=4), scheduler)
+    answer = [*[5, 6, 7, 8] * 8, *range(50, 80)]
+    seq = Sequence.new("a", token_array([0]), 1, 1, SamplingParams(max_tokens=999), b"", 16)
+    seq.predict(token_array([*answer[:16], 9, *answer[17:]]))
+    kinds = set()
+    for at, token in enumerate(answer[:-1]):
+        seq.output.append(token)
+        seq.kv.mark_computed(len(seq) - 1 - seq.kv.num_computed)
+        plan = StepPlan({seq: 1})
+        drafts = speculator.propose(plan).get(seq, [])
+        kinds |= {(bool(drafts), seq in plan.predicted)}
+        if at == 15 and method == "suffix":
+            assert drafts[:2] == [9, answer[17]], "the client's word counts before the repetition"
+        if at > 60:
+            assert [*drafts] == answer[at + 1 : at + 5], "it recovers behind what was wrong"
+    assert (True, True) in kinds and (False, True) not in kinds
+
+
 def test_looks_in_vain_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     monkeypatch.setattr(Speculator, "find", lambda _, tokens: looks.append(len(tokens)))

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from pdserve.grammars.specification import lark_grammar
+from pdserve.keys import unpack_tokens
 from pdserve.router.text.parsers.registry import TOOL_PARSERS
 from pdserve.router.text.parsers.tool_parser import Tools
 from pdserve.router.text.tokenizer import Tokenizer
@@ -341,3 +342,55 @@ def test_a_model_without_tool_support(client: Client) -> None:
         error["message"]
         == "this model's chat template does not support tool calls; leave out messages that contain them"
     )
+
+
+def test_a_prediction_is_tokenized_and_counted(client: Client, backend: ScriptedBackend, tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    for content, text in (("sunny <x>", "sunny <x>"), (parts, "one\ntwo")):
+        prediction = {"type": "content", "content": content}
+        response = client.post(CHAT, {"messages": ASKING["messages"], "prediction": prediction})
+        assert response.status_code == 200, response.text
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        assert unpack_tokens(backend.requests[-1].prediction).tolist() == expected
+        details = response.json()["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert client.post(CHAT, {"messages": ASKING["messages"], "prediction": None}).status_code == 200
+    assert backend.requests[-1].prediction == b""
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param", "words"),
+    [
+        (
+            {"prediction": {"type": "content"}},
+            "invalid_prediction",
+            "prediction",
+            "prediction.content must be a string",
+        ),
+        (
+            {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
+            "unsupported_content",
+            "prediction",
+            "",
+        ),
+        ({"prediction": {"type": "text", "content": "a"}}, "invalid_parameter", "prediction.type", "must be 'content'"),
+        ({"prediction": "a"}, "invalid_parameter", "prediction", "must be an object"),
+        (
+            {"prediction": {"type": "content", "content": "a b" * 4000}},
+            "context_length_exceeded",
+            "prediction",
+            "tokens, and this model's context is",
+        ),
+        (
+            {"prediction": {"type": "content", "content": "a"}, "use_beam_search": True, "n": 2},
+            "invalid_parameter",
+            "prediction",
+            "cannot be combined with use_beam_search",
+        ),
+    ],
+)
+def test_predictions_that_cannot_be(
+    expect_error: ExpectError, fields: dict[str, Any], kind: str, param: str, words: str
+) -> None:
+    error = expect_error(CHAT, {"messages": ASKING["messages"], **fields})
+    assert (error["code"], error["param"]) == (kind, param) and words in error["message"], error

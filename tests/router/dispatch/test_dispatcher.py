@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pdserve.errors import Conflict, NotFound, Overloaded, RequestError, Unavailable
-from pdserve.output import Failure, Moved, Output, Sources, Stored, pack
+from pdserve.output import Failure, Moved, Output, Predicted, Sources, Stored, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, TokenLogprobs
 from pdserve.router.dispatch.dispatcher import MAX_RETRIES, p99
@@ -310,6 +310,8 @@ INVALID_OUTPUTS = [
     dict(error=Failure(kind="no such\nkind")),
     dict(stored=Stored(num_blocks=2**32 - 1)),
     dict(sources=Sources(local_hit=2**32 - 1)),
+    dict(predicted=Predicted(accepted=1)),
+    dict(token_ids=[1], predicted=Predicted(rejected=2**62)),
     dict(moved=Moved(bytes=1, seconds=5e-324)),
     dict(moved=Moved(bytes=1, seconds=float("nan"))),
     dict(stamps={"nowhere": 0.0}),

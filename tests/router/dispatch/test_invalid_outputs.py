@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.beam_search import Hypothesis
 from pdserve.errors import BadRequest, RequestError
-from pdserve.output import MAX_OUTPUTS, Failure, Moved, Output, Sources, Stored, pack, unpack
+from pdserve.output import MAX_OUTPUTS, Failure, Moved, Output, Predicted, Sources, Stored, pack, unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams, TokenLogprobs
 from pdserve.router.dispatch.dispatcher import MAX_DROPS
@@ -111,7 +111,7 @@ def test_an_output_is_the_same_behind_a_frame() -> None:
         [1, 2], "stop", [one], [one], [answer()], b"1234", "r", Failure("rejected", "why"), {"kv_ready": 0.5}
     )
     output.stored, output.sources = Stored(2, True, [b"t"], 3), Sources(1, 2, 3)
-    output.moved, output.searching = Moved(1, 64, 0.25), True
+    output.moved, output.searching, output.predicted = Moved(1, 64, 0.25), True, Predicted(1, 2)
     assert unpack(pack([output, Output()])) == [output, Output()]
     assert len(pack([Output(request_id="r", token_ids=[7])])) < 32, "fields at their defaults take no bytes"
 

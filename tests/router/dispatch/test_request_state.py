@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import RequestError, Unavailable
-from pdserve.output import Stored
+from pdserve.output import Predicted, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams, TokenLogprobs
 from pdserve.router.api.generation import read
@@ -131,3 +131,22 @@ def test_decode_gets_the_layout_of_prefill_if_it_differs(make_cluster: type[Clus
     frames = [message for kind, message in cluster.sent(other) if kind == "submit" and message.request_id == "s"]
     assert [submit.HasField("writer") for submit in frames] == [False]
     assert "submit" in [kind for kind, _ in cluster.sent(same)]
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("both",)])
+def test_a_prediction_goes_to_the_instance_that_decodes_also_after_a_migration(
+    make_cluster: type[Cluster], roles: tuple[str, ...]
+) -> None:
+    cluster = make_cluster(*roles, *roles, policy="round_robin")
+    state = cluster.open(max_tokens=9, prediction=b"\x01\0\0\0")
+    for attempt in range(2):
+        sent = {one.role: [kind[1].prediction for kind in cluster.sent(one)] for one in state.holders}
+        assert sent.pop(state.final_instance.role) == [b"\x01\0\0\0"] and sent in ({}, {"prefill": [b""]})
+        if state.decode is not None:
+            cluster.deliver(state.prefill, state.id, token_ids=[7], stored=Stored(num_blocks=1, final=True))
+        first = state.final_instance
+        cluster.deliver(first, state.id, token_ids=[8, 9], predicted=Predicted(1 - attempt, 2))
+        if not attempt:
+            cluster.fleet.deregister(first, "test")
+            assert state.final_instance is not first
+    assert state.timeline.predicted == Predicted(1, 4)
