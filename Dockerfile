@@ -25,7 +25,7 @@ ARG EXTRAS=""
 # experts (0.1 GB) is removed.
 RUN export CUDA="$(python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])')" \
     && python -c 'import os, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; extra = p["optional-dependencies"]; \
-      names = {"codecs", "otel", "vllm-grpc", *filter(None, os.environ["EXTRAS"].split(","))}; \
+      names = {"batches", "codecs", "grpc", "kv-events", "otel", "redis", "swagger", "vllm-grpc", *filter(None, os.environ["EXTRAS"].split(","))}; \
       nixl = [*extra["nixl"], "nixl-cu" + os.environ["CUDA"]] if "nixl" in names else []; \
       print(*p["dependencies"], *(line for name in sorted(names - {"nixl"}) for line in extra[name]), sep="\n"); \
       print(*nixl, sep="\n", file=open("alone.txt", "w"))' >requirements.txt \

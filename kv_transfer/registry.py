@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import getattr_static
 from typing import cast
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, not_imported
 from pdserve.kv_transfer.connector import API_VERSION, Capabilities, Connector
 from pdserve.kv_transfer.url import without_password
 
@@ -94,7 +94,7 @@ def _load(entry: EntryPoint) -> type[Connector]:
     try:
         loaded = entry.load()
     except (ImportError, AttributeError, TypeError) as error:  # the last: a class that the base class refuses
-        raise SetupError(f"The connector for {entry.name}:// ({entry.value}) cannot be imported: {error}.") from error
+        raise not_imported(f"The connector for {entry.name}:// ({entry.value})", error) from error
     if not isinstance(loaded, type) or not issubclass(loaded, Connector):
         raise SetupError(f"The connector for {entry.name}:// ({entry.value}) is not a subclass of Connector.")
     return loaded

@@ -19,6 +19,14 @@ Who reports a RequestError to its client drops its traceback, `error.with_traceb
 the request, and one of them, or what it holds, often the error: only the garbage collector would free them, minutes later.
 """
 
+_EXTRAS = {  # package → the sentence without it
+    "grpc": "--grpc-port and --grpc-health-port need gRPC: pip install -e '.[grpc]'",
+    "python_multipart": "--batch-folder needs python-multipart: pip install -e '.[batches]'",
+    "redis": "--registry, --response-store and redis:// need Redis' client: pip install -e '.[redis]'",
+    "zmq": "--kv-events-config and --kv-events-subscribe need pyzmq: pip install -e '.[kv-events]'",
+}
+_EXTRAS["grpc_health"] = _EXTRAS["grpc_reflection"] = _EXTRAS["grpc"]
+
 
 class PdserveError(Exception):
     """Base of all errors that pdserve raises on purpose. The text is a sentence for users."""
@@ -89,6 +97,12 @@ class Overloaded(RequestError):
 class Unavailable(RequestError):
     status = 503
     openai_type = "service_unavailable"
+
+
+def not_imported(what: str, error: Exception) -> SetupError:
+    """Return the error of `what` after a failed import. If an extra is missing, it says how to install that."""
+    package = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
+    return SetupError(_EXTRAS.get(package) or f"{what} cannot be imported: {error}")
 
 
 def _as_pickled(cls: type[RequestError], message: str, attributes: dict[str, object]) -> RequestError:

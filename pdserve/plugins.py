@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, not_imported
 
 
 @cache
@@ -42,7 +42,7 @@ def load(group: str, name: str, base: type | None = None) -> Any:
     try:
         loaded = entry.load()
     except (ImportError, AttributeError, TypeError) as error:  # the last: a class that its base class refuses
-        raise SetupError(f"{group}: {name} ({entry.value}) cannot be imported: {error}") from error
+        raise not_imported(f"{group}: {name} ({entry.value})", error) from error
     if base is not None and not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise SetupError(f"{group}: {name} ({entry.value}) is not a subclass of {base.__name__}")
     return loaded

@@ -16,7 +16,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, not_imported
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -44,12 +44,14 @@ def redis_client(url: str, timeout_s: float, expected: str, **options: Any) -> "
         expected: what the URL must be, as the beginning of the error.
 
     Raises:
-        SetupError: the URL is invalid.
+        SetupError: the URL is invalid, or the extra redis is not installed.
     """
-    import redis.asyncio  # takes 0.2 s, so it is loaded only if it is used
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
-
+    try:
+        import redis.asyncio  # takes 0.2 s, so it is loaded only if it is used
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+    except ImportError as error:
+        raise not_imported("redis", error) from error
     try:
         client = redis.asyncio.Redis.from_url(
             url,

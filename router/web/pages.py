@@ -2,6 +2,7 @@
 
 from importlib import resources
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from pathlib import Path
 
 from starlette.requests import Request
@@ -11,7 +12,6 @@ from starlette.routing import Route
 from pdserve.router.web.endpoint import Access
 
 PAGE = Path(__file__).parent / "page"
-SWAGGER_UI = resources.files("fastapi_offline") / "static"
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -44,12 +44,15 @@ def page_routes() -> list[PageFile]:
     The live page asks for a key before it shows data; in Swagger UI, "Authorize" takes the keys that "Execute" sends.
     """
     live_page = {"/": PAGE / "page.html", "/page.css": PAGE / "page.css", "/page.js": PAGE / "page.js"}
-    swagger_ui = {
-        "/docs": PAGE / "docs.html",
-        "/docs/docs.js": PAGE / "docs.js",
-        "/docs/swagger-ui.css": SWAGGER_UI / "swagger-ui.css",
-        "/docs/swagger-ui.js": SWAGGER_UI / "swagger-ui-bundle.js",
-    }
+    swagger_ui: dict[str, Traversable] = {"/docs": PAGE / "no_docs.html"}
+    if find_spec("fastapi_offline") is not None:
+        files = resources.files("fastapi_offline") / "static"
+        swagger_ui = {
+            "/docs": PAGE / "docs.html",
+            "/docs/docs.js": PAGE / "docs.js",
+            "/docs/swagger-ui.css": files / "swagger-ui.css",
+            "/docs/swagger-ui.js": files / "swagger-ui-bundle.js",
+        }
     return [
         *(PageFile(path, file, STRICT_POLICY) for path, file in live_page.items()),
         *(PageFile(path, file, POLICY) for path, file in swagger_ui.items()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve import __version__
+from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
 from pdserve.router.web.pages import PAGE
 
@@ -39,6 +41,17 @@ def test_swagger_ui_is_served_from_this_host(client: Client) -> None:
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
     for path in re.findall(r'(?:src|href)="(/[^"]+)"', page.text):
         assert client.get(path).status_code == 200
+
+
+def test_without_swagger_ui_a_page_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi_offline", None)
+    page = make_client(make_app(tokenizer)).get("/docs")
+    assert "pip install -e '.[swagger]'" in page.text and "script" not in page.text
 
 
 # ---- in a browser -------------------------------------------------------------------------------------------------
@@ -195,4 +208,11 @@ def test_swagger_ui_opens_without_a_key_and_sends_the_one_it_is_given(open_page:
 
 
 def test_the_package_has_the_pages() -> None:
-    assert {path.name for path in PAGE.iterdir()} == {"page.html", "page.css", "page.js", "docs.html", "docs.js"}
+    assert {path.name for path in PAGE.iterdir()} == {
+        "page.html",
+        "page.css",
+        "page.js",
+        "docs.html",
+        "docs.js",
+        "no_docs.html",
+    }

@@ -1,0 +1,74 @@
+"""Without the packages of extras: `demo` runs, and a setting that needs one says in one sentence what to install."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from pdserve.cli.deployment import free_port
+
+BLOCKED = ["grpc", "grpc_health", "grpc_reflection", "zmq", "redis", "python_multipart", "fastapi_offline"]
+BLOCKED += ["opentelemetry.sdk", "plotly"]
+ROUTER = ["router", "--model", "demo", "--control-port", "0"]
+DECODE = ["decode", "--model", "demo", "--num-blocks", "32", "--threads", "1"]
+EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
+# Extra → a command that needs it.
+COMMANDS = [
+    ("batches", [*ROUTER, "--batch-folder", "FOLDER"]),
+    ("grpc", [*ROUTER, "--grpc-port", "0"]),
+    ("grpc", [*DECODE, "--metrics-port", "0", "--grpc-health-port", "PORT"]),
+    ("kv-events", [*ROUTER, "--kv-events-subscribe", "tcp://127.0.0.1:5557"]),
+    ("kv-events", [*DECODE, "--kv-events-config", EVENTS]),
+    ("otel", [*ROUTER, "--otlp-endpoint", "http://127.0.0.1:4318"]),
+    ("redis", [*ROUTER, "--registry", "redis://127.0.0.1:1"]),
+    ("redis", [*DECODE, "--connector", "redis://127.0.0.1:1"]),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """run("demo") runs pdserve, and the processes that it starts, where the packages of `BLOCKED` cannot be imported."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))\n"
+    (tmp_path / "sitecustomize.py").write_text(block)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def run(*words: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "pdserve", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    return run
+
+
+def test_demo_needs_no_extra(run: Callable[..., "subprocess.CompletedProcess[str]"]) -> None:
+    result = run("demo", "--threads", "1")
+    assert result.returncode == 0 and "Paris" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("extra", "words"), COMMANDS, ids=[f"{words[0]}{words[-2]}" for _, words in COMMANDS])
+def test_a_missing_extra_is_one_sentence(
+    run: Callable[..., "subprocess.CompletedProcess[str]"], extra: str, words: list[str], tmp_path: Path
+) -> None:
+    named = {"FOLDER": str(tmp_path / "folder"), "PORT": str(free_port())}
+    port = ["--port", str(free_port())] if words[0] == "router" else []
+    result = run(*(named.get(word, word) for word in words), *port)
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("pdserve: ")]
+    assert line.removesuffix(".").endswith(f": pip install -e '.[{extra}]'") and "Traceback" not in result.stderr
+    assert words[-2] in line or ("--connector" in words and "redis://" in line)
+
+
+def test_the_core_requires_no_package_of_an_extra() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    core = {Requirement(line).name for line in project["dependencies"]}
+    assert not core & {
+        Requirement(line).name
+        for name, lines in project["optional-dependencies"].items()
+        if name != "dev"
+        for line in lines
+    }
