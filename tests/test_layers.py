@@ -73,6 +73,7 @@ UNORDERED = ("pdserve/engine", "kernels", "proto", "pdserve/demo_model")  # pack
 DECISION_FILES = (
     "pdserve/costs",
     "pdserve/engine/scheduling/budget",
+    "pdserve/engine/scheduling/levels",
     "pdserve/engine/memory/blocks",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",
