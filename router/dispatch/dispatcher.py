@@ -91,7 +91,6 @@ class Dispatcher:
         self.slo = Slo.parse(config.slo)
         fleet.listener = self
         fleet.on_joined, fleet.on_change = self.on_joined, self._update_model
-        fleet.on_heard = self._waiting.place_suspects
 
     # ---- Backend: called by the HTTP side ---------------------------------------------------------------------
 

@@ -77,15 +77,15 @@ class WaitingRequests:
         self.groups[group] = None
         if states[0].is_suspect:
             self._suspects[group] = None
+            self._fleet.on_heard = self._place_suspects
 
     def place(self) -> None:
         """Submit those for which an instance is eligible, in order of arrival."""
         self._place_of(self.groups)
 
-    def place_suspects(self) -> None:
+    def _place_suspects(self) -> None:
         """Submit those for which an instance is eligible now that it has been heard from, in order of arrival."""
-        if self._suspects:
-            self._place_of(self._suspects)
+        self._place_of(self._suspects)
 
     def _place_of(self, groups: Iterable[WaitingGroup]) -> None:
         if not any(self._fleet.serving.values()):
@@ -131,6 +131,8 @@ class WaitingRequests:
     def _forget(self, group: WaitingGroup) -> None:
         del self.groups[group]
         self._suspects.pop(group, None)
+        if not self._suspects:
+            self._fleet.on_heard = None
 
     def _end_unplaced(self, group: WaitingGroup, reason: str) -> None:
         error = Unavailable(f"{group.error}, {reason}", kind=group.error.kind, retry_after_s=1)

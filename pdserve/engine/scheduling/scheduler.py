@@ -379,7 +379,8 @@ class Scheduler:
             return False
         if first is not seq and not self._fits(first):
             first.let_pass()
-        self._run(seq, output)
+        output.block_copies += seq.kv.admit(self.pool)
+        insort(self.running, seq, key=_RANK)
         return True
 
     def _dequeue(self, seq: Sequence) -> bool:
@@ -397,11 +398,6 @@ class Scheduler:
         if has_room := self.reserve(seq, most, len(seq), first_block=first, watermark=watermark, num_now=now):
             self._end_wait(seq)
         return has_room
-
-    def _run(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Let a sequence run that was dequeued."""
-        output.block_copies += seq.kv.admit(self.pool)
-        insort(self.running, seq, key=_RANK)
 
     def _queued(self) -> Iterator[Sequence]:
         """Yield sequences that do not run, of each tenant as many as there are slots: if it were alone, they would."""
@@ -475,7 +471,8 @@ class Scheduler:
             if seq.kv.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
                 seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
-            self._run(seq, output)
+            output.block_copies += seq.kv.admit(self.pool)
+            insort(self.running, seq, key=_RANK)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
                 if seq.kv.is_decoding or budget.room(seq) > seq.kv.num_uncomputed:  # it leaves room for others
                     budget.allocate(seq)
