@@ -88,7 +88,7 @@ def test_a_prompt_takes_blocks_as_it_is_computed() -> None:
         assert not prompts[1].seq.kv.block_ids
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), num_blocks=st.integers(3, 9), count=st.integers(1, 6))
 def test_every_prompt_ends_in_whatever_order_kv_comes(data: st.DataObject, num_blocks: int, count: int) -> None:
     decode = Decode(num_blocks)
