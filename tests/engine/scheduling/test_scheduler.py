@@ -126,6 +126,17 @@ def test_a_prompt_that_fits_into_the_step_shares_it_with_one_that_does_not() -> 
     assert run_step(sched)[0].plan.counts == {first: 32}
 
 
+def test_the_shortest_goes_first_whether_it_runs_or_waits() -> None:
+    sched = scheduler(600, budget=32)
+    long, last = arrive(sched, "long", 400, 0), arrive(sched, "last", 390, 1)
+    run_step(sched)
+    middle = arrive(sched, "middle", 60, 2)
+    assert run_step(sched)[0].plan.counts == {middle: 16, long: 16}
+    short = arrive(sched, "short", 4, 3)
+    assert run_step(sched)[0].plan.counts == {short: 4, middle: 12, long: 16}
+    assert last.overtaken == 0, "it lacks no blocks"
+
+
 def test_no_prompt_overtakes_one_of_higher_priority() -> None:
     sched = scheduler(600, budget=32)
     first = arrive(sched, "first", 100, 0)

@@ -167,6 +167,7 @@ def test_the_page_resumes_when_its_router_answers_again(open_page: Callable[...,
     assert page.get_attribute("#pause", "aria-pressed") == "true"
 
 
+@pytest.mark.until_recorded("router/web")
 def test_swagger_ui_shows_the_endpoints_and_calls_them_with_the_key_it_is_given(open_page: Callable[..., Any]) -> None:
     page = open_page(path="/docs", api_key="of clients", admin_key="of operators")
     page.wait_for_selector("#operations-model-models")
