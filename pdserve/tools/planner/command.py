@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,10 @@ def run(config: PlanConfig) -> int:
     degrees = fitting(config) if config.gpu and config.tensor_parallel_size == "auto" else []
     with _progress() as show:
         if degrees:
-
-            def smallest(own: PlanConfig) -> Trial:
-                return Planner(own, load_profile(own), targets, show).smallest()
-
-            config = cheapest(config, degrees, smallest)
+            planner_of = cache(lambda own: Planner(own, load_profile(own), targets, show))
+            config = cheapest(
+                config, degrees, lambda own: planner_of(own).screen(), lambda own, size: planner_of(own).best_of(size)
+            )
         profile = load_profile(config)
         planner = Planner(config, profile, targets, show, degrees)
         requests = counted(draw_requests(config, planner.rate), config.warmup_requests)
