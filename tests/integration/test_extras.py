@@ -15,7 +15,7 @@ from pdserve.cli.deployment import free_port
 from pdserve.cli.fork_server import ForkServer
 
 BLOCKED = ["grpc", "grpc_health", "grpc_reflection", "zmq", "redis", "python_multipart", "fastapi_offline"]
-BLOCKED += ["opentelemetry.sdk", "plotly"]
+BLOCKED += ["opentelemetry.sdk"]
 ROUTER = ["router", "--model", "demo", "--control-port", "0"]
 DECODE = ["decode", "--model", "demo", "--num-blocks", "32", "--threads", "1"]
 EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
