@@ -3,5 +3,5 @@
 `Speculator` is the engine's drafter (`--speculate`). Whatever it proposes, the output stays what it is (`engine/step.py`), so
 all of this is about time alone.
 
-In reading order: matches, lengths, speculator.
+In reading order: matches, answers, lengths, speculator.
 """
