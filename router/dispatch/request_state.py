@@ -179,8 +179,11 @@ class RequestState:
             instance.assign(one.id, one.remaining_load(phase, self.cached.get(instance.id, 0)))
             one.holders.append(instance)
         frame.submit.phase = phase
-        if self.request.prediction and phase != pb.PREFILL:
-            frame.submit.prediction = self.request.prediction
+        if phase != pb.PREFILL:
+            if self.request.prediction:
+                frame.submit.prediction = self.request.prediction
+            if self.request.leaves_nothing:
+                frame.submit.leaves_nothing = True
         if phase == pb.DECODE and self.prefill.hello.namespace != instance.hello.namespace:
             frame.submit.writer.CopyFrom(self.prefill.hello.layout)
         instance.connection.send(frame)
