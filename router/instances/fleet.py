@@ -135,6 +135,7 @@ class InstanceHandle:
         if costs.prefill:
             self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), tuple(costs.transfer)))
         self.heartbeat = heartbeat
+        self.candidate.free_tokens = heartbeat.free_blocks * self.candidate.block_size
 
     def update_other_load(self, load: pb.Load) -> None:
         """Replace the load of other routers' requests."""

@@ -164,6 +164,14 @@ def test_a_joining_instance_is_compared_with_all_kinds_of_instances(
     assert reason.endswith("make them the same, or start decode-1 with --convert-kv")
 
 
+def test_a_heartbeat_tells_the_room_in_the_pool(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    instance = fleet.register(make_hello("prefill-0"), make_connection())
+    fleet.handle_frame(instance, pb.InstanceFrame(heartbeat=pb.Heartbeat(free_blocks=3)))
+    assert instance.candidate.free_tokens == 3 * instance.hello.block_size
+
+
 def test_load_is_that_of_own_and_other_routers_requests(
     fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
 ) -> None:
