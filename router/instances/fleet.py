@@ -363,6 +363,8 @@ class Fleet:
                         instance.may_be_poisoned = True  # any of its requests may be the cause
                         raise InvalidFrame(f"outputs that cannot be read: {error}") from error
                     for output in outputs:
+                        for stage in output.stamps:
+                            output.stamps[stage] += frame.waited
                         self.listener.on_output(instance, output)
                 case "draining":
                     extra = {"event": "draining", "instance": instance.id}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdserve.output import Output, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.scheduling.policy import Load
@@ -127,6 +128,17 @@ def test_heartbeats_are_acknowledged_every_few_seconds(
         now += 0.5
     assert acknowledged == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert {frame.WhichOneof("frame") for frame in connection} == {"heard"}
+
+
+def test_stamps_age_while_their_frame_waits_to_be_written(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    stamps = list[dict[str, float]]()
+    fleet.listener = cast(Any, SimpleNamespace(on_output=lambda _, output: stamps.append(output.stamps)))
+    instance = fleet.register(make_hello("decode-0"), make_connection())
+    outputs = pack([Output(request_id="r", stamps={"reserved": 2.0, "kv_ready": 1.0}), Output(request_id="s")])
+    fleet.handle_frame(instance, pb.InstanceFrame(outputs=outputs, waited=0.5))
+    assert stamps == [{"reserved": 2.5, "kv_ready": 1.5}, {}]
 
 
 def test_instances_serve_in_their_role_unless_they_drain_or_leave(
