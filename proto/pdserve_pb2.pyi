@@ -17,7 +17,7 @@ PREFILL: Phase
 DECODE: Phase
 
 class InstanceFrame(_message.Message):
-    __slots__ = ("hello", "outputs", "heartbeat", "draining", "blocks", "failed", "others", "token")
+    __slots__ = ("hello", "outputs", "heartbeat", "draining", "blocks", "failed", "others", "token", "waited")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class InstanceFrame(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     outputs: bytes
     heartbeat: Heartbeat
@@ -34,7 +35,8 @@ class InstanceFrame(_message.Message):
     failed: Failed
     others: Load
     token: str
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., outputs: _Optional[bytes] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+    waited: float
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., outputs: _Optional[bytes] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ..., waited: _Optional[float] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()

@@ -111,7 +111,9 @@ class Instance:
         self.layout_converter = LayoutConverter(
             pool, self.engine.layout, config.connector if converts else None, on_all_ranks
         )
-        self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
+        self.decoder = Decoder(
+            self.engine, self.connector, self.transfers, fetcher, self, config.store_generated, config.lease_seconds
+        )
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, now)
         # With `now` and `close_job`, what the roles call: `InstanceContext`.
         self.count, self.record_transfer = self.reporter.count, self.reporter.meter.record_transfer
@@ -251,6 +253,7 @@ class Instance:
             pass
         if self.decoder.unreserved or self.decoder.cramped:
             self.decoder.reserve()
+            self.decoder.prolong_leases()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped, generated = self.now(), 0

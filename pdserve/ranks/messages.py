@@ -84,6 +84,12 @@ class Release(Message):
     tickets: list[bytes]
 
 
+class Prolong(Message):
+    keys: list[bytes]
+    lease_s: float
+    tickets: list[bytes]
+
+
 class Convert(Message):
     """Load KV of another layout, as `SourceLoader.load`. `layout` has the fields of that layout."""
 
@@ -121,6 +127,7 @@ Command = (
     | Follow
     | Match
     | Release
+    | Prolong
     | Convert
     | ReleaseConverted
     | Cancel

@@ -233,8 +233,8 @@ class RequestState:
     def record_output(self, instance: InstanceHandle, output: Output, now: float) -> None:
         """Record an output's stamps and counts in the timeline, and the prompt's log probabilities.
 
-        An instance sends each stamp as its age, which is subtracted from the frame's time of arrival. So a delayed frame
-        makes its stamps late, never early: what an instance does on a message is not stamped before the router sent that.
+        An instance sends each stamp as its age when the frame is written, which is subtracted from that of its arrival. So a
+        delayed frame makes its stamps late, never early: nothing is stamped before the router sent what it answers.
         """
         self._own_scores += output.prompt_logprobs
         for name, age in output.stamps.items():

@@ -46,10 +46,14 @@ class Metrics:
 
     Args:
         vllm_model: export metrics by vLLM's names too, with this name of the model; empty: do not.
+
+    Attributes:
+        key_names: names of API keys, by the numbers by which instances know them, in hexadecimal.
     """
 
     def __init__(self, fleet: Fleet, vllm_model: str = "") -> None:
         self._vllm_model = vllm_model
+        self.key_names: dict[str, str] = {}
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
         self._add_of_requests(counter, partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS))
@@ -57,7 +61,7 @@ class Metrics:
         self._add_of_faults(counter, gauge)
         self._add_of_process(counter, gauge)
         self.queued: Callable[[], Iterable[tuple[float, int]]] = tuple
-        self.registry.register(_FleetCollector(fleet, lambda: self.queued()))
+        self.registry.register(_FleetCollector(fleet, lambda: self.queued(), self.key_names))
         for name, values in FROM_START.items():
             for value in values:
                 getattr(self, name).labels(value)
@@ -275,9 +279,12 @@ class _Family(Collector):
 class _FleetCollector(Collector):
     """Collects the metrics per instance at scrape time."""
 
-    def __init__(self, fleet: Fleet, queued: Callable[[], Iterable[tuple[float, int]]]) -> None:
+    def __init__(
+        self, fleet: Fleet, queued: Callable[[], Iterable[tuple[float, int]]], key_names: dict[str, str]
+    ) -> None:
         self._fleet = fleet
         self._queued = queued
+        self._key_names = key_names
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily("pdserve_instances_lost", "instances that left since the start", self._fleet.num_lost)
@@ -301,7 +308,10 @@ class _FleetCollector(Collector):
         for instance in self._fleet.instances.values():
             gauge.add_metric([instance.id], list(BreakerState).index(self._fleet.breakers.state(instance.id, now)))
         yield gauge
-        yield from metric_families(
+        for family in metric_families(
             ({"instance": instance.id, "role": instance.hello.role}, dict(instance.heartbeat.counters))
             for instance in self._fleet.instances.values()
-        )
+        ):
+            for sample in family.samples if family.name == "pdserve_kv_cache_blocks_of_key" else ():
+                sample.labels["key"] = self._key_names.get(sample.labels["key"], sample.labels["key"])
+            yield family
