@@ -113,8 +113,8 @@ class Tracer:
         if root.is_recording():
             for stage, at in timeline.stamps.items():
                 root.add_event(stage.value, timestamp=ns(at))
-            for at, instance, reason in timeline.migrations:
-                root.add_event("moved", {"pdserve.instance": instance, "pdserve.why": reason}, ns(at))
+            for move in timeline.migrations:
+                root.add_event("moved", {"pdserve.instance": move.instance, "pdserve.why": move.reason}, ns(move.at))
             if timeline.error:
                 root.set_status(StatusCode.ERROR, timeline.error)
             context = set_span_in_context(root)
