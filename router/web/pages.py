@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdserve.errors import install
 from pdserve.router.web.endpoint import Access
 
 PAGE = Path(__file__).parent / "page"
@@ -29,7 +30,7 @@ class PageFile(Route):
     id_prefix = "req-"
 
     def __init__(self, path: str, file: Traversable, policy: str) -> None:
-        content = file.read_bytes()
+        content = file.read_bytes().replace(b"INSTALL_SWAGGER", install("swagger").encode())  # in no_docs.html
         media_type = TYPES[file.name.rpartition(".")[2]]
 
         async def serve(_: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, install
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.bench.sweep import Trial
 
@@ -29,7 +29,7 @@ def load_plotly() -> str:
     try:
         return str(import_module("plotly.offline").get_plotlyjs())
     except ImportError:
-        raise SetupError("--html needs plotly, which is not installed: pip install -e '.[bench]'") from None
+        raise SetupError(f"--html needs plotly, which is not installed: {install('bench')}") from None
 
 
 def page(
