@@ -157,6 +157,16 @@ class RequestState:
         self.timeline.attempt += 1
         self.id = self.timeline.submission_id
 
+    def end_pause(self, now: float) -> float | None:
+        """Record and return how long the client of a moved stream has waited for a token; None if it has one since."""
+        paused = [move for move in self.timeline.migrations if move.pause_s is None]
+        if not paused:
+            return None
+        seconds = now - (paused[0].at if self.last_token_at is None else self.last_token_at)
+        for move in paused:
+            move.pause_s = seconds
+        return seconds
+
     def remaining_load(self, phase: "pb.Phase", num_computed: int = 0) -> Load:
         """Return the remaining work of a phase.
 

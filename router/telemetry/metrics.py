@@ -134,6 +134,9 @@ class Metrics:
         self.migrations = counter(
             "pdserve_migrations_total", "streams moved to other instances, by the fault of the first", ["kind"]
         )
+        self.migration_pause = histogram(
+            "pdserve_migration_pause_seconds", "time that the client of a moved stream waited for its next token"
+        )
         self.invalid_outputs = counter(
             "pdserve_invalid_outputs_total",
             "requests that failed because their output had invalid content, such as NaN",
