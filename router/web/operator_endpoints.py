@@ -98,7 +98,7 @@ class OperatorEndpoints(Endpoints):
 
     @endpoint("GET", "/debug/overview", Access.OPERATOR)
     async def debug_overview(self, response: Response, history: bool = False) -> dict[str, object]:
-        """Return a snapshot for the live page; with `history`, also a snapshot of each 15 s of the last 15 minutes.
+        """Snapshot for the live page; with `history`, also a snapshot of each 15 s of the last 15 minutes.
 
         The connection closes: the next one may reach another of the routers that share the address.
         """
