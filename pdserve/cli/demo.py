@@ -72,9 +72,7 @@ def _stream_chat(url: str, model: str, question: str) -> Iterator[str]:
     """Yield the text pieces of a streamed chat answer."""
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True}
     headers = {"x-request-id": REQUEST_ID}
-    with httpx.stream(
-        "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60
-    ) as reply:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60) as reply:
         reply.read() if reply.status_code != 200 else None
         reply.raise_for_status()
         for data in read_events(reply.iter_bytes()):

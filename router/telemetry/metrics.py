@@ -56,9 +56,10 @@ class Metrics:
         self.key_names: dict[str, str] = {}
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        self._add_of_requests(counter, partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS))
+        histogram = partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS)
+        self._add_of_requests(counter, histogram)
         self._add_of_admission(counter, gauge)
-        self._add_of_faults(counter, gauge)
+        self._add_of_faults(counter, gauge, histogram)
         self._add_of_process(counter, gauge)
         self.queued: Callable[[], Iterable[tuple[float, int]]] = tuple
         self.registry.register(_FleetCollector(fleet, lambda: self.queued(), self.key_names))
@@ -120,7 +121,9 @@ class Metrics:
             "pdserve_unauthorized_total", "requests without a valid key: with none, or with a wrong one", ["reason"]
         )
 
-    def _add_of_faults(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+    def _add_of_faults(
+        self, counter: Callable[..., Counter], gauge: Callable[..., Gauge], histogram: Callable[..., Histogram]
+    ) -> None:
         self.fallbacks = counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode completed by computing, by the fault of prefill",
