@@ -70,7 +70,7 @@ ELSEWHERE = {
     "offline/*.py": "integration/test_offline.py",
     "prefill/layer_stores.py": "integration/test_layer_stores.py",
     "ranks/*.py": "ranks/test_engine.py ranks/test_followers.py integration/test_ranks.py",
-    "roles/rank_tickets.py": "ranks/test_followers.py",
+    "kv_transfer/tickets.py": "ranks/test_followers.py",
     "router/dialects/embeddings.py": "integration/test_embeddings.py",
     "router/kv_events/sources.py": "integration/test_zmq_events.py",
     # values: names and types that others use, and functions of a few lines

@@ -209,16 +209,18 @@ class Scheduler:
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
         for seq in output.plan.counts:
-            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_spare > len(self.running):
+            room = self.pool.num_spare - len(self.pool.tail_groups)
+            if seq.kv.is_decoding and not seq.output.awaits_last_token and room > len(self.running):
                 seq.kv.grow(self.pool, 1)
 
     def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
         """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
         room = self.max_num_batched_tokens - sum(plan.counts.values())
         for seq, drafts in proposed.items():
-            spare = max(0, self.pool.num_spare - len(self.running)) + len(
-                seq.kv.block_ids
+            spare = max(0, self.pool.num_spare - len(self.running)) // len(
+                self.pool.groups
             )  # one stays for each running one
+            spare += len(seq.kv.block_ids)
             most = min(
                 room, seq.sampling.max_tokens - seq.output.num_generated - 1, spare * seq.kv.block_size - len(seq)
             )
@@ -251,6 +253,7 @@ class Scheduler:
         respect_queue: bool = False,
         watermark: int = 0,
         num_now: int | None = None,
+        num_coming: int = 0,
     ) -> bool:
         """Give a sequence without blocks room for `num_tokens`: prefix hits first, new blocks for the rest.
 
@@ -260,21 +263,31 @@ class Scheduler:
             respect_queue: leave the blocks that waiting sequences before it in the order, or of its rank, need.
             watermark: leave this many blocks free.
             num_now: leading blocks that it gets now, while the others are promised to it. None: all.
+            num_coming: leading tokens that nobody computes here, see `BlockPool.match`.
 
         Returns:
             False if the pool has too few blocks; nothing was taken.
         """
         assert not seq.kv.block_ids
         claimed = self._claimed_before(seq) if respect_queue and self.waiting else 0
-        hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks])
+        hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks], first_block, num_coming)
         self.pool.hold(hits)
-        needed = self.pool.blocks_for(num_tokens) - first_block - len(hits)
-        if needed > self.pool.num_spare - claimed - watermark:
-            self.pool.release(hits)
-            return False
-        now = needed if num_now is None else min(needed, max(0, num_now - first_block - len(hits)))
-        seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
-        seq.kv.promise(self.pool, needed - now)
+        num_blocks, room = self.pool.blocks_for(num_tokens), -claimed - watermark
+        if self.pool.tail_groups:
+            seq.kv.take_hits(self.pool, first_block, hits, num_coming)
+            room += self.pool.num_spare
+            if seq.kv.promise_up_to(self.pool, num_blocks) > room:
+                seq.kv.release_blocks(self.pool)
+                return False
+            seq.kv.take_promised(self.pool, stop=num_blocks if num_now is None else min(num_blocks, num_now))
+        else:
+            needed = num_blocks - first_block - len(hits)
+            if needed > self.pool.num_spare + room:
+                self.pool.release(hits)
+                return False
+            now = needed if num_now is None else min(needed, max(0, num_now - first_block - len(hits)))
+            seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
+            seq.kv.promise(self.pool, needed - now)
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
@@ -283,7 +296,7 @@ class Scheduler:
         """Return how many blocks the waiting sequences need that are before one in the order, or of its rank."""
         order = self.order()
         ahead = [other for other in self.waiting if order(other) <= order(seq)]
-        blocks = sum(self.pool.blocks_for(len(other)) for other in ahead)
+        blocks = sum(self.pool.pages_for(self.pool.blocks_for(len(other))) for other in ahead)
         return blocks + max((self._watermark(other) for other in ahead), default=0)
 
     def num_out_of_window(self, num_computed: int) -> int:
@@ -297,6 +310,9 @@ class Scheduler:
         if self.window is not None:
             for seq in self.running:
                 seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
+        if self.pool.tail_groups:
+            for seq in self.running:
+                seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         for seq in list(self.running):
             is_promised = seq.kv.blocks_needed(self.pool) <= seq.kv.num_promised <= self.pool.num_free
             if seq not in output.preempted and not is_promised:
@@ -393,9 +409,12 @@ class Scheduler:
                 self.loaded.remove(seq)
             return has_room
         swapped, most, watermark = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
-        first = 0 if swapped is None else swapped.first_block
+        first, coming = (0, 0) if swapped is None else (swapped.first_block, swapped.num_tokens)
         now = 1 if swapped is None and not seq.kv.needs_refetch else None
-        if has_room := self.reserve(seq, most, len(seq), first_block=first, watermark=watermark, num_now=now):
+        has_room = self.reserve(
+            seq, most, len(seq), first_block=first, watermark=watermark, num_now=now, num_coming=coming
+        )
+        if has_room:
             self._end_wait(seq)
         return has_room
 
@@ -442,6 +461,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
+        seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         held = set(seq.kv.held_blocks)
         copies = [copy for copy in output.block_copies if copy[1] not in held]
         is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
@@ -505,7 +525,7 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys))
+        needed = self.pool.pages_for(self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys)))
         return needed + self._watermark(seq) <= self.pool.num_spare
 
     def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
