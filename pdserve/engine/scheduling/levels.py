@@ -1,9 +1,13 @@
-"""Levels of tenants: how many running sequences each has, by weight, and which of these leaves for one of another tenant."""
+"""Levels of tenants: how many running sequences each has, by weight, and which of these leaves for one of another tenant.
+
+And what of each could run, if it were alone.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence
 from pdserve.request import Tenant
 
@@ -30,3 +34,22 @@ def last_to_run(running: SequenceABC[Sequence], tenant: Tenant) -> Sequence:
     levels = levels_of(running)
     candidates = [one for one in reversed(running) if one.tenant == tenant or one.may_give_way]
     return max(candidates, key=lambda one: (levels[one.tenant], one.rank))
+
+
+def tokens_now(
+    tenants: Iterable[Tenant], running: Iterable[Sequence], queued: Iterable[Sequence], pool: BlockPool
+) -> dict[Tenant, float]:
+    """Return how many tokens of each tenant this step could compute, if the tenant were alone in it.
+
+    Args:
+        queued: those for which there is a slot; they count as far as the pool has room for those of their tenant.
+    """
+    tokens = dict.fromkeys(tenants, 0.0)
+    blocks = dict.fromkeys(tokens, pool.num_spare)
+    for seq in running:
+        tokens[seq.tenant] += seq.kv.num_uncomputed
+    for seq in queued:
+        blocks[seq.tenant] -= seq.kv.blocks_needed(pool)
+        if blocks[seq.tenant] >= 0:
+            tokens[seq.tenant] += seq.kv.num_uncomputed
+    return tokens

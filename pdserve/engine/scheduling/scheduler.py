@@ -44,7 +44,7 @@ from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
-from pdserve.engine.scheduling.levels import giving_way, last_to_run, levels_of
+from pdserve.engine.scheduling.levels import giving_way, last_to_run, levels_of, tokens_now
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import SchedulerOutput, StepPlan
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
@@ -332,7 +332,11 @@ class Scheduler:
             return budget
         creditors = self._credit.creditors(self._by_tenant.keys())
         candidates, queued = [*decoding, *prompts], [*self._queued()]
-        budget.share([*candidates, *queued], self._tokens_now(candidates, queued), creditors, self._num_steps)
+        is_full = len(self.running) >= self.max_num_seqs
+        may_run = giving_way(self.running, self._by_tenant) if is_full else self._by_tenant
+        demanding = [seq for seq in queued if seq.tenant in may_run]
+        tokens = tokens_now(self._by_tenant, candidates, demanding, self.pool)
+        budget.share([*candidates, *queued], tokens, creditors, self._num_steps)
         order = self.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
@@ -423,20 +427,6 @@ class Scheduler:
         running = set(self.running)
         for seqs in self._by_tenant.values():
             yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
-
-    def _tokens_now(self, candidates: list[Sequence], queued: list[Sequence]) -> dict[Tenant, float]:
-        """Return how many tokens of each tenant there are that this step could compute, if it were alone in the step."""
-        is_full = len(self.running) >= self.max_num_seqs
-        may_run = giving_way(self.running, self._by_tenant) if is_full else self._by_tenant
-        tokens = dict.fromkeys(self._by_tenant, 0.0)
-        for seq in candidates:
-            tokens[seq.tenant] += seq.kv.num_uncomputed
-        blocks = dict.fromkeys(self._by_tenant, self.pool.num_spare)
-        for seq in queued:
-            blocks[seq.tenant] -= seq.kv.blocks_needed(self.pool)
-            if blocks[seq.tenant] >= 0 and seq.tenant in may_run:
-                tokens[seq.tenant] += seq.kv.num_uncomputed
-        return tokens
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
