@@ -28,9 +28,20 @@ class Constraint(Protocol):
     def failure(self) -> RequestError | None: ...
 
     @property
-    def is_ready(self) -> bool: ...
+    def is_late(self) -> bool: ...
 
-    def mask_row(self, output: list[int], mask_W: Any) -> Any: ...
+    @property
+    def follower(self) -> Any: ...
+
+    def sibling(self) -> "Constraint": ...
+
+    def follow(self, output: Tokens) -> None: ...
+
+    def try_out(self, drafts: list[int]) -> None: ...
+
+    def mask(self, num_tokens: int) -> bytes | None: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -104,6 +115,11 @@ class SequenceOutput:
             return 0
         self.reasoning.follow(self.tokens, self.num_prompt)
         return self.reasoning.answer_start
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the next token must follow a grammar."""
+        return self.constraint is not None and self.answer_start is not None
 
     @property
     def forced_token(self) -> int | None:

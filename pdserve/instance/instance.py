@@ -275,6 +275,8 @@ class Instance:
             generated += len(accepted.tokens)
         if generated:
             self.count("generation_tokens", generated)
+        if self.engine.constrained:
+            self.engine.ask_for_masks()  # they are computed while outputs are sent
         if self._event_publisher is not None:
             self._event_publisher.flush()
         self.send_outputs()
