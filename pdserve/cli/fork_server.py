@@ -342,7 +342,7 @@ def main() -> None:
 def load(more: Sequence[str] = ()) -> Iterator[None]:
     """Import what routers need and, in steps, what instances need and more. What cannot be imported they will report."""
     gc.disable()  # while all that is made stays
-    with suppress(ImportError):
+    with suppress(ImportError, OSError):
         for name in OF_ROUTERS:
             importlib.import_module(name)
         importlib.import_module("pdserve.router.web.dialect").load_dialects()
