@@ -18,6 +18,7 @@ from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
 from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
+from pdserve.grammars.compiler import START_AFTER_S
 from pdserve.instance.affinity import run_beside
 from pdserve.instance.gpu_fault import gpu_fault
 from pdserve.instance.hello import make_hello
@@ -82,11 +83,11 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         )
         await probes.start()
         log.info("gRPC health checks on port %d", probes.port)
-    instance.engine.start_grammars()
     hello = make_hello(role, config, instance)
     gc.freeze()  # loaded objects stay: a full collection would pause token generation for 0.1 s
     log.info("%s", describe(hello, time.monotonic() - started))
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    starting = loop.call_later(START_AFTER_S, instance.engine.start_grammars)
     loop.add_signal_handler(signal.SIGINT, stop.set)
     loop.add_signal_handler(signal.SIGTERM, links.drain_requests.put_nowait, "")
     thread = threading.Thread(target=_run_engine, args=(instance, links, loop), name="engine")
@@ -95,6 +96,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     serving.add_done_callback(lambda _: stop.set())
     draining = asyncio.create_task(_drain(links, instance, hello, stop, config.drain_seconds))
     await stop.wait()
+    starting.cancel()
     draining.cancel()
     serving.cancel()
     (outcome,) = await asyncio.gather(serving, return_exceptions=True)

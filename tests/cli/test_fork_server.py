@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.cli import fork_server
 from pdserve.cli.fork_server import ForkedProcess, ForkServer
 from pdserve.cli.supervisor import Child, Supervisor
 
@@ -75,6 +76,28 @@ def test_output_and_exit_codes_are_those_of_the_command(server: ForkServer) -> N
     code, output = run(server, "decode", "--model", "nowhere")
     assert code == 2 and output.startswith("pdserve: model 'nowhere'")
     assert run(server, "up", "--both", "0", "--prefill", "0", "--decode", "0")[0] == 2
+
+
+@WHILE_IT_CHANGES
+def test_a_router_that_needs_no_torch_does_not_wait_for_it() -> None:
+    with closing(ForkServer()) as server:
+        others = [server.spawn(command, os.environ) for command in (["version"], ["router", "--model", "x", "--help"])]
+        router = server.spawn(["router", "--help"], os.environ)
+        assert router.pid < min(process.pid for process in others), "though it was asked for last"
+        assert [process.wait() for process in (router, *others)] == [0, 0, 0]
+
+
+@WHILE_IT_CHANGES
+def test_a_parent_that_was_started_early_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_early", [])
+    fork_server.start_early()
+    [early] = fork_server._early
+    assert fork_server.take() is early and not fork_server._early
+    early.close()
+    fork_server.start_early()
+    [early] = fork_server._early
+    with Supervisor([], lambda line: None):
+        assert not early.is_running, "without preloading, it is not needed"
 
 
 def test_the_parent_is_fit_to_fork(server: ForkServer) -> None:
