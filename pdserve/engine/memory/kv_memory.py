@@ -38,7 +38,12 @@ def pool_groups(layout: Layout, num_pages: int) -> list[Group]:
 
 
 def group_views(pages_NX: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Return pages as the blocks of each group, [blocks, numbers of a block]."""
+    """Return pages as the blocks of each group, [blocks, numbers of a block].
+
+    The pages of one group are its blocks, also where they are smaller than the layout says, as in simulations.
+    """
+    if len(layout.groups) == 1:
+        return [pages_NX.flatten(1)]
     numbers = [group.block_numbers for group in layout.groups]
     return [pages_NX.view(pages_NX.numel() // count, count) for count in numbers]
 
