@@ -23,7 +23,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
-SPECULATE = ("off", "auto", "ngram", "suffix")
+SPECULATE = ("auto", "off", "ngram", "suffix")
 AUTO_ON_OFF = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
@@ -212,7 +212,8 @@ class EngineConfig(ModelConfig):
     )
     speculate: str = flag(
         "compute tokens that may follow, and keep those that the model samples itself: what has followed the same words in"
-        " prompt or answer, last (ngram) or most often (suffix), or as much of that as pays (auto); answers stay the same",
+        " prompt or answer, last (ngram) or most often (suffix, also in earlier answers of the same key), or as much of that"
+        " as pays (auto; off where steps are launched ahead, as on GPUs); answers stay the same",
         "off",
         choices=SPECULATE,
     )

@@ -47,14 +47,14 @@ def test_answers_over_http(
     bodies = [{"prompt": prompt, "max_tokens": 40, **kind} for prompt in PROMPTS for kind in KINDS]
     found = []
     role = "both" if "both" in roles else "decode"
-    for extra in ([], flags):
+    for extra in (["--speculate", "off"], flags):
         with deploy(model=str(checkpoint("llama", dtype="bfloat16")), flags={role: extra}, **roles) as deployment:
             with ThreadPoolExecutor(8) as threads:
                 replies = [*threads.map(lambda body: complete(deployment, **body), bodies)]
             found.append([(reply["choices"], reply["usage"]["completion_tokens"]) for reply in replies])
             wait_until(lambda: metric(deployment, "kv_cache_blocks_held", role=role) == 0, "no block is held")
             accepted = metric(deployment, "spec_decode_num_accepted_tokens_total", role=role)
-            assert (accepted > 0) == bool(extra)
+            assert (accepted > 0) == (extra == flags)
             assert metric(deployment, "kv_transfer_failures_total") == 0
             assert metric(deployment, "spec_decode_num_accepted_tokens_per_pos_total", role=role) == accepted
     for body, one, other in zip(bodies, *found, strict=True):
