@@ -112,7 +112,7 @@ class Speculator(Drafter):
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
         """Return the tokens that may follow some of a plan's sequences."""
-        if not self._most:
+        if not (self._most and plan.counts):
             return {}
         if self._proposes_all:
             found = ((seq, self.find(seq, self._follow(seq))) for seq in plan.counts if seq.takes_drafts)
@@ -197,7 +197,8 @@ class Speculator(Drafter):
     def _forecast(self, counts: Mapping[Sequence, int]) -> Step:
         """Return the forecast of a step, or the last one, if it was of as many sequences and not long ago."""
         self._step_age += 1
-        if self._step_age >= FORECAST_STEPS or self._step.num_seqs != len(counts) or sum(counts.values()) > len(counts):
+        is_other = self._step.num_seqs != len(counts) or sum(counts.values()) > len(counts)
+        if is_other or self._step_age >= FORECAST_STEPS:
             self._step_age = 0
             limit = self._scheduler.itl_target
             self._step = Step.forecast(counts, self._scheduler.costs, limit, self._extra_seconds)

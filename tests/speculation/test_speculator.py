@@ -80,6 +80,13 @@ def test_nothing_is_looked_for_where_no_draft_can_pay() -> None:
     assert FORECAST_STEPS <= len(looks) < 2 * FORECAST_STEPS
 
 
+def test_steps_without_streams_have_no_drafts() -> None:
+    speculator, seq = speculator_of("auto"), sampled([])
+    prompt = Sequence.new("b", token_array(range(50)), 50, 50, SamplingParams(), b"", 16)
+    for counts in ({}, {prompt: 40}, {}, {prompt: 40}, {seq: 1}, {}):
+        assert speculator.propose(StepPlan(dict(counts))) == {}
+
+
 def test_looks_in_vain_take_a_hundredth_of_the_steps_in_turns() -> None:
     times = iter(i * 5e-4 for i in range(10**6))  # half a millisecond from one call to the next
     speculator, seqs = speculator_of("auto", lambda: next(times)), [sampled([1, 2, 3] * 4) for _ in range(8)]
