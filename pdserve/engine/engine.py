@@ -104,20 +104,22 @@ class Engine:
         """
         self.runner: ModelRunner | PacedRunner = runner or _load_runner(config, checkpoint)
         self.checkpoint = self.runner.checkpoint
-        self.pool = BlockPool(self.runner.kv.num_blocks, config.block_size)
-        host_blocks = self.runner.kv.num_host_blocks
+        kv = self.runner.kv
+        self.pool = BlockPool(kv.num_pages, config.block_size, kv.groups)
+        host = BlockPool(kv.num_host_blocks, config.block_size, kv.host_groups) if kv.num_host_blocks else None
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.runner.window,
-            host_pool=BlockPool(host_blocks, config.block_size) if host_blocks else None,
+            host_pool=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
             refetch_preempted=refetch_preempted,
             grows_ahead=self.runner.pipeline is not None,
         )
-        self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.kv.num_blocks)
-        room = self.pool.num_blocks - self.pool.blocks_for(self.max_model_len)  # the longest request always fits
+        self.max_model_len = _max_model_len(self.checkpoint, config, kv.num_blocks)
+        longest = self.pool.pages_for(self.pool.blocks_for(self.max_model_len))
+        room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
@@ -225,7 +227,7 @@ class Engine:
         if width > self.scheduler.max_num_seqs:
             return f"beam_width is {width}, and this server runs {self.scheduler.max_num_seqs} sequences at once"
         # Without shared blocks, with one to spare for each beam: then the oldest search can always advance.
-        needed = width * (self.pool.blocks_for(num_tokens) + 1)
+        needed = width * self.pool.pages_for(self.pool.blocks_for(num_tokens) + 1)
         if needed > (room := self.pool.num_blocks - len(self.pool.pinned)):
             return f"{width} beams of {num_tokens} tokens do not fit into {room} blocks of KV; ask for less"
         return ""

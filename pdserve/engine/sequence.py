@@ -9,7 +9,8 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
-from pdserve.engine.memory.blocks import BlockPool, BlockTable, SequenceKV, SwappedKV
+from pdserve.engine.memory.blocks import BlockPool, SequenceKV
+from pdserve.engine.memory.groups import BlockTable, SwappedKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens, block_ends
 from pdserve.logits_processors import LogitsProcessor
