@@ -129,7 +129,7 @@ class Engine:
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
-            self.drafter = extension("speculation")(config, self.scheduler, self._is_recorded)
+            self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
         self._arrivals = itertools.count()
         eos_token_ids = self.checkpoint.eos_token_ids
         self.grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, eos_token_ids, on_grammar_ready)
@@ -203,9 +203,9 @@ class Engine:
         """True if steps are launched ahead, which drafts would end, or compute nothing, so that all drafts would be right."""
         return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
 
-    def _is_recorded(self, rows: int) -> bool:
-        """Return whether decode steps of so many rows are recorded, or none ever is."""
-        return self.runner.graphs is None or self.runner.graphs.has(rows)
+    def extra_seconds(self, rows: int) -> float:
+        """Return by how much a decode step of so many rows takes longer than if it were recorded (`step_graph.py`)."""
+        return 0.0 if self.runner.graphs is None else self.runner.graphs.extra_seconds(rows)
 
     def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:
         """Raise ValueError if a request is none that this engine could ever serve."""
