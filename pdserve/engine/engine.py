@@ -11,6 +11,7 @@ from msgspec import structs
 
 from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
+from pdserve.engine.adapters import Adapter, Adapters
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.features import features_of
 from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
@@ -19,7 +20,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepOutcome, StepPlan
-from pdserve.errors import SetupError
+from pdserve.errors import RequestError, SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.plugins import extension
@@ -77,10 +78,12 @@ class Engine:
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
         drafter: proposes drafts for the sequences that take them; None: steps have no drafts.
+        adapters: those of sequences that have one; None: none has.
         on_planned: is told of each step before the model computes it, and returns the plan's `on_layer`.
     """
 
     drafter: Drafter | None = None
+    adapters: Adapters | None = None
     on_planned: Callable[[StepPlan], Callable[[int], None] | None] | None = None
 
     def __init__(
@@ -122,6 +125,8 @@ class Engine:
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         if config.speculate != "off":
             self.drafter = extension("speculation")(config, self.scheduler)
+        if config.has_adapters:
+            self.adapters = extension("adapters")(config, self.runner)
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
@@ -139,6 +144,7 @@ class Engine:
         priority: int = 0,
         tenant: Tenant = NO_TENANT,
         packed_keys: bytes = b"",
+        adapter: bytes = b"",
     ) -> Sequence:
         """Return a new sequence, not queued yet.
 
@@ -148,9 +154,11 @@ class Engine:
             priority: lower runs first among those of its tenant; ignored unless the scheduling policy is `priority`.
             tenant: whose request it is.
             packed_keys: hashes of the prompt, from `KeyChain.pack`; empty: they are computed here.
+            adapter: digest of the adapter; empty: it has none.
 
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
+            RequestError: the adapter is not here.
             ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
         """
         tokens = token_array(prompt)
@@ -158,7 +166,8 @@ class Engine:
         tokens.extend(output)
         pooling = self.checkpoint.pooling if sampling.embed else None
         features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
-        root, block_size = root_key(model_digest=self.layout.model_digest, salt=salt), self.layout.block_size
+        root = root_key(model_digest=self.layout.model_digest, salt=salt, adapter=adapter)
+        block_size = self.layout.block_size
         chain = KeyChain(root, packed_keys)
         keys = chain.keys(tokens, block_ends(len(tokens), block_size, partial=True))
         stops = frozenset(sampling.stop_token_ids)
@@ -178,6 +187,7 @@ class Engine:
             keys=keys,
             stop_token_ids=stops,
             features=features,
+            adapter=self._adapter(adapter) if adapter else None,
         )
         if sampling.logits_processors:
             seq.output.process(make_processors(sampling.logits_processors))
@@ -204,6 +214,12 @@ class Engine:
             raise ValueError("this model has no embeddings")
         if not sampling.embed and pooling is not None and pooling.num_classes:
             raise ValueError("this model is a classifier, which generates nothing")
+
+    def _adapter(self, digest: bytes) -> Adapter:
+        """Return the adapter with a digest. Raises RequestError if it is not here."""
+        if self.adapters is None:
+            raise RequestError("this instance has no adapters", kind="unknown_adapter")
+        return self.adapters.find(digest)
 
     def predict(self, seq: Sequence, prediction: Tokens) -> None:
         """Set the answer that a sequence's client has predicted. Raises ValueError: a token is outside the vocabulary."""
@@ -266,6 +282,8 @@ class Engine:
         if seq.leader is not None:
             seq.leave()
         self.scheduler.remove(seq)
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.release(seq)
         if seq.group is not None:
             self._searches.discard(seq)
             for beam in seq.group.beams:
@@ -298,6 +316,8 @@ class Engine:
             kv.copy_blocks(schedule.block_copies)
         if self.on_planned is not None:
             plan.on_layer = self.on_planned(plan)
+        if self.adapters is not None:
+            self.adapters.begin_step(plan)
         outcome = (self.runner.pipeline or self.runner).step(plan)
         work, leaders, num_tokens, recomputed = list[tuple[int, int]](), list[Sequence](), 0, 0
         drafted: list[tuple[int, int]] = []

@@ -9,6 +9,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
+from pdserve.engine.adapters import Adapter
 from pdserve.engine.memory.blocks import BlockPool, BlockTable, SequenceKV, SwappedKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens, block_ends
@@ -218,6 +219,7 @@ class Sequence:
         group: of its beam search, if it is one.
         features: what its request needs of a step beside tokens; most need nothing.
         prediction: tokens of the answer that its client has predicted, if it has.
+        adapter: added to the model's weights for it; None: nothing is.
     """
 
     request_id: str
@@ -235,6 +237,7 @@ class Sequence:
     group: BeamGroup | None = None
     features: tuple[Feature, ...] = ()
     prediction: "Tokens | None" = None
+    adapter: Adapter | None = None
 
     @classmethod
     def new(
@@ -256,6 +259,7 @@ class Sequence:
         rank: int = 0,
         tenant: Tenant = NO_TENANT,
         features: tuple[Feature, ...] = (),
+        adapter: Adapter | None = None,
     ) -> "Sequence":
         """Return the sequence of a request.
 
@@ -271,7 +275,7 @@ class Sequence:
             keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
         kv = SequenceKV(tokens, block_size, num_initial, chain, keys, table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
-        return cls(request_id, sampling, kv, output, rank, tenant, features=features)
+        return cls(request_id, sampling, kv, output, rank, tenant, features=features, adapter=adapter)
 
     def __len__(self) -> int:
         return len(self.output.tokens)

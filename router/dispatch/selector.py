@@ -74,10 +74,12 @@ class InstanceSelector:
         # Its last token alone leaves a request no decode phase, unless it is that of a beam search.
         num_output = state.remaining_tokens + bool(state.request.sampling.beam_width)
         context, version = state.num_tokens + num_output, state.newest_field[0]
-        prefills = self._eligible("prefill", avoid, context, version, state.heard_since)
-        decodes = self._eligible("decode", avoid, context, version, state.heard_since)
+        adapter = state.request.adapter
+        prefills = self._eligible("prefill", avoid, context, version, state.heard_since, adapter)
+        decodes = self._eligible("decode", avoid, context, version, state.heard_since, adapter)
         if not prefills and not decodes:
-            missing = self.missing_roles(avoid) or f"no instance for {context} tokens"
+            what = f"with the adapter {state.request.adapter_name!r} " if adapter else ""
+            missing = self.missing_roles(avoid) or f"no instance {what}for {context} tokens"
             if state.heard_since > -math.inf:
                 missing = "no instance that has been heard from since its last fault"
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
@@ -94,7 +96,7 @@ class InstanceSelector:
             stored=stored,
         )
         if not prefills or not decodes:
-            role, is_news = "prefill" if prefills else "decode", state.heard_since == -math.inf
+            role, is_news = "prefill" if prefills else "decode", not adapter and state.heard_since == -math.inf
             selection = self._select_single_role(request, role, prefills or decodes, is_news)
         else:
             self._last_missing_role = ""
@@ -212,6 +214,7 @@ class InstanceSelector:
         context: int = 0,
         version: int = 0,
         heard_since: float = -math.inf,
+        adapter: bytes = b"",
     ) -> list[InstanceHandle]:
         """Return the instances for a role whose circuit breakers allow one more request, and that can take this one.
 
@@ -219,6 +222,7 @@ class InstanceSelector:
             context: tokens for which they must have room.
             version: of the control protocol, which they must speak at least.
             heard_since: when they must have sent their last frame at the earliest, on the router's clock.
+            adapter: digest of the adapter that they must have; empty: none.
         """
         instances = [
             one
@@ -227,6 +231,7 @@ class InstanceSelector:
             and one.max_model_len >= context
             and one.hello.protocol_version >= version
             and one.last_frame_at >= heard_since
+            and (not adapter or adapter in one.adapters)
         ]
         breakers = self._fleet.breakers
         if not breakers.records:
