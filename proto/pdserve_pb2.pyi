@@ -258,7 +258,7 @@ class Heard(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "phase", "request", "output", "members", "writer", "prediction")
+    __slots__ = ("request_id", "phase", "request", "output", "members", "writer", "prediction", "leaves_nothing")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +266,7 @@ class Submit(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_NOTHING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     phase: Phase
     request: bytes
@@ -273,7 +274,8 @@ class Submit(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[Member]
     writer: Layout
     prediction: bytes
-    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., request: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ..., prediction: _Optional[bytes] = ...) -> None: ...
+    leaves_nothing: bool
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., request: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ..., prediction: _Optional[bytes] = ..., leaves_nothing: _Optional[bool] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("request_id", "seed")

@@ -123,8 +123,8 @@ class Engine:
         room = self.pool.num_blocks - self.pool.blocks_for(self.max_model_len)  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
-        if config.speculate != "off":
-            self.drafter = extension("speculation")(config, self.scheduler)
+        if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
+            self.drafter = extension("speculation")(config, self.scheduler, self._is_recorded)
         if config.has_adapters:
             self.adapters = extension("adapters")(config, self.runner)
         self._on_grammar_ready = on_grammar_ready
@@ -195,6 +195,15 @@ class Engine:
             how = sampling.length_penalty, sampling.early_stopping
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
         return seq
+
+    @property
+    def _must_not_wait(self) -> bool:
+        """True if steps are launched ahead, which drafts would end, or compute nothing, so that all drafts would be right."""
+        return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
+
+    def _is_recorded(self, rows: int) -> bool:
+        """Return whether decode steps of so many rows are recorded, or none ever is."""
+        return self.runner.graphs is None or self.runner.graphs.has(rows)
 
     def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:
         """Raise ValueError if a request is none that this engine could ever serve."""
@@ -281,6 +290,8 @@ class Engine:
             self._compiling.remove(seq)
         if seq.leader is not None:
             seq.leave()
+        if self.drafter is not None:
+            self.drafter.end(seq)
         self.scheduler.remove(seq)
         if seq.adapter is not None and self.adapters is not None:
             self.adapters.release(seq)
@@ -309,9 +320,8 @@ class Engine:
         plan = schedule.plan
         if self.drafter is not None:
             self.scheduler.add_drafts(plan, self.drafter.propose(plan))
-        kv, swap_seconds = self.runner.kv, 0.0
-        if schedule.swap_out or schedule.swap_in:
-            swap_seconds = kv.swap(schedule.swap_out, schedule.swap_in)
+        kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
+        swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
         if self.on_planned is not None:

@@ -263,12 +263,10 @@ class Instance:
             self._roles[job.phase].on_resumed(job)
         for seq in result.advanced:
             job = self._by_sequence[seq]
-            failure = seq.output.failure or (seq.output.constraint and seq.output.constraint.failure)
-            if failure:
-                self._reject(job.link, seq.request_id, failure)
-                self._cancel(job)
-                continue
             accepted = result.outcome.get(seq) or Accepted()
+            if fault := seq.output.fault:
+                self._fail(job, accepted, fault, started)
+                continue
             self._roles[job.phase].on_step(job, accepted, started)
             generated += len(accepted.tokens)
         if generated:
@@ -294,7 +292,7 @@ class Instance:
         """Assert that an idle instance holds no block. A leak ends the process instead of slowly starving it."""
         pool = self.engine.pool
         assert pool.num_held == 0, f"{pool.num_held} blocks are leaked"
-        assert pool.num_promised == 0, f"{pool.num_promised} blocks are promised to nobody"
+        assert pool.num_promised == 0, f"{pool.num_promised} blocks are still promised, and no sequence is left"
         host = self.engine.scheduler.swap_space.pool
         assert host is None or host.num_held == 0, f"{host.num_held} blocks of host memory are leaked"
         if now - self._integrity_checked_at > INTEGRITY_CHECK_S:
@@ -323,6 +321,8 @@ class Instance:
             )
             if message.prediction:
                 self.engine.predict(seq, unpack_tokens(message.prediction))
+            if message.leaves_nothing:
+                seq.leave_nothing()
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except (ValueError, RequestError) as error:
             refusal = error if isinstance(error, RequestError) else RequestError(str(error), kind="rejected")
@@ -363,6 +363,15 @@ class Instance:
                 self.close_job(job)
                 return True
         return False
+
+    def _fail(self, job: Job, accepted: Accepted, fault: RequestError, started: float) -> None:
+        """End a request that a step could not continue, behind the tokens before that: the last one counts for nothing."""
+        del accepted.tokens[-1:], accepted.logprobs[-1:]
+        if accepted.tokens:
+            self._roles[job.phase].on_step(job, accepted, started)
+            self.send_outputs()
+        self._reject(job.link, job.seq.request_id, fault)
+        self._cancel(job)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
         self._send(link, pb.InstanceFrame(outputs=pack([Output(request_id=request_id, error=failure(error))])))

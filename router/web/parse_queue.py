@@ -145,7 +145,7 @@ def parse_request(
     info: ModelInfo | None,
     max_n: int,
 ) -> Result:
-    """Return what a request comes to. Errors of its body come before the one that there is no model."""
+    """Return the result of `parse` for a body. Errors of the body take precedence over the lack of a model."""
     body, info = parse_body(model, raw, unknown), info or served(info)
     if info.adapters:
         draft, info = with_adapter(getattr(body, "model", None), draft, info)

@@ -5,9 +5,10 @@ The pool counts references, and is the prefix cache, from which it evicts. A blo
     cached   unreferenced, with a key: a prefix hit revives it, an allocation may evict it (least recently used first)
     held     referenced by one or more holders (sequences, transfers in flight), or pinned: never evicted until a reset
 
-Blocks are also promised, to sequences that have some already and whose other KV does not exist yet. What such sequences have
-and are promised is together never more than the pool. Only running sequences may take promised blocks, and these end without
-waiting for a promise; so every promise is kept in the end, in whatever order KV comes.
+A sequence holds blocks only for KV that exists or is being computed. Those that it will need later are *promised* to it: they
+are counted, not allocated. What sequences with promises hold and are promised is together never more than the pool. Only
+running sequences may take promised blocks, and these end without waiting for a promise; so every promise is kept in the end,
+in whatever order KV comes.
 
 Of a sequence, `SequenceKV` has the blocks, which tokens have KV, where that came from, and the keys of full blocks. Only its
 methods change this state; other modules call them and read the attributes.
@@ -43,7 +44,7 @@ class BlockPool:
     """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
 
     Attributes:
-        num_promised: blocks that sequences are promised, see `SequenceKV.promise`.
+        num_promised: free blocks that are promised to sequences, see `SequenceKV.promise`.
         num_shared: blocks with several holders.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
@@ -154,7 +155,7 @@ class BlockPool:
                 self.hold([block])
 
     def reset(self) -> None:
-        """Forget all keys and pins: held blocks stay with their holders, but nobody finds them any more."""
+        """Forget all keys and pins: held blocks stay with their holders, but are prefix hits no more."""
         pinned, self.pinned = self.pinned, set()
         self.release([*pinned])
         self._free.extend(self._cached)
@@ -287,7 +288,7 @@ class SequenceKV:
         return self.chain.keys(self.tokens, ends)
 
     def num_local(self, pool: BlockPool, keys: Sequence[bytes]) -> int:
-        """Return of how many leading blocks it or the pool has the KV. `keys` are theirs, as far as that counts."""
+        """Return the number of leading blocks whose KV the sequence or the pool has; `keys` are those to look up."""
         return self.num_registered if self.block_ids else len(pool.match(keys))
 
     def blocks_needed(self, pool: BlockPool) -> int:
@@ -340,17 +341,17 @@ class SequenceKV:
         self._take(pool, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))
 
     def take_promised(self, pool: BlockPool, num_tokens: int = 0, stop: int = 0) -> int:
-        """Allocate promised blocks before index `stop` and of the next `num_tokens` tokens, as far as there are free ones.
+        """Allocate promised blocks, up to index `stop` or for the next `num_tokens` tokens, as far as blocks are free.
 
         Returns:
-            of how many of these tokens it has the blocks.
+            how many of these tokens have blocks.
         """
         stop = max(stop, pool.blocks_for(self.num_computed + num_tokens))
         self._take(pool, min(stop - len(self.block_ids), self.num_promised, pool.num_free))
         return min(num_tokens, len(self.block_ids) * self.block_size - self.num_computed)
 
     def promise(self, pool: BlockPool, count: int) -> None:
-        """Promise it `count` further blocks, or so many fewer if that is negative."""
+        """Change the number of blocks that the pool keeps for this sequence by `count`, without allocating them."""
         self.num_promised += count
         pool.num_promised += count
 
@@ -398,7 +399,7 @@ class SequenceKV:
         self.cacheable = False
 
     def admit(self, pool: BlockPool) -> BlockPairs:
-        """Join the running batch, with room for all tokens, see `take_room`; a prompt may be promised what it lacks."""
+        """Join the running batch with room for all tokens, see `take_room`; for a prompt, promised blocks are room, too."""
         self.admitted = True
         has_room = self.num_promised and not self.is_decoding and self.blocks_needed(pool) <= self.num_promised
         return [] if has_room else self.take_room(pool)
@@ -460,7 +461,7 @@ class SequenceKV:
         self.needs_refetch = False
 
     def _take(self, pool: BlockPool, count: int) -> None:
-        """Allocate further blocks, if any. The promised ones come first."""
+        """Allocate `count` further blocks, if positive. They count as promised ones first."""
         if count > 0:
             self.block_ids.extend(pool.allocate(count))
             self.promise(pool, -min(count, self.num_promised))
