@@ -212,8 +212,8 @@ class Decoder:
                 self._carry_out(state, state.loading.grown(len(seq.kv.block_ids)))
             if not state.loading.lacks_room:
                 del self.cramped[seq]
-        while self.unreserved:
-            seq = scheduler.unreserved = min(self.unreserved, key=scheduler.order())
+        while seqs := self.unreserved if self._engine.adapters is None else self._with_slots():
+            seq = scheduler.unreserved = min(seqs, key=scheduler.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
             coming = seq.kv.num_initial - 1
             first = scheduler.num_out_of_window(coming)
@@ -246,6 +246,15 @@ class Decoder:
             elif keys:
                 self._connector.prolong(keys, lease_s=self._lease_seconds, tickets=tuple(state.tickets))
                 self._context.count("kv_leases_prolonged", len(keys))
+
+    def _with_slots(self) -> list[Sequence]:
+        """Return those of which there is KV, without those that wait for the slots of their adapters."""
+        adapters, seqs = self._engine.adapters, list[Sequence]()
+        for seq, state in self.unreserved.items():
+            siblings = (follower.job.seq for follower in state.followers)
+            if seq.adapter is None or (adapters is not None and adapters.acquire(seq, *siblings)):
+                seqs.append(seq)
+        return seqs
 
     def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
         """Report the new tokens, if any, after an engine step that computed part of the sequence."""

@@ -143,6 +143,12 @@ class EngineConfig(ModelConfig):
     speculative_config: str = flag(
         "as vLLM's: a JSON object with method (ngram, suffix) and num_speculative_tokens, in place of these two", ""
     )
+    lora_modules: str = flag(
+        "adapters (LoRA) in PEFT's format, as name=folder, comma separated or repeated; requests name one as their model",
+        "",
+    )
+    max_loras: int = flag("most adapters in one step", 8, least=1)
+    max_lora_rank: int = flag("highest rank of an adapter", 64, least=1, most=512)
     pooling: str = flag(
         "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none;"
         " yes-no: scores, by the answer yes or no (Qwen3-Reranker)",
@@ -172,6 +178,25 @@ class EngineConfig(ModelConfig):
         if self.speculative_config:
             for name, value in _read_speculative(self.speculative_config).items():
                 object.__setattr__(self, name, value)
+        self.adapters  # noqa: B018 - raises ValueError
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return bool(self.lora_modules)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of `--lora-modules` by name. Raises ValueError if that is no such list."""
+        found: dict[str, str] = {}
+        for entry in filter(None, self.lora_modules.split(",")):
+            name, _, path = entry.partition("=")
+            if not (name and path) or name in found or name == self.name:
+                raise ValueError(
+                    f"--lora-modules: write name=folder, each name once and not the model's, not {entry!r}"
+                )
+            found[name] = path
+        return found
 
 
 def _read_speculative(text: str) -> dict[str, Any]:

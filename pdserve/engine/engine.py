@@ -12,6 +12,7 @@ from msgspec import structs
 
 from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
+from pdserve.engine.adapters import Adapter, Adapters
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.features import features_of
 from pdserve.engine.grammar import GrammarBackend, GrammarConstraint, follow_grammar, has_slow_masks
@@ -20,7 +21,7 @@ from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Constraint, Sequence
 from pdserve.engine.step import Drafter, StepOutcome, StepPlan
-from pdserve.errors import SetupError
+from pdserve.errors import RequestError, SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.plugins import extension
@@ -80,6 +81,7 @@ class Engine:
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
         drafter: proposes drafts for the sequences that take them; None: steps have no drafts.
+        adapters: those of sequences that have one; None: none has.
         grammars: compiles grammars, and has their masks.
         constrained: sequences with grammars that are here, and these.
         num_late: how often steps left out one of them, since its mask was not there.
@@ -87,6 +89,7 @@ class Engine:
     """
 
     drafter: Drafter | None = None
+    adapters: Adapters | None = None
     on_planned: Callable[[StepPlan], Callable[[int], None] | None] | None = None
 
     def __init__(
@@ -130,6 +133,8 @@ class Engine:
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
             self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
+        if config.has_adapters:
+            self.adapters = extension("adapters")(config, self.runner)
         self._arrivals = itertools.count()
         eos_token_ids = self.checkpoint.eos_token_ids
         self.grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, eos_token_ids, on_grammar_ready)
@@ -151,6 +156,7 @@ class Engine:
         priority: int = 0,
         tenant: Tenant = NO_TENANT,
         packed_keys: bytes = b"",
+        adapter: bytes = b"",
     ) -> Sequence:
         """Return a new sequence, not queued yet.
 
@@ -160,9 +166,11 @@ class Engine:
             priority: lower runs first among those of its tenant; ignored unless the scheduling policy is `priority`.
             tenant: whose request it is.
             packed_keys: hashes of the prompt, from `KeyChain.pack`; empty: they are computed here.
+            adapter: digest of the adapter; empty: it has none.
 
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
+            RequestError: the adapter is not here.
             ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
         """
         tokens = token_array(prompt)
@@ -170,7 +178,8 @@ class Engine:
         tokens.extend(output)
         pooling = self.checkpoint.pooling if sampling.embed else None
         features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
-        root, block_size = root_key(model_digest=self.layout.model_digest, salt=salt), self.layout.block_size
+        root = root_key(model_digest=self.layout.model_digest, salt=salt, adapter=adapter)
+        block_size = self.layout.block_size
         chain = KeyChain(root, packed_keys)
         keys = chain.keys(tokens, block_ends(len(tokens), block_size, partial=True))
         stops = frozenset(sampling.stop_token_ids)
@@ -190,6 +199,7 @@ class Engine:
             keys=keys,
             stop_token_ids=stops,
             features=features,
+            adapter=self._adapter(adapter) if adapter else None,
         )
         if sampling.logits_processors:
             seq.output.process(make_processors(sampling.logits_processors))
@@ -225,6 +235,12 @@ class Engine:
             raise ValueError("this model has no embeddings")
         if not sampling.embed and pooling is not None and pooling.num_classes:
             raise ValueError("this model is a classifier, which generates nothing")
+
+    def _adapter(self, digest: bytes) -> Adapter:
+        """Return the adapter with a digest. Raises RequestError if it is not here."""
+        if self.adapters is None:
+            raise RequestError("this instance has no adapters", kind="unknown_adapter")
+        return self.adapters.find(digest)
 
     def predict(self, seq: Sequence, prediction: Tokens) -> None:
         """Set the answer that a sequence's client has predicted. Raises ValueError: a token is outside the vocabulary."""
@@ -294,6 +310,8 @@ class Engine:
         if self.drafter is not None:
             self.drafter.end(seq)
         self.scheduler.remove(seq)
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.release(seq)
         if seq.group is not None:
             self._searches.discard(seq)
             for beam in seq.group.beams:
@@ -316,13 +334,14 @@ class Engine:
         plan = schedule.plan
         if self.drafter is not None:
             self._draft(plan, self.drafter)
-        kv, swap_seconds = self.runner.kv, 0.0
-        if schedule.swap_out or schedule.swap_in:
-            swap_seconds = kv.swap(schedule.swap_out, schedule.swap_in)
+        kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
+        swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
         if self.on_planned is not None:
             plan.on_layer = self.on_planned(plan)
+        if self.adapters is not None:
+            self.adapters.begin_step(plan)
         began_at = time.monotonic()
         outcome = (self.runner.pipeline or self.runner).step(plan)
         self._step_s = time.monotonic() - began_at

@@ -70,7 +70,8 @@ class InstanceSelector:
         needs = state.needs
         prefills, decodes = self._eligible("prefill", needs), self._eligible("decode", needs)
         if not prefills and not decodes:
-            missing = self.missing_roles(needs.left) or f"no instance for {needs.context} tokens"
+            what = f" with the adapter {state.request.adapter_name!r}" if needs.adapter else ""
+            missing = self.missing_roles(needs.left) or f"no instance{what} for {needs.context} tokens"
             if state.is_suspect:
                 missing = "no instance that has been heard from since its last fault"
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
@@ -204,6 +205,7 @@ class InstanceSelector:
             and one.max_model_len >= needs.context
             and one.hello.protocol_version >= needs.version
             and one.last_frame_at >= needs.heard_since
+            and (not needs.adapter or needs.adapter in one.adapters)
         ]
         breakers = self._fleet.breakers
         if not breakers.records:

@@ -68,6 +68,7 @@ class InstanceHandle:
         acknowledged_at: when this router last acknowledged a heartbeat, on its monotonic clock.
         candidate: the view of the policies: this router's requests as of now, plus `other_load`.
         kind: all that decides which instances it can serve with. Most instances of a fleet are of a few kinds.
+        adapters: digests of those that it has.
     """
 
     hello: pb.Hello
@@ -87,6 +88,7 @@ class InstanceHandle:
     id: str = field(init=False)
     role: str = field(init=False)
     kind: tuple[object, ...] = field(init=False)
+    adapters: frozenset[bytes] = field(init=False)
     max_model_len: int = field(init=False)
     vocab_size: int = field(init=False)
 
@@ -94,6 +96,7 @@ class InstanceHandle:
         # Read for each request or output; a field of a message takes longer.
         self.max_model_len, self.vocab_size = self.hello.max_model_len, self.hello.vocab_size
         self.id, self.role, self.kind = self.hello.instance_id, self.hello.role, kind_of(self.hello)
+        self.adapters = frozenset(adapter.digest for adapter in self.hello.adapters)
         self.candidate = Candidate(
             self.id,
             is_both=self.role == "both",

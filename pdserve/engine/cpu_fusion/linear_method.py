@@ -104,7 +104,7 @@ def add_delta(model: torch.nn.Module, name: str, delta: Delta) -> None:
         layer = owner.get_submodule(child)
     except AttributeError as error:
         raise ValueError(f"{type(model).__name__} has no layer {name}") from error
-    if type(layer) is torch.nn.Linear:
+    if type(layer) in (torch.nn.Linear, Conv1D):
         layer = Linear(PlainMethod(layer))
         setattr(owner, child, layer)
     if not isinstance(layer, Linear) or layer.delta is not None:
