@@ -27,6 +27,7 @@ from statistics import fmean
 from typing import Any
 
 import report
+from lengths import answer, sequence
 from rich.console import Console
 
 from pdserve.cli.flags import command_from_config
@@ -34,9 +35,7 @@ from pdserve.config import flag
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.keys import token_array
 from pdserve.profile.profile import Profile, StepModel
-from pdserve.request import SamplingParams
 from pdserve.tools.load_config import FleetConfig
 from pdserve.tools.roofline.estimate import Estimate
 from pdserve.tools.roofline.shape import load as load_shape
@@ -118,7 +117,7 @@ def paged(requests: list[Request], block: int = BLOCK, choices: int = 1) -> Outc
             now = max(now, arriving[0][1].at)
         while arriving and arriving[0][1].at <= now:
             index, request = arriving.popleft()
-            seq = _sequence(index, request, block)
+            seq = sequence(index, request.input, request.output, block)
             origin[seq] = index
             scheduler.add(seq)
         counts = scheduler.schedule().plan.counts
@@ -129,30 +128,18 @@ def paged(requests: list[Request], block: int = BLOCK, choices: int = 1) -> Outc
         if choices == 1 and steps % SAMPLED == 0:
             outcome.held += pool.num_held * block
             outcome.used += sum(seq.kv.num_computed for seq in origin)
-        for seq in list(counts):
-            if seq.kv.num_uncomputed:
-                continue
-            index = origin[seq]
-            if choices > 1 and not seq.output.num_generated:
+        for seq in list(counts) if choices > 1 else ():
+            if seq.kv.num_uncomputed == seq.output.num_generated == 0:
                 for number in range(1, choices):
-                    fork = scheduler.fork(seq, f"{index}-{number}", seq.sampling)
-                    fork.output.tokens.append(number)
-                    origin[fork] = index
-            seq.output.tokens.append(0)
-            if seq.output.num_generated >= requests[index].output:
-                del origin[seq]
-                scheduler.remove(seq)
-                left[index] -= 1
-                if not left[index]:
-                    outcome.latencies.append((now - requests[index].at) / requests[index].output)
+                    fork = scheduler.fork(seq, f"{origin[seq]}-{number}", seq.sampling)
+                    fork.output.append(number)
+                    origin[fork] = origin[seq]
+        for seq in answer(scheduler, counts):
+            index = origin.pop(seq)
+            left[index] -= 1
+            if not left[index]:
+                outcome.latencies.append((now - requests[index].at) / requests[index].output)
     return outcome
-
-
-def _sequence(i: int, request: Request, block_size: int) -> Sequence:
-    """Return a sequence with a unique first token, so that no prefix is found in the cache."""
-    tokens = token_array([i + 1, *([0] * (request.input - 1))])
-    sampling = SamplingParams(max_tokens=request.output, ignore_eos=True)
-    return Sequence.new(str(i), tokens, len(tokens), len(tokens), sampling, i.to_bytes(16, "little"), block_size)
 
 
 def contiguous(requests: list[Request], size: Callable[[Request], int], choices: int = 1) -> Outcome:

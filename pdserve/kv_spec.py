@@ -45,7 +45,7 @@ class KVSpec:
 
     @classmethod
     def uniform(cls, num_layers: int, num_heads: int, head_dim: int) -> "KVSpec":
-        """Return the KV of a model whose layers all keep the same, for ever."""
+        """Return the spec of a model whose layers all have full attention and rows of one shape."""
         return cls((KVGroup(tuple(range(num_layers)), num_heads, head_dim),))
 
     @property

@@ -295,7 +295,7 @@ class Instance:
         """Assert that an idle instance holds no block. A leak ends the process instead of slowly starving it."""
         pool = self.engine.pool
         assert pool.num_held == 0, f"{pool.num_held} blocks are leaked"
-        assert pool.num_promised == 0, f"{pool.num_promised} blocks are promised to nobody"
+        assert pool.num_promised == 0, f"{pool.num_promised} blocks are still promised, and no sequence is left"
         host = self.engine.scheduler.swap_space.pool
         assert host is None or host.num_held == 0, f"{host.num_held} blocks of host memory are leaked"
         if now - self._integrity_checked_at > INTEGRITY_CHECK_S:

@@ -1,4 +1,4 @@
-"""Lengths of drafts: as many rows as let a step give more tokens per second, by the cost model and measured acceptance.
+"""Draft lengths that maximize the tokens per second of a step, by the cost model and the measured acceptance.
 
 A step of R rows takes a + b × R + c × context tokens of all rows. A draft is worth its row if its chance to be accepted
 exceeds the tokens that the step would otherwise give in the time of that row.
@@ -14,15 +14,15 @@ from pdserve.engine.sequence import Sequence
 from pdserve.speculation.matches import MAX_MATCH, MIN_MATCH, Draft
 
 MARGIN = 1.1  # by which a chance must exceed what its row costs: forecasts err
-MEMORY = 64.0  # drafts of one length of match that are remembered
-OWN_WEIGHT = 2.0  # drafts of other sequences of which a sequence is thought to be like
-PRIOR = (1.0, 2.0)  # accepted, compared: before anything is measured
-PREDICTED = 0  # in place of a match: what a client has predicted is right or wrong for other reasons
+MEMORY = 64.0  # drafts, per match length, over which acceptance is averaged
+OWN_WEIGHT = 2.0  # drafts: the weight of the average over all sequences in the estimate for one
+PRIOR = (1.0, 2.0)  # accepted, compared: pseudo-counts before the first draft
+PREDICTED = 0  # in place of a match length: drafts from a client's prediction are counted by themselves
 
 
 @dataclass
 class Acceptance:
-    """How often drafts were right, by the number of tokens before them that had matched.
+    """Acceptance rate of draft tokens by match length: the number of tokens before them that had matched.
 
     Attributes:
         counts: accepted and compared ones, by `bucket`; both shrink, so that the latest count most.
@@ -31,19 +31,19 @@ class Acceptance:
     counts: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def record(self, match: int, is_right: bool) -> None:
-        """Record a draft behind a match."""
+        """Record whether a draft token after a match of this length was right."""
         right, compared = self.counts.get(match, (0.0, 0.0))
         shrunk = 1 - 1 / MEMORY
         self.counts[match] = right * shrunk + is_right, compared * shrunk + 1
 
     def chance(self, match: int, prior: tuple[float, float]) -> float:
-        """Return how likely a draft behind a match is right; `prior` is added to the counts."""
+        """Return the probability that a draft token after a match of this length is right; `prior` is added to the counts."""
         right, compared = self.counts.get(match, (0.0, 0.0))
         return (right + prior[0]) / (compared + prior[1])
 
 
 def compare(draft: Draft, followed: list[int], *tables: Acceptance) -> None:
-    """Record in some tables which tokens of a draft have turned out right, up to the first wrong one."""
+    """Record which tokens of a draft were right, up to the first wrong one, in each of the tables."""
     for ahead, (drafted, token) in enumerate(zip(draft.tokens, followed, strict=False)):
         for table in tables:
             table.record(bucket(draft, ahead), drafted == token)
@@ -57,7 +57,7 @@ def bucket(draft: Draft, ahead: int) -> int:
 
 
 def chances(draft: Draft, own: Acceptance, all_of_them: Acceptance) -> list[float]:
-    """Return how likely each token of a draft will be accepted, which includes those before it."""
+    """Return the probability of each token of a draft to be accepted, which requires all tokens before it to be."""
     chance, found = 1.0, []
     for ahead, share in enumerate(draft.shares):
         match = bucket(draft, ahead)
@@ -70,10 +70,10 @@ def chances(draft: Draft, own: Acceptance, all_of_them: Acceptance) -> list[floa
 def worthwhile(
     expected: Mapping[Sequence, list[float]], seqs: list[Sequence], costs: Costs, most_seconds: float | None
 ) -> dict[Sequence, int]:
-    """Return how many drafts of each sequence pay, a power of two in sum: a step is only recorded once its size recurs.
+    """Return the draft length of each sequence. The sum is a power of two, since graphs are recorded for sizes that recur.
 
     Args:
-        expected: chances of the drafts of some of `seqs`, which all decode.
+        expected: acceptance probabilities of the drafts of some of `seqs`, which all decode.
         most_seconds: that the step may take; None: it is not limited.
     """
     _, row, token = costs.decode

@@ -1,4 +1,4 @@
-"""Matches: other occurrences of a sequence's last tokens, and what follows them. A function of the tokens alone.
+"""Prompt lookup: earlier occurrences of a sequence's last tokens, and the tokens after them. A function of the tokens alone.
 
 Shape legend: T tokens, E occurrences.
 """
@@ -12,12 +12,12 @@ from pdserve.keys import Tokens
 
 MIN_MATCH = 3  # tokens; shorter ones recur by chance
 MAX_MATCH = 24  # tokens
-MAX_VOTES = 16  # occurrences that are looked at, the latest ones
+MAX_VOTES = 16  # latest occurrences that are compared
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may follow.
+    """Proposed continuation of a sequence.
 
     Attributes:
         match: how many of the last tokens, up to MAX_MATCH, stood before these, too.

@@ -14,12 +14,12 @@ from pdserve.keys import Tokens
 from pdserve.speculation.lengths import Acceptance, chances, compare, worthwhile
 from pdserve.speculation.matches import Draft, continue_by_votes, continue_last, continue_predicted, occurrences
 
-MAX_SKIPPED = 16  # tokens without a look for drafts, after as many looks in vain
+MAX_SKIPPED = 16  # tokens for which no match is looked up, after as many lookups without one
 
 
 @dataclass
 class _Followed:
-    """What is known of a sequence beside its tokens: nothing that another instance could not do without.
+    """Drafting state of a sequence. It affects speed only, so another instance starts without it.
 
     Attributes:
         acceptance: of its drafts.
@@ -106,7 +106,7 @@ class Speculator(Drafter):
         return drafts, lengths
 
     def _compare(self, followed: _Followed, tokens: Tokens) -> None:
-        """Record whether the last draft was right, computed or not: what has followed since is known."""
+        """Compare the last draft, computed or not, with the tokens generated since, and record the acceptance."""
         if (draft := followed.draft) is not None:
             since = tokens[followed.drafted_at : followed.drafted_at + len(draft.tokens)].tolist()
             compare(draft, since, followed.acceptance, self._acceptance)

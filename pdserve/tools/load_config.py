@@ -11,12 +11,12 @@ from pdserve.config import (
     POLICY_NAMES,
     PORTS,
     TTFT_TARGET_HELP,
-    Settings,
     UpConfig,
     flag,
     parse_size,
     policy_flag,
 )
+from pdserve.settings import Settings
 from pdserve.tools.roofline.devices import DEVICES, WEIGHTS
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")

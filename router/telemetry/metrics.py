@@ -52,7 +52,18 @@ class Metrics:
         self._vllm_model = vllm_model
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS)
+        self._add_of_requests(counter, partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS))
+        self._add_of_admission(counter, gauge)
+        self._add_of_faults(counter, gauge)
+        self._add_of_process(counter, gauge)
+        self.registry.register(_FleetCollector(fleet))
+        for name, values in FROM_START.items():
+            for value in values:
+                getattr(self, name).labels(value)
+        for metric in (self.requests, self.decisions, self.placements, self.key_requests, self.key_tokens):
+            metric.labels = cache(metric.labels)  # type: ignore[assignment]  # every request uses the same few labels
+
+    def _add_of_requests(self, counter: Callable[..., Counter], histogram: Callable[..., Histogram]) -> None:
         self.spans = {
             name: histogram(f"pdserve_{name}_seconds", f"from {start.value} to {end.value}")
             for name, (start, end) in LATENCY_METRICS.items()
@@ -78,6 +89,8 @@ class Metrics:
             "placements of prompts: split between prefill and decode, or one instance alone; and the reason",
             ["way", "reason"],
         )
+
+    def _add_of_admission(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         self.refusals = counter("pdserve_refusals_total", "requests rejected by admission, by reason", ["reason"])
         self.ignored_fields = counter(
             "pdserve_ignored_fields_total", "unknown fields of requests that were ignored, with --unknown-fields ignore"
@@ -101,6 +114,8 @@ class Metrics:
         self.unauthorized = counter(
             "pdserve_unauthorized_total", "requests without a valid key: with none, or with a wrong one", ["reason"]
         )
+
+    def _add_of_faults(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         self.fallbacks = counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode completed by computing, by the fault of prefill",
@@ -133,6 +148,8 @@ class Metrics:
             ["prefill", "decode"],
         )
         self.retry_budget = gauge("pdserve_retry_budget", "migrations left for requests that have migrated before")
+
+    def _add_of_process(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
         self.connections = gauge("pdserve_connections", "open connections of clients")
         self.refused_connections = counter(
             "pdserve_connections_refused_total",
@@ -148,12 +165,6 @@ class Metrics:
         self.registry_failures = counter("pdserve_registry_failures_total", "failed calls to the registry")
         tasks = gauge("pdserve_router_tasks", "asyncio tasks of the router")
         tasks.set_function(_num_tasks)
-        self.registry.register(_FleetCollector(fleet))
-        for name, values in FROM_START.items():
-            for value in values:
-                getattr(self, name).labels(value)
-        for metric in (self.requests, self.decisions, self.placements, self.key_requests, self.key_tokens):
-            metric.labels = cache(metric.labels)  # type: ignore[assignment]  # every request uses the same few labels
 
     def count_kv_event_batches(self, endpoint: str, outcome: str, count: int) -> None:
         self._kv_event_batches.labels(endpoint=endpoint, outcome=outcome).inc(count)

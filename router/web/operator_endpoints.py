@@ -95,7 +95,7 @@ class OperatorEndpoints(Endpoints):
 
     @endpoint("GET", "/debug/overview", Access.OPERATOR)
     async def debug_overview(self, response: Response, history: bool = False) -> dict[str, object]:
-        """What the live page shows; with `history`, also a snapshot of each 15 s of the last 15 minutes."""
+        """Snapshot for the live page; with `history`, also a snapshot of each 15 s of the last 15 minutes."""
         response.headers["Cache-Control"] = "no-store"
         return self._overview(with_history=history)
 

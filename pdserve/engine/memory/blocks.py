@@ -9,9 +9,10 @@ A model whose layers have several windows has several groups of blocks, which di
 each to one group for as long as a block of it is held or cached: so memory moves between groups. Where there is one group, a
 page is a block. What the pool counts (`num_blocks`, `num_free`, promises) are pages.
 
-Blocks are also promised, to sequences that have some already and whose other KV does not exist yet. What such sequences have
-and are promised is together never more than the pool. Only running sequences may take promised blocks, and these end without
-waiting for a promise; so every promise is kept in the end, in whatever order KV comes.
+A sequence holds blocks only for KV that exists or is being computed. Those that it will need later are *promised* to it: they
+are counted, not allocated. What sequences with promises hold and are promised is together never more than the pool. Only
+running sequences may take promised blocks, and these end without waiting for a promise; so every promise is kept in the end,
+in whatever order KV comes.
 
 Of a sequence, `SequenceKV` has the blocks, which tokens have KV, where that came from, and the keys of full blocks. Only its
 methods change this state; other modules call them and read the attributes.
@@ -63,7 +64,7 @@ class BlockPool:
         groups: the one of the longest window first.
 
     Attributes:
-        num_promised: blocks that sequences are promised, see `SequenceKV.promise`.
+        num_promised: free blocks that are promised to sequences, see `SequenceKV.promise`.
         num_shared: blocks with several holders.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
@@ -225,7 +226,7 @@ class BlockPool:
                 self.hold([block])
 
     def reset(self) -> None:
-        """Forget all keys and pins: held blocks stay with their holders, but nobody finds them any more."""
+        """Forget all keys and pins: held blocks stay with their holders, but are prefix hits no more."""
         pinned, self.pinned = self.pinned, set()
         self.release([*pinned])
         self._free.extend(self._cached)
@@ -361,7 +362,7 @@ class SequenceKV:
         return self.chain.keys(self.tokens, ends)
 
     def num_local(self, pool: BlockPool, keys: Sequence[bytes]) -> int:
-        """Return of how many leading blocks it or the pool has the KV. `keys` are theirs, as far as that counts."""
+        """Return the number of leading blocks whose KV the sequence or the pool has; `keys` are those to look up."""
         return self.num_registered if self.block_ids else len(pool.match(keys))
 
     def blocks_needed(self, pool: BlockPool) -> int:
@@ -417,25 +418,32 @@ class SequenceKV:
         if not self.admitted:
             self.num_local_hit, self.num_unneeded = len(hits) * self.block_size, first * self.block_size
 
-    def take_hits(self, pool: BlockPool, first: int, hits: list[int], num_coming: int) -> None:
-        """Take over references to prefix hits, as `take_blocks`, and to those blocks of further groups that it needs.
+    def take_groups(
+        self, pool: BlockPool, first: int, hits: list[int], num_coming: int, num_blocks: int, num_now: int, room: int
+    ) -> bool:
+        """Take over prefix hits, see `take_blocks`, and be promised `num_blocks` blocks of all groups, `num_now` of them now.
 
-        Args:
-            num_coming: see `BlockPool.match`.
+        Returns:
+            False if more than `room` pages would have to be promised beyond the spare ones; nothing was taken.
         """
         self.take_blocks(first, hits, [])
-        num_tokens = max(num_coming, self.num_computed)
-        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], num_tokens)
+        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], max(num_coming, self.num_computed))
+        if (count := num_pages(pool, self._tables, num_blocks)) > room + pool.num_spare:
+            self.release_blocks(pool)
+            return False
+        self.promise(pool, count)
+        self.take_promised(pool, stop=num_now)
+        return True
 
     def grow(self, pool: BlockPool, further: int = 0) -> None:
         """Allocate the blocks that all tokens need, and `further` tokens after them."""
         self._take(pool, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))
 
     def take_promised(self, pool: BlockPool, num_tokens: int = 0, stop: int = 0) -> int:
-        """Allocate promised blocks before index `stop` and of the next `num_tokens` tokens, as far as there are free ones.
+        """Allocate promised blocks, up to index `stop` or for the next `num_tokens` tokens, as far as blocks are free.
 
         Returns:
-            of how many of these tokens it has the blocks.
+            how many of these tokens have blocks.
         """
         stop, most = max(stop, pool.blocks_for(self.num_computed + num_tokens)), min(self.num_promised, pool.num_free)
         if self.tails:
@@ -445,14 +453,8 @@ class SequenceKV:
         self._take(pool, min(stop - len(self.block_ids), most))
         return min(num_tokens, len(self.block_ids) * self.block_size - self.num_computed)
 
-    def promise_up_to(self, pool: BlockPool, num_blocks: int) -> int:
-        """Promise it the pages with which it has `num_blocks` blocks of each group. Returns how many."""
-        count = num_pages(pool, self._tables, num_blocks)
-        self.promise(pool, count)
-        return count
-
     def promise(self, pool: BlockPool, count: int) -> None:
-        """Promise it `count` further pages, or so many fewer if that is negative."""
+        """Change the number of pages that the pool keeps for this sequence by `count`, without allocating them."""
         self.num_promised += count
         pool.num_promised += count
 
@@ -509,7 +511,7 @@ class SequenceKV:
         self.cacheable = False
 
     def admit(self, pool: BlockPool) -> BlockPairs:
-        """Join the running batch, with room for all tokens, see `take_room`; a prompt may be promised what it lacks."""
+        """Join the running batch with room for all tokens, see `take_room`; for a prompt, promised blocks are room, too."""
         self.admitted = True
         has_room = self.num_promised and not self.is_decoding and self.blocks_needed(pool) <= self.num_promised
         return [] if has_room else self.take_room(pool)
@@ -574,7 +576,7 @@ class SequenceKV:
         self.needs_refetch = False
 
     def _take(self, pool: BlockPool, count: int) -> None:
-        """Allocate further blocks, if any. The promised ones come first."""
+        """Allocate `count` further blocks, if positive. They count as promised ones first."""
         if count > 0 and self.tails:
             taken = extend(pool, self._tables, len(self.block_ids) + count)
             self.promise(pool, -min(taken, self.num_promised))

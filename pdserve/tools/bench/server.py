@@ -1,4 +1,4 @@
-"""What the client asks a server besides the load: its models, and the timelines of requests where the server is ours."""
+"""Queries to a server besides the load: its models, and the timelines of requests where the server is ours."""
 
 import re
 import statistics

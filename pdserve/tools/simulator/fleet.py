@@ -74,7 +74,7 @@ def _text(value: object) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a simulation says of a fleet.
+    """Forecast of a fleet by simulation.
 
     Attributes:
         figures: those of `pdserve bench serve`, of the simulated run, and the parts of TTFT.

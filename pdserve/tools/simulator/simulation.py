@@ -47,7 +47,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a simulation.
+    """Results of a simulation.
 
     Attributes:
         samples: one per request, as `pdserve bench serve` measures them.
