@@ -66,8 +66,9 @@ class Candidate:
     Attributes:
         requests, prefill_tokens, output_tokens, context_tokens, prefills, attended_tokens: the load, as in `Load`.
         is_both: role `both`: it may compute the prompts that it decodes.
-        token_bytes: size of one token's KV.
-        capacity_tokens: size of the pool.
+        token_bytes: size of one token's KV, in the layers of the longest window.
+        windows: of the other layers, (tokens, bytes of each): no more of them are moved, or stay in the pool.
+        capacity_tokens: size of the pool, without these.
         free_tokens: its room by the last heartbeat. Over `nixl://`, prompts that wait for decode fill the pool of prefill.
         itl_target: seconds that a step with decoding sequences should not exceed, whatever prompts it contains.
         block_size: tokens of a prompt that such a step computes at least.
@@ -84,6 +85,7 @@ class Candidate:
     costs: Costs = DEFAULT_COSTS
     is_both: bool = False
     token_bytes: int = 1
+    windows: tuple[tuple[int, int], ...] = ()
     capacity_tokens: int = 1 << 62
     free_tokens: int = 1 << 62
     itl_target: float = math.inf
@@ -130,9 +132,15 @@ class Candidate:
             step = per_step + per_sequence * (self.requests + 1) + per_token * self.context_tokens
             per_transfer, per_byte = self.costs.transfer
             free_tokens = self.capacity_tokens - self.context_tokens
+            if self.windows:
+                free_tokens -= self.requests * self.window_bytes(self.capacity_tokens) // max(1, self.token_bytes)
             per_transfer = per_transfer if self.token_bytes else 0.0
             self._decode_terms = step, per_token, per_transfer, per_byte * self.token_bytes, free_tokens
         return self._decode_terms
+
+    def window_bytes(self, tokens: int) -> int:
+        """Return the bytes of the windows' layers that tokens behind the last `tokens` reach."""
+        return sum(min(tokens, window) * size for window, size in self.windows)
 
     @property
     def work_tokens(self) -> int:
@@ -300,7 +308,8 @@ def _ttft_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> 
         seconds = (per_token + per_pair * (cached + uncached / 2)) * uncached
         if stored > cached:
             rest = tokens - stored
-            load = c.costs.transfer_seconds((stored - cached) * c.token_bytes)
+            moved = (stored - cached) * c.token_bytes + (c.window_bytes(stored - cached) if c.windows else 0)
+            load = c.costs.transfer_seconds(moved)
             seconds = min(seconds, load + (per_token + per_pair * (stored + rest / 2)) * rest)
         if 2 * uncached <= c.longest.prefill_tokens and longest > seconds:
             queued -= longest - seconds
@@ -333,6 +342,8 @@ def _itl_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> S
         else:
             uncached = tokens - cached_on(c.instance_id, 0)
             wait = per_transfer + per_moved_token * uncached if uncached else 0.0
+            if c.windows:
+                wait += c.costs.transfer[1] * c.window_bytes(uncached)
         if tokens > free_tokens:
             pools = max(1.0, (tokens - free_tokens) / max(1, c.capacity_tokens))  # that must become free before
             wait += step * c.output_tokens / max(1, c.requests) * pools
@@ -460,7 +471,8 @@ def place(
     if threshold is not None:
         return Placement("decode" if uncached <= threshold else "split", "threshold", uncached)
     here = forecast_ttft(decode, request)
-    there = forecast_ttft(prefill, request) + decode.costs.transfer_seconds(uncached * decode.token_bytes)
+    moved = uncached * decode.token_bytes + (decode.window_bytes(uncached) if decode.windows else 0)
+    there = forecast_ttft(prefill, request) + decode.costs.transfer_seconds(moved)
     if request.tokens > prefill.free_tokens:  # what fills it may wait for decode
         there += room_seconds(decode, request.tokens)
     is_late = ttft_target is not None and there > ttft_target

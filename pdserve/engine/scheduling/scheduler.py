@@ -217,17 +217,18 @@ class Scheduler:
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
         for seq in output.plan.counts:
-            room = self.pool.num_spare - len(self.pool.tail_groups)
-            if seq.kv.is_decoding and not seq.output.awaits_last_token and room > len(self.running):
+            least = len(self.running) + len(self.pool.tail_groups)
+            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_spare > least:
                 seq.kv.grow(self.pool, 1)
 
     def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
         """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
         room = self.max_num_batched_tokens - sum(plan.counts.values())
         for seq, drafts in proposed.items():
-            spare = max(0, self.pool.num_spare - len(self.running)) // len(self.pool.groups)  # one for each running one
+            # One stays for each running one.
+            spare = max(0, self.pool.num_spare - len(self.running)) // len(self.pool.groups) + len(seq.kv.block_ids)
             left = seq.sampling.max_tokens - seq.output.num_generated - 1
-            most = min(room, left, (spare + len(seq.kv.block_ids)) * seq.kv.block_size - len(seq))
+            most = min(room, left, spare * seq.kv.block_size - len(seq))
             if most > 0 and drafts:
                 plan.drafts[seq] = list(drafts[:most])
                 seq.kv.grow(self.pool, len(plan.drafts[seq]))
@@ -277,19 +278,16 @@ class Scheduler:
         hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks], first_block, num_coming)
         self.pool.hold(hits)
         num_blocks, room = self.pool.blocks_for(num_tokens), -claimed - watermark
+        stop = num_blocks if num_now is None else min(num_blocks, num_now)
         if self.pool.tail_groups:
-            seq.kv.take_hits(self.pool, first_block, hits, num_coming)
-            room += self.pool.num_spare
-            if seq.kv.promise_up_to(self.pool, num_blocks) > room:
-                seq.kv.release_blocks(self.pool)
+            if not seq.kv.take_groups(self.pool, first_block, hits, num_coming, num_blocks, stop, room):
                 return False
-            seq.kv.take_promised(self.pool, stop=num_blocks if num_now is None else min(num_blocks, num_now))
         else:
             needed = num_blocks - first_block - len(hits)
             if needed > self.pool.num_spare + room:
                 self.pool.release(hits)
                 return False
-            now = needed if num_now is None else min(needed, max(0, num_now - first_block - len(hits)))
+            now = max(0, stop - first_block - len(hits))
             seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
             seq.kv.promise(self.pool, needed - now)
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
@@ -419,10 +417,8 @@ class Scheduler:
         swapped, most, watermark = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
         first, coming = (0, 0) if swapped is None else (swapped.first_block, swapped.num_tokens)
         now = 1 if swapped is None and not seq.kv.needs_refetch else None
-        has_room = self.reserve(
-            seq, most, len(seq), first_block=first, watermark=watermark, num_now=now, num_coming=coming
-        )
-        if has_room:
+        args = seq, most, len(seq)
+        if has_room := self.reserve(*args, first_block=first, watermark=watermark, num_now=now, num_coming=coming):
             self._end_wait(seq)
         return has_room
 
