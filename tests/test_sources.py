@@ -70,7 +70,6 @@ ELSEWHERE = {
     "interop/zmq_publisher.py": "integration/test_zmq_events.py",
     "launchers/ray_*.py": "integration/test_ray.py",
     "offline/*.py": "integration/test_offline.py",
-    "prefill/layer_stores.py": "integration/test_layer_stores.py",
     "ranks/*.py": "ranks/test_engine.py ranks/test_followers.py integration/test_ranks.py",
     "kv_transfer/tickets.py": "ranks/test_followers.py",
     "router/dialects/embeddings.py": "integration/test_embeddings.py",
