@@ -17,7 +17,7 @@ from msgspec import structs
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import Drafter, StepPlan
 from pdserve.grammars import mask_client
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.formats import specified, tag
@@ -211,7 +211,7 @@ def test_drafts_are_accepted_as_far_as_their_masks_are_there(
 ) -> None:
     expected = run(engine, [engine.new_sequence(str(i), [7, i], sampling(i, spec)) for i, spec in enumerate(SPECS)])
 
-    class Oracle:
+    class Oracle(Drafter):
         def propose(self, plan: StepPlan) -> dict[Sequence, list[int]]:
             answers = {seq: expected[int(seq.request_id)] for seq in plan.counts if seq.takes_drafts}
             return {seq: [*answer[seq.output.num_generated :][:3], 5] for seq, answer in answers.items()}
