@@ -14,7 +14,6 @@ ELSEWHERE = {
     "control/json_setting.py": "cli/test_flags.py",
     "engine/architectures/chunked_attention.py": "engine/test_architectures.py",
     "engine/architectures/attention_sinks.py": "engine/test_architectures.py",
-    "engine/scheduling/order.py": "engine/scheduling/test_scheduler.py",
     "engine/adapters.py": "adapters/test_slots.py",
     "engine/numerics.py": "engine/test_rows.py",
     "engine/paged_model.py": "engine/test_kv_probe.py",

@@ -211,7 +211,7 @@ class MaskService:
         else:
             self._computing[worker.fileno()] = _Turn(grammar, worker, asked)
             self._poll.register(worker.fileno(), select.EPOLLIN)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._collect, name="masks", daemon=True)
                 self._thread.start()
 

@@ -28,8 +28,7 @@ sequence that loses its slot keeps its blocks until they are needed. A step is n
 for, and hardly longer than alone for one that has used less than its share lately (`budget.py`); what then is left out of it
 takes turns.
 
-A sequence is left out of a step while it waits for the store, or for the mask of its grammar. It keeps its blocks, but lends
-its slot in the latter case.
+A sequence is left out of a step while it waits for the store, or for its grammar's mask. For the latter, it lends its slot.
 
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
 requests can overtake one of a lower priority: no sequence starves.
@@ -48,12 +47,20 @@ from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
-from pdserve.engine.scheduling.levels import giving_way, last_to_run, levels_of, tokens_now
-from pdserve.engine.scheduling.order import Order, goes_before, place_alone
+from pdserve.engine.scheduling.levels import (
+    Order,
+    giving_way,
+    last_to_run,
+    levels_of,
+    place_alone,
+    precedes,
+    tokens_now,
+)
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import SchedulerOutput, StepPlan
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
+Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
 Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
 MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
 _RANK, _FIRST = attrgetter("rank"), itemgetter(0)
@@ -385,7 +392,7 @@ class Scheduler:
             if other.tenant == seq.tenant
             and other is not seq
             and 1 < (size := other.kv.num_uncomputed) <= limit
-            and not (other in output.plan.counts or other in output.left_out)
+            and other not in output.plan.counts
             and may_go(other)
         ]
         sizes = self._by_size.get(seq.tenant, [])
@@ -414,11 +421,11 @@ class Scheduler:
             if has_room := seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 self.loaded.remove(seq)
             return has_room
-        swapped, most, watermark = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
+        swapped, most, spare = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
         first, coming = (0, 0) if swapped is None else (swapped.first_block, swapped.num_tokens)
         now = 1 if swapped is None and not seq.kv.needs_refetch else None
-        args = seq, most, len(seq)
-        if has_room := self.reserve(*args, first_block=first, watermark=watermark, num_now=now, num_coming=coming):
+        has_room = self.reserve(seq, most, len(seq), first_block=first, watermark=spare, num_now=now, num_coming=coming)
+        if has_room:
             self._end_wait(seq)
         return has_room
 
@@ -431,11 +438,9 @@ class Scheduler:
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
         while seq.kv.blocks_needed(self.pool) > self.pool.num_free:
-            if paused := [one for one in self.loaded if one.gave_way_at is not None or one in output.late]:
-                self._preempt(paused[-1], self.loaded, output)
-                continue
-            if late := [one for one in self.running if one in output.late]:
-                self._preempt(late[-1], self.running, output)
+            idle = [one for one in self.loaded if one.gave_way_at is not None or one in output.late]
+            if idle := idle or [one for one in self.running if one in output.late]:
+                self._preempt(idle[-1], self.running if idle[-1] in self.running else self.loaded, output)
                 continue
             last = last_to_run(self.running, seq.tenant)
             # The sequences of another request leave together. Those of its own leave one by one: together, a request that
@@ -561,14 +566,12 @@ class Scheduler:
             if seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 first_loaded = seq
                 break
-        goes_first = waiting is not None and (not computable or goes_before(waiting, computable, first_loaded, order))
+        goes_first = waiting is not None and (not computable or precedes(waiting, computable, first_loaded, order))
         if waiting is not None and goes_first and self._dequeue(waiting):
             return waiting
         return first_loaded if first_loaded is not None and self._dequeue(first_loaded) else None
 
-    def _queues(
-        self, budget: StepBudget, below: float, late: set[Sequence]
-    ) -> tuple[list[Sequence], Sequence | None, Order]:
+    def _queues(self, budget: StepBudget, below: float, late: set[Sequence]) -> Queues:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""
         # Scored prompts share a small budget, and must not hold up the others.
         scored = budget.scored_tokens
