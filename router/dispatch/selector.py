@@ -44,6 +44,7 @@ class InstanceSelector:
 
     Attributes:
         failed_handovers: those of `StoreReachability`.
+        mean_answer: as in `PlacementRequest`.
     """
 
     def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics, seed: int) -> None:
@@ -61,6 +62,7 @@ class InstanceSelector:
         self._ttft_target = None if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
         self._last_missing_role = ""  # the role without an eligible instance at the last selection; empty: none
         self._turn = seed
+        self.mean_answer = math.inf
 
     def select(self, state: RequestState, avoid: InstanceHandle | None = None) -> Selection:
         """Select the instances for a request.
@@ -92,6 +94,7 @@ class InstanceSelector:
             num_output,
             prefills_itself=not prefills or not decodes or all([one.role == "both" for one in prefills]),
             stored=stored,
+            mean_answer=self.mean_answer,
         )
         if not prefills or not decodes:
             role, is_news = "prefill" if prefills else "decode", state.heard_since == -math.inf
@@ -175,8 +178,9 @@ class InstanceSelector:
         if decode.role == "both":
             placement = Placement("both" if prefill is decode else "split", "policy")
         else:
+            ratio = len(prefills) / len(decodes)
             placement = place(
-                prefill.candidate, decode.candidate, request, self._local_prefill_tokens, self._ttft_target
+                prefill.candidate, decode.candidate, request, self._local_prefill_tokens, self._ttft_target, ratio
             )
         if placement.way == "decode":
             return Selection(request, decode, None, placement, decisions)
