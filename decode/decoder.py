@@ -215,13 +215,14 @@ class Decoder:
         while self.unreserved:
             seq = scheduler.unreserved = min(self.unreserved, key=scheduler.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
-            first = scheduler.num_out_of_window(seq.kv.num_initial - 1)
+            coming = seq.kv.num_initial - 1
+            first = scheduler.num_out_of_window(coming)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
             max_hit_blocks = seq.kv.num_initial // seq.kv.block_size
             state, num_tokens = self.unreserved[seq], seq.kv.num_initial + 1
             now = max(1, state.loading.wanted)
             if not scheduler.reserve(
-                seq, max_hit_blocks, num_tokens, first_block=first, respect_queue=True, num_now=now
+                seq, max_hit_blocks, num_tokens, first_block=first, respect_queue=True, num_now=now, num_coming=coming
             ):
                 return
             del self.unreserved[seq], self.waiting[seq]
@@ -254,6 +255,8 @@ class Decoder:
         state.submitted_blocks = max(state.submitted_blocks, seq.kv.num_shared // seq.kv.block_size)
         # Blocks that are about to leave the attention window must be stored now, even one at a time.
         is_urgent = self._engine.scheduler.num_out_of_window(seq.kv.num_computed) > state.submitted_blocks
+        if seq.kv.tails:
+            is_urgent |= seq.kv.tails.drop_soon(self._engine.pool, seq.kv.num_computed, state.submitted_blocks)
         is_urgent |= seq.group is not None and seq.kv.num_uncomputed == 0  # the search is about to release them
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if seq.group is not None and seq.group.search.num_steps:
@@ -323,10 +326,12 @@ class Decoder:
                 continue
             keys, blocks = job.keys[action.first : action.stop], job.seq.kv.blocks(action.first, action.stop)
             on_done = partial(self._on_loaded, state, action)
+            tails = job.seq.kv.tails.blocks(action.first, action.stop) if job.seq.kv.tails else ()
             if action.follows:
-                self._transfers.follow(job, keys, blocks, on_done)
+                self._transfers.follow(job, keys, blocks, on_done, tails)
             else:
-                self._transfers.load(job, keys, blocks, on_done, tuple(state.tickets), source=state.converted)
+                tickets = tuple(state.tickets)
+                self._transfers.load(job, keys, blocks, on_done, tickets, source=state.converted, tails=tails)
 
     def _on_loaded(self, state: _DecodeState, load: Load, result: Result) -> None:
         job, leading = state.job, result.leading
@@ -346,7 +351,8 @@ class Decoder:
         job, seq = state.job, state.job.seq
         self._end_leases(state, state.tickets)  # all loads have ended
         num_tokens = min(start.num_blocks * seq.kv.block_size, seq.kv.num_initial)
-        if self._engine.scheduler.num_out_of_window(num_tokens) < seq.kv.num_dropped:
+        lacks_window = seq.kv.tails and seq.kv.tails.lack(self._engine.pool, num_tokens)
+        if lacks_window or self._engine.scheduler.num_out_of_window(num_tokens) < seq.kv.num_dropped:
             num_tokens = 0  # the next token attends to blocks that were not reserved
             seq.kv.give_up_blocks(self._engine.pool)
         seq.kv.mark_loaded(num_tokens)
@@ -365,7 +371,7 @@ class Decoder:
         seq.kv.register_full_blocks(self._engine.pool)
         if state.first_token is not None:
             seq.output.append(state.first_token)
-        job.report_transfers(self._engine.layout.bytes_on_all_ranks)
+        job.report_transfers(self._engine.layout)
         job.stamp(Stage.KV_READY, self._context.now())
         job.count_prompt_sources(self._context)
         self._engine.add(seq)
@@ -408,7 +414,9 @@ class Decoder:
             return
         state.submitted_blocks = stop
         keys, blocks = seq.kv.full_keys()[first:stop], seq.kv.blocks(first, stop)
-        self._transfers.store(job, first, keys, blocks, 0.0, lambda result: self._on_stored_back(state, result))
+        tails = seq.kv.tails.blocks(first, stop) if seq.kv.tails else ()
+        on_done = partial(self._on_stored_back, state)
+        self._transfers.store(job, first, keys, blocks, 0.0, on_done, tails=tails)
 
     def _on_stored_back(self, state: _DecodeState, result: Result) -> None:
         if result.leading < len(result.outcomes):

@@ -50,7 +50,7 @@ class Outcome(StrEnum):
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the outcome of what consists of several parts."""
+    """Return the first outcome that is not OK, else OK: the outcome of an operation in several parts."""
     return next((outcome for outcome in outcomes if outcome is not Outcome.OK), Outcome.OK)
 
 
@@ -114,13 +114,13 @@ class GrowingStore(OperationFuture[Result]):
     """The future of a store whose blocks are still being written, front to back (`Connector.store_growing`)."""
 
     def advance(self, num_bytes: int) -> None:
-        """Tell that the first `num_bytes` of every block are final. Returns at once. The store ends when all bytes are."""
+        """Announce that the first `num_bytes` of every block are final, and return at once. The last bytes end the store."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a connector can do, and how it has to be treated. The defaults suit a connector that promises nothing more.
+    """Optional features of a connector, and how callers must treat it. The defaults are those of the minimal connector.
 
     Attributes:
         timeout_s: seconds within which an operation on few blocks ends.
@@ -233,7 +233,7 @@ class Connector(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this connector can do. Available before `attach`, and constant from then on. By default all defaults."""
+        """Features of this connector; constant, and available before `attach`. Default: those of the minimal connector."""
         return Capabilities()
 
     # Shorthands, which connectors do not override.
@@ -258,7 +258,7 @@ class Connector(ABC):
         """
 
     def store_growing(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> GrowingStore:
-        """Like `store`, for blocks that are still being written: what is final of them is copied meanwhile.
+        """Like `store`, for blocks that are still being written: copies their final bytes while the rest is computed.
 
         Called only if `capabilities.stores_growing`. The blocks become visible when they are complete, as those of a `store`.
         """

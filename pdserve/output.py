@@ -33,7 +33,7 @@ class Stored(Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class Sources(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where the KV of a prompt's tokens comes from: computed, found in the pool, or loaded from the KV store."""
+    """Sources of the KV of a prompt, in tokens: computed, prefix hits in the pool, or loaded from the KV store."""
 
     computed: Count = 0
     local_hit: Count = 0

@@ -145,7 +145,7 @@ class Reporter:
         self.heartbeat = pb.Heartbeat(
             waiting=num_waiting,
             running=num_running,
-            free_blocks=self._engine.pool.num_free,
+            free_blocks=self._engine.pool.num_free * self._engine.runner.kv.num_blocks // self._engine.pool.num_blocks,
             costs=self._costs,
             counters=counters,
             cache_epoch=self.cache_epoch,

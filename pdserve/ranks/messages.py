@@ -26,6 +26,7 @@ class Step(Message):
         computed: tokens of each sequence that have KV.
         tables: what is new in the block table of each sequence.
         logit_rows: positions in `ids` of the tokens whose logits rank 0 needs.
+        tails: what is new in the tables of each further group of layers.
     """
 
     ids: bytes
@@ -33,6 +34,7 @@ class Step(Message):
     computed: list[int]
     tables: list[TableChange]
     logit_rows: list[int]
+    tails: list[list[TableChange]] = []
 
 
 class CopyBlocks(Message):
@@ -91,10 +93,11 @@ class Prolong(Message):
 
 
 class Convert(Message):
-    """Load KV of another layout, as `SourceLoader.load`. `layout` has the fields of that layout."""
+    """Load KV of another layout, as `SourceLoader.load`. `layout` has the fields of that layout, `at` is the group."""
 
     operation: int
     layout: dict[str, Any]
+    at: int
     keys: list[bytes]
     first_token: int
     stop_token: int
@@ -104,6 +107,7 @@ class Convert(Message):
 
 class ReleaseConverted(Message):
     layout: dict[str, Any]
+    at: int
     keys: list[bytes]
     tickets: list[bytes]
 

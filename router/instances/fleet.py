@@ -206,7 +206,7 @@ class Fleet:
         awake_now: returns the time by which peers are judged, which leaves out that in which this router was stalled itself.
         serving: role → the instances for it that accept new requests: lists that are replaced and never modified.
         on_joined: called with an instance that has attached, once it has been told so.
-        on_heard: called when an instance has renewed its lease.
+        on_heard: called when an instance has renewed its lease; None while nothing waits for that.
         on_change: called when an instance has come, gone or changed.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
         is_closing: the router ends, so instances that leave are no news.
@@ -223,7 +223,7 @@ class Fleet:
         self.listener: FleetListener | None = None
         self.is_closing = False
         self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
-        self.on_heard: Callable[[], None] = lambda: None
+        self.on_heard: Callable[[], None] | None = None
         self.on_change: Callable[[], None] = lambda: None
         self.cache_epoch = 0
         self.on_reset: Callable[[], None] = lambda: None
@@ -385,7 +385,8 @@ class Fleet:
                     instance.unpublished_blocks = blocks.untold
                 case "others":
                     instance.update_other_load(frame.others)
-                    self.on_heard()
+                    if self.on_heard is not None:
+                        self.on_heard()
                 case "heartbeat":
                     if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
                         instance.last_step_at = self.awake_now()
@@ -395,7 +396,8 @@ class Fleet:
                     if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:
                         instance.acknowledged_at = instance.last_frame_at
                         instance.connection.send(HEARTBEAT_ACK)
-                    self.on_heard()
+                    if self.on_heard is not None:
+                        self.on_heard()
         except InvalidFrame as fault:
             reason = f"it sent an invalid frame: {fault}"
             self.num_invalid_frames += 1

@@ -8,7 +8,7 @@
                                                          verify each block against its header
     `Result.held` is done: rows are free       ◄─────    notify: these blocks of this lease were read
 
-NIXL (`pip install -e '.[nixl]'`) transfers the bytes over UCX: RDMA, or shared memory and TCP where there is none.
+NIXL (the extra `nixl`) transfers the bytes over UCX: RDMA, or shared memory and TCP where there is none.
 Guarantees and design:
 
 - **The checksum is the fence.** If a lease ends while its rows are being read, or the peer was restarted, the rows may hold

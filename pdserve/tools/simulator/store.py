@@ -13,7 +13,7 @@ from pdserve.tools.simulator.virtual_clock import VirtualClock
 
 @dataclass(frozen=True)
 class Link:
-    """How fast a connector moves blocks.
+    """Latency and bandwidth of a connector.
 
     Attributes:
         latency_s, store_latency_s: of one load or store, whatever its size.
