@@ -1,6 +1,7 @@
 """Instance selection: filters the instances that can serve a request, and lets the policies pick among them."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
