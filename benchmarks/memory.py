@@ -24,16 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import report
+from lengths import answer, sequence
 from rich.console import Console
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, InstanceConfig, flag
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
-from pdserve.keys import token_array
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
-from pdserve.request import SamplingParams
 from pdserve.tools.bench.requests import Request as SimulatedRequest
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.simulation import MODEL, Deployment, Simulation
@@ -118,19 +116,15 @@ def _paged(requests: list[Request], slots: int, longest: int, settings: Settings
     size = settings.block_size
     pool = BlockPool(slots // size, size)
     scheduler = Scheduler(pool, max_num_seqs=len(requests), max_num_batched_tokens=settings.max_num_batched_tokens)
-    wanted = {_sequence(i, request, size): request.output for i, request in enumerate(requests)}
-    for seq in wanted:
-        scheduler.add(seq)
+    for i, request in enumerate(requests):
+        scheduler.add(sequence(i, request.input, request.output, size))
     while scheduler.waiting or scheduler.running:
         for seq, count in scheduler.schedule().plan.counts.items():
             seq.kv.mark_computed(count)
         holding = [seq for seq in scheduler.sequences() if seq.kv.block_ids]
         yield Moment(len(holding), pool.num_held * size, sum(seq.kv.num_computed for seq in holding))
-        for seq in holding:
-            if seq.kv.num_uncomputed == 0:
-                seq.output.tokens.append(0)
-                if seq.output.num_generated == wanted[seq]:
-                    scheduler.remove(seq)
+        for _ in answer(scheduler, holding):
+            pass
     pool.check_integrity()
 
 
@@ -171,13 +165,6 @@ def _hand_over(
 
 
 GAUGES = "blocks", "blocks_held", "blocks_empty", "blocks_promised", "slots_behind_kv"
-
-
-def _sequence(i: int, request: Request, block_size: int) -> Sequence:
-    """Return a sequence with a unique first token, so that no prefix is found in the cache."""
-    tokens = token_array([i + 1, *([0] * (request.input - 1))])
-    sampling = SamplingParams(max_tokens=request.output, ignore_eos=True)
-    return Sequence.new(str(i), tokens, len(tokens), len(tokens), sampling, i.to_bytes(16, "little"), block_size)
 
 
 def _max(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:

@@ -135,7 +135,7 @@ class LoadMachine:
         self._under_way = 0  # loads
 
     def skip(self) -> None:
-        """Handle that there is no hand-over."""
+        """Handle that no prefill instance hands anything over."""
         self._move(Event.SKIPPED)
 
     def reserved(self, first: int, room: int) -> list[Action]:

@@ -5,10 +5,10 @@
 #include "amx.h"
 #include "amx_decode.h"
 
+#ifdef PDSERVE_AMX
+
 namespace amx {
 namespace {
-
-#ifdef PDSERVE_AMX
 
 struct Kernel {
     static constexpr i64 SPLIT = amx::SPLIT;
@@ -79,19 +79,7 @@ struct Kernel {
     }
 };
 
-#else
-
-struct Kernel {
-    static constexpr i64 SPLIT = 1;
-    Kernel(const Problem&, bool) {}
-    static i64 tile_rows(i64 rows) { return rows; }
-    static i64 partial_size(const Problem&) { return 0; }
-    void prefill(const Tile&) {}
-    void decode(const Split&, const Split*, float*) {}
-    void combine(const Split&, const float*) {}
-};
-
-#endif
-
 }  // namespace
 }  // namespace amx
+
+#endif

@@ -462,11 +462,15 @@ i64 pdserve_amx() { return amx::is_permitted(); }
 i64 pdserve_attend_arguments() { return sizeof(Problem); }
 
 void pdserve_attend(const Problem* a) {
-    if (a->dtype == 0) attend<VectorKernel<float>>(*a);
-    if (a->dtype == 1 && a->use_amx && amx::is_permitted()) attend<amx::Kernel>(*a);
-    else if (a->dtype == 1 && pairs::supports(*a)) attend<pairs::Kernel>(*a);
-    else if (a->dtype == 1) attend<VectorKernel<bf16>>(*a);
-    if (a->dtype == 2) attend<VectorKernel<fp16>>(*a);
+    if (a->dtype == 0) return attend<VectorKernel<float>>(*a);
+    if (a->dtype == 2) return attend<VectorKernel<fp16>>(*a);
+#ifdef PDSERVE_AMX
+    if (a->use_amx && amx::is_permitted()) return attend<amx::Kernel>(*a);
+#endif
+#ifdef PDSERVE_BFLOAT16
+    if (pairs::supports(*a)) return attend<pairs::Kernel>(*a);
+#endif
+    attend<VectorKernel<bf16>>(*a);
 }
 
 // Copy K and V rows of `row` bytes to their slots. All strides in bytes.

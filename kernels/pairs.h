@@ -13,10 +13,10 @@
 #include "bfloat16.h"
 #include "tiles.h"
 
+#ifdef PDSERVE_BFLOAT16
+
 namespace pairs {
 namespace {
-
-#ifdef PDSERVE_BFLOAT16
 
 constexpr i64 LINE = 32;  // elements of a vector
 constexpr i64 KV_TILE = 64, ROW_TILE = 64, SPLIT = 512;
@@ -417,21 +417,7 @@ struct Kernel {
     void combine(const Split& split, const float* partials) { pairs::combine(a, split, partials, partial_size(a), o); }
 };
 
-#else
-
-inline bool supports(const Problem&) { return false; }
-
-struct Kernel {
-    static constexpr i64 SPLIT = 1;
-    Kernel(const Problem&, bool) {}
-    static i64 tile_rows(i64 rows) { return rows; }
-    static i64 partial_size(const Problem&) { return 0; }
-    void prefill(const Tile&) {}
-    void decode(const Split&, const Split*, float*) {}
-    void combine(const Split&, const float*) {}
-};
-
-#endif
-
 }  // namespace
 }  // namespace pairs
+
+#endif

@@ -141,7 +141,8 @@ class GrowingOperation(Operation[Result], GrowingStore):
     """A store of blocks that are still being written. Workers run it in turns, each up to the bytes that are final.
 
     Attributes:
-        growth: is sent the number of final bytes, and copies so many of each block. Ends after the last, or when closed.
+        growth: coroutine that receives the number of final bytes, and copies that prefix of each block. Ends with the last
+            byte, or when closed.
         is_growing: it has copied what is final, and waits for more. Its work returns GOES_ON then.
     """
 

@@ -50,7 +50,7 @@ class Outcome(StrEnum):
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the outcome of what consists of several parts."""
+    """Return the first outcome that is not OK, else OK: the outcome of an operation in several parts."""
     return next((outcome for outcome in outcomes if outcome is not Outcome.OK), Outcome.OK)
 
 
@@ -114,19 +114,20 @@ class GrowingStore(OperationFuture[Result]):
     """The future of a store whose blocks are still being written, front to back (`Connector.store_growing`)."""
 
     def advance(self, num_bytes: int) -> None:
-        """Tell that the first `num_bytes` of every block are final. Returns at once. The store ends when all bytes are."""
+        """Announce that the first `num_bytes` of every block are final, and return at once. The last bytes end the store."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a connector can do, and how it has to be treated. The defaults suit a connector that promises nothing more.
+    """Optional features of a connector, and how callers must treat it. The defaults are those of the minimal connector.
 
     Attributes:
         timeout_s: seconds within which an operation on few blocks ends.
         in_place: peers read the pool's rows directly; see `Result.held`. Such a connector has no store and no tiers.
         follows: `follow` is supported.
         stores_growing: `store_growing` is supported.
+        prolongs: `prolong` is supported.
         cancels: stores and loads return an `OperationFuture`.
         keeps_leases: the store does not evict a block before its lease ends. Only the conformance kit reads it.
         skips_hanging: the connector has circuit breakers of its own, so instances put none in front of it.
@@ -139,6 +140,7 @@ class Capabilities:
     in_place: bool = False
     follows: bool = False
     stores_growing: bool = False
+    prolongs: bool = False
     cancels: bool = False
     keeps_leases: bool = True
     skips_hanging: bool = False
@@ -218,7 +220,7 @@ class Stats:
 class Connector(ABC):
     """Interface of one instance to the KV store. Created by `kv_transfer.registry.connect(url)`.
 
-    `store`, `load`, `match` and `release` are called from a single thread, and return without waiting for the store.
+    `store`, `load`, `match`, `release` and `prolong` are called from a single thread, and do not wait for the store.
     """
 
     API_VERSION: ClassVar[int] = API_VERSION
@@ -231,7 +233,7 @@ class Connector(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this connector can do. Available before `attach`, and constant from then on. By default all defaults."""
+        """Features of this connector; constant, and available before `attach`. Default: those of the minimal connector."""
         return Capabilities()
 
     # Shorthands, which connectors do not override.
@@ -256,7 +258,7 @@ class Connector(ABC):
         """
 
     def store_growing(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> GrowingStore:
-        """Like `store`, for blocks that are still being written: what is final of them is copied meanwhile.
+        """Like `store`, for blocks that are still being written: copies their final bytes while the rest is computed.
 
         Called only if `capabilities.stores_growing`. The blocks become visible when they are complete, as those of a `store`.
         """
@@ -284,6 +286,14 @@ class Connector(ABC):
     @abstractmethod
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         """End the leases of these keys and tickets early, so that the store may evict the blocks."""
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        """Let the leases of these keys and tickets end in `lease_s` seconds at the earliest.
+
+        Called only if `capabilities.prolongs`, for KV that waits until decode has room. Without it the store may evict such
+        blocks once their leases have ended, and decode computes them. A lease that was released may stay so.
+        """
+        raise NotImplementedError(f"{self.scheme}:// does not support prolong()")
 
     @abstractmethod
     def stats(self) -> Stats:

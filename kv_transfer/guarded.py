@@ -39,7 +39,7 @@ def guard(
 class GuardedConnector(ForwardingConnector):
     """Wraps the connector of one store that may hang.
 
-    After two operations in a row that timed out in vain, stores and loads end as UNAVAILABLE and matches as 0, at once, until
+    After two timeouts in a row that moved no block, stores and loads end as UNAVAILABLE and matches as 0, at once, until
     the store has answered a probe: a match of `PROBE_KEY`, repeated when it times out. No request waits for a probe.
 
     Args:
@@ -91,6 +91,10 @@ class GuardedConnector(ForwardingConnector):
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         if not self._breaker.is_open:  # otherwise the leases expire
             self._inner.release(keys, tickets=tickets)
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        if not self._breaker.is_open:
+            self._inner.prolong(keys, lease_s=lease_s, tickets=tickets)
 
     def stats(self) -> Stats:
         stats = self._inner.stats()

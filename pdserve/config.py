@@ -1,16 +1,13 @@
-"""Settings of all commands: each default is written here once, and each flag is derived from its field.
-
-`flag("…")` gives a field its default, help text and limits, all of which `--help` shows. The command line turns
-`max_num_seqs` into `--max-num-seqs`.
-"""
+"""Settings of all commands: each default is written here once, and each flag is derived from its field (`settings.py`)."""
 
 import json
 import re
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar
 
-from pdserve import plugins
+from pdserve.settings import Settings
+from pdserve.settings import flag as flag
 from pdserve.sizes import parse_size as parse_size
 from pdserve.slo import Slo
 
@@ -24,6 +21,8 @@ ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
 SPECULATE = ("off", "auto", "ngram", "suffix")
+# Of vLLM's speculative_config. The last two say there which matches to look for, and have no effect here.
+SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 AUTO_ON_OFF = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
@@ -68,88 +67,11 @@ POLICIES_GROUP = "pdserve.policies"  # entry points of other packages
 PORTS: dict[str, Any] = {"least": 0, "most": 65535}  # 0 takes a free one
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Values that a setting may have: numbers in a range, or one of `choices`, or a name in an entry-point group."""
-
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    choices: tuple[str, ...] = ()
-    plugins: str = ""
-
-    def admit(self, value: Any) -> bool:
-        return not (
-            (self.least is not None and not value >= self.least)
-            or (self.above is not None and not value > self.above)
-            or (self.most is not None and not value <= self.most)
-            or (
-                self.choices
-                and value not in self.choices
-                and not (self.plugins and value in plugins.names(self.plugins))
-            )
-        )
-
-    def __str__(self) -> str:
-        """Return the limits such that "must be …" reads well; empty if there are none."""
-        if self.choices:
-            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}{', or of a package' if self.plugins else ''}"
-        if self.least is not None and self.most is not None:
-            return f"from {self.least} to {self.most}"
-        low = f"at least {self.least}" if self.least is not None else ""
-        low = f"more than {self.above}" if self.above is not None else low
-        return " and ".join(part for part in (low, f"at most {self.most}" if self.most is not None else "") if part)
-
-
-def flag(
-    help: str,
-    default: Any = MISSING,
-    *,
-    secret: bool = False,
-    variable: str | None = None,
-    group: str | None = None,
-    **limits: Any,
-) -> Any:
-    """Return a dataclass field with its help text; a secret one is left out of `repr`.
-
-    Args:
-        variable: environment variable that sets the flag too. All users of a machine can read its command lines.
-        group: heading in the help of this flag and of those that follow it in its class; default: the class's `GROUP`.
-        limits: of `Limits`.
-    """
-    metadata = {"help": help, "variable": variable, "group": group, "limits": Limits(**limits)}
-    return field(default=default, repr=not secret, metadata=metadata)
-
-
 def policy_flag(role: str) -> Any:
     """Return the field of the routing policy for instances of a role, which routers and `up` have."""
     return flag(
         f"routing policy for {role} instances; default: --policy", None, choices=POLICY_NAMES, plugins=POLICIES_GROUP
     )
-
-
-def describe(setting: "Field[Any]") -> str:
-    """Return the help text of a setting with its limits."""
-    text, limits = setting.metadata["help"], str(setting.metadata["limits"])
-    return f"{text}; {limits}" if limits else text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Base of all settings."""
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` for a setting that can never work."""
-        for setting in fields(self):
-            value, limits = getattr(self, setting.name), setting.metadata["limits"]
-            if value is not None and not limits.admit(value):
-                raise ValueError(f"--{setting.name.replace('_', '-')} must be {limits}, not {value}")
-
-
-def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:
-    """Return the settings of `source` that a `target` has too."""
-    names = {setting.name for setting in fields(target)}
-    return {setting.name: getattr(source, setting.name) for setting in fields(source) if setting.name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,32 +169,30 @@ class EngineConfig(ModelConfig):
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
         if self.speculative_config:
-            method, tokens = _parse_speculative(self.speculative_config)
-            object.__setattr__(self, "speculate", method)
-            object.__setattr__(self, "speculative_tokens", self.speculative_tokens if tokens is None else tokens)
+            for name, value in _read_speculative(self.speculative_config).items():
+                object.__setattr__(self, name, value)
 
 
-def _parse_speculative(text: str) -> tuple[str, int | None]:
-    """Return method and number of tokens of vLLM's `--speculative-config`.
+def _read_speculative(text: str) -> dict[str, Any]:
+    """Return the settings that vLLM's `--speculative-config` stands for.
 
     Raises:
-        ValueError: it asks for what we do not have.
+        ValueError: it asks for what is not supported.
     """
     try:
         asked = json.loads(text)
     except ValueError as error:
         raise ValueError(f"--speculative-config is not JSON: {error}") from error
-    known = {"method", "num_speculative_tokens"}
-    if not isinstance(asked, dict) or asked.keys() - known or "method" not in asked:
+    if not isinstance(asked, dict) or "method" not in asked or asked.keys() - set(SPECULATIVE_KEYS):
         raise ValueError(
-            f"--speculative-config needs a method, and knows {' and '.join(sorted(known))} only, not {text}"
+            f"--speculative-config needs a method, and knows {', '.join(SPECULATIVE_KEYS)} only, not {text}"
         )
     method, tokens = asked["method"], asked.get("num_speculative_tokens")
     if method not in SPECULATE:
         raise ValueError(f"--speculative-config: method must be one of {', '.join(SPECULATE)}, not {method!r}")
     if tokens is not None and (type(tokens) is not int or tokens < 0):
         raise ValueError(f"--speculative-config: num_speculative_tokens must be a number from 0, not {tokens!r}")
-    return method, tokens
+    return {"speculate": method} | ({} if tokens is None else {"speculative_tokens": tokens})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -538,13 +458,13 @@ class RouterConfig(ServingConfig):
         if self.grpc_port is not None:
             first["--grpc-port"] = self.grpc_port
         of_all = ("--port", "--grpc-port")
-        ports = {flag: range(port, port + (1 if flag in of_all else self.workers)) for flag, port in first.items()}
-        for flag, own in ports.items():
-            _check_port(f"{flag} of the last of --workers {self.workers}", own[-1])
-        for (flag, own), (other, others) in combinations(ports.items(), 2):
+        ports = {name: range(port, port + (1 if name in of_all else self.workers)) for name, port in first.items()}
+        for name, own in ports.items():
+            _check_port(f"{name} of the last of --workers {self.workers}", own[-1])
+        for (name, own), (other, others) in combinations(ports.items(), 2):
             if shared := (set(own) & set(others)) - {0}:
                 raise ValueError(
-                    f"{flag} and {other} are both {min(shared)}; each of them, and each worker, needs a port of its own"
+                    f"{name} and {other} are both {min(shared)}; each of them, and each worker, needs a port of its own"
                 )
 
 

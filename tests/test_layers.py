@@ -24,7 +24,7 @@ def names(text: str) -> list[str]:
 
 # What a prompt touches by default, from HTTP to kernel and back, and what all of it shares: packages and files.
 CORE = names("""
-    request output keys kv_spec config costs counters errors lifetime slo sizes plugins parent priority model_path
+    request output keys kv_spec config settings costs counters errors lifetime slo sizes plugins parent priority model_path
     reasoning pooling beam_search logits_processors grammars lines
     proto kernels kv_transfer engine roles prefill decode instance control profile
     router.api router.text router.web router.parse_server router.limits router.routed_request
@@ -73,6 +73,7 @@ UNORDERED = ("pdserve/engine", "kernels", "proto", "pdserve/demo_model")  # pack
 DECISION_FILES = (
     "pdserve/costs",
     "pdserve/engine/scheduling/budget",
+    "pdserve/engine/scheduling/levels",
     "pdserve/engine/memory/blocks",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",

@@ -1,9 +1,11 @@
-"""Where each source file is tested: in tests/<path>/test_<file>.py, or in those that `ELSEWHERE` names."""
+"""Where each source file is tested: in tests/<path>/test_<file>.py, or in what `ELSEWHERE` names; and how long it may be."""
 
+import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
+MOST_LINES, MOST_OF_FUNCTION = 600, 60  # of a file, and of a function's body, without its docstring
 PACKAGES = ("pdserve", "router", "kv_transfer", "kernels", "prefill", "decode")
 # Test files, by source files or patterns of them; folders of sources are named as below tests/.
 ELSEWHERE = {
@@ -68,12 +70,13 @@ ELSEWHERE = {
     "offline/*.py": "integration/test_offline.py",
     "prefill/layer_stores.py": "integration/test_layer_stores.py",
     "ranks/*.py": "ranks/test_engine.py ranks/test_followers.py integration/test_ranks.py",
-    "roles/rank_tickets.py": "ranks/test_followers.py",
+    "kv_transfer/tickets.py": "ranks/test_followers.py",
     "router/dialects/embeddings.py": "integration/test_embeddings.py",
     "router/kv_events/sources.py": "integration/test_zmq_events.py",
     # values: names and types that others use, and functions of a few lines
     "beam_search.py": "engine/test_beams.py integration/test_beam_search.py",
     "config.py": "cli/test_flags.py",
+    "settings.py": "cli/test_flags.py",
     "engine/checkpoint_loader.py": "engine/test_checkpoint.py",
     "errors.py": "test_docs.py",
     "kv_transfer/fence.py": "kv_transfer/test_blocks.py",
@@ -116,3 +119,32 @@ def test_what_is_tested_elsewhere_is_there() -> None:
     assert not stale, f"these files are gone, or have tests of their own: {stale}"
     gone = {name for names in ELSEWHERE.values() for name in names.split() if not [*TESTS.glob(name)]}
     assert not gone, f"there are no tests {sorted(gone)}"
+
+
+def source_files() -> list[Path]:
+    """Return all files of Python and C++ but those that protoc writes."""
+    folders = (*PACKAGES, "benchmarks", "scripts", "tests", "examples")
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cpp"))
+    return [path for path in files if "_pb2" not in path.name]
+
+
+def lines_of(path: Path) -> int:
+    """Return the number of lines of a file."""
+    return path.read_bytes().count(b"\n")
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of lines of a function's body, without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    files = source_files()
+    too_long = [f"{path.relative_to(ROOT)}: {count} lines" for path in files if (count := lines_of(path)) > MOST_LINES]
+    for path in files:
+        if path.suffix == ".py" and TESTS not in path.parents:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > MOST_OF_FUNCTION:
+                    too_long.append(f"{path.relative_to(ROOT)}: {node.name} has {body_lines(node)} lines")
+    assert len(files) > 900 and not too_long, f"divide, or move out what has a name of its own: {too_long}"

@@ -62,7 +62,7 @@ def free_for_pool(device: torch.device, peak: int, utilization: float) -> int:
 
 
 def describe(device: torch.device, utilization: float) -> str:
-    """Return the memory of a GPU in words, for the error that there is no room."""
+    """Return the free and total memory of a GPU in words, for out-of-memory errors."""
     free, total = torch.cuda.mem_get_info(device)
     return (
         f"{device} has {total / 2**30:.1f} GiB, {free / 2**30:.1f} of them free, and "

@@ -25,6 +25,9 @@ import triton
 import triton.language as tl
 
 from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch
+from pdserve.kernels.gpu.block_copies import copy_blocks as copy_blocks
+from pdserve.kernels.gpu.block_copies import gather_blocks as gather_blocks
+from pdserve.kernels.gpu.block_copies import scatter_blocks as scatter_blocks
 from pdserve.kernels.gpu.launch import INTERPRETED, device_of, processors, shared_memory
 
 NAME = "triton"
@@ -33,7 +36,6 @@ MIN_SPLIT_TOKENS = 256  # KV tokens: shorter splits do not pay for the second ke
 MAX_SPLIT_TOKENS = 1024  # KV tokens: one long sequence among many short ones would take as long alone
 INVARIANT_SPLIT_TOKENS = 512
 UNSPLIT = 1 << 30  # KV tokens: more than any sequence has
-COPY_WORDS = 4096  # words of 8 bytes per program
 SLOT_SEQS = 64  # sequences whose splits are counted at a time
 # Arguments that change from step to step. Triton would compile a kernel for a value of 1, one for multiples of 16 and one
 # for all others, each when it first occurs: in the middle of a stream.
@@ -333,34 +335,6 @@ def _combine(
     tl.store(target, (o / l[:, None]).to(out.dtype.element_ty), mask=(d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["target_ids", "source_ids"])
-def _copy(
-    target,
-    target_ids,
-    source,
-    source_ids,
-    target_stride,
-    source_stride,
-    words,
-    HAS_TARGET_IDS: tl.constexpr,
-    HAS_SOURCE_IDS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    i = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    target_row = i
-    source_row = i
-    if HAS_TARGET_IDS:
-        target_row = tl.load(target_ids + i)
-    if HAS_SOURCE_IDS:
-        source_row = tl.load(source_ids + i)
-    tl.store(
-        target + target_row * target_stride + word,
-        tl.load(source + source_row * source_stride + word, mask=word < words),
-        mask=word < words,
-    )
-
-
 def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
     """Write the K and V of each new token into its slot of one layer's cache."""
     k_TGD, v_TGD = _contiguous_rows(k_TGD), _contiguous_rows(v_TGD)
@@ -499,51 +473,6 @@ def _plan(batch: PagedBatch, window: int | None, kv_heads: int, invariant: bool,
         num_parts = sum(_count_splits(kv, length, window) for kv in batch.kv_lens)
         plan.append(Launch(True, seqs[: seqs.stop - batch.query_lens[::-1].index(1)], length, splits, num_parts))
     return plan
-
-
-def copy_blocks(pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
-    """Copy whole blocks within the pool, for copy-on-write. Targets are distinct, and none of them is a source."""
-    _copy_words(pool_N, targets_C, pool_N, sources_C, len(sources_C))
-
-
-def gather_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, out_C: torch.Tensor) -> None:
-    """out[i] = pool[blocks[i]], whole blocks."""
-    _copy_words(out_C, None, pool_N, blocks_C, len(blocks_C))
-
-
-def scatter_blocks(pool_N: torch.Tensor, blocks_C: torch.Tensor, values_C: torch.Tensor) -> None:
-    """pool[blocks[i]] = values[i], whole blocks; the blocks are distinct."""
-    _copy_words(pool_N, blocks_C, values_C, None, len(blocks_C))
-
-
-def _copy_words(
-    target: torch.Tensor,
-    target_ids: torch.Tensor | None,
-    source: torch.Tensor,
-    source_ids: torch.Tensor | None,
-    count: int,
-) -> None:
-    """target[target_ids[i]] = source[source_ids[i]] for `count` rows; without ids, row i."""
-    if not count:
-        return
-    assert target.dtype == source.dtype and target.shape[1:] == source.shape[1:]
-    word = torch.int64 if target[0].nbytes % 8 == 0 else torch.int16 if target[0].nbytes % 2 == 0 else torch.int8
-    target_words, source_words = (x.view(len(x), -1).view(word) for x in (target, source))
-    words = target_words.shape[1]
-    with device_of(target):
-        _copy[(count, triton.cdiv(words, COPY_WORDS))](
-            target_words,
-            target_ids,
-            source_words,
-            source_ids,
-            target_words.stride(0),
-            source_words.stride(0),
-            words,
-            HAS_TARGET_IDS=target_ids is not None,
-            HAS_SOURCE_IDS=source_ids is not None,
-            WORDS=COPY_WORDS,
-            num_warps=8,
-        )
 
 
 def tuning_of(decode: bool, invariant: bool, repeats: int, padded: int, itemsize: int, shared: int) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from pdserve.config import (
     InstanceConfig,
     RouterConfig,
     UpConfig,
-    shared_settings,
 )
 from pdserve.errors import SetupError
+from pdserve.settings import shared_settings
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
 NOT_SHARED = ("served_model_name", "control_port", "workers")

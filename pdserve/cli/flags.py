@@ -8,8 +8,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from pdserve.config import describe
 from pdserve.errors import SetupError
+from pdserve.settings import describe
 
 VLLM_FLAGS = {  # by its names
     "--enable-prefix-caching": ["--prefix-caching", "on"],

@@ -15,8 +15,9 @@ from typing import IO, Protocol, Self
 
 from pdserve import parent
 from pdserve.cli.fork_server import ForkServer
-from pdserve.config import INTERRUPT_GRACE_S, Settings
+from pdserve.config import INTERRUPT_GRACE_S
 from pdserve.errors import SetupError
+from pdserve.settings import Settings
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # the last one repeats
 STABLE_AFTER_S = 60.0  # a child that ran this long restarts with the first back-off again

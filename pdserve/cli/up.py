@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from pdserve.cli.deployment import Deployment
-from pdserve.config import RouterConfig, UpConfig, shared_settings
+from pdserve.config import RouterConfig, UpConfig
+from pdserve.settings import shared_settings
 from pdserve.tools.load_config import AutoscaleConfig
 
 POLL_S = 0.2

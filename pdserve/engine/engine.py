@@ -104,24 +104,26 @@ class Engine:
         """
         self.runner: ModelRunner | PacedRunner = runner or _load_runner(config, checkpoint)
         self.checkpoint = self.runner.checkpoint
-        self.pool = BlockPool(self.runner.kv.num_blocks, config.block_size)
-        host_blocks = self.runner.kv.num_host_blocks
+        kv = self.runner.kv
+        self.pool = BlockPool(kv.num_pages, config.block_size, kv.groups)
+        host = BlockPool(kv.num_host_blocks, config.block_size, kv.host_groups) if kv.num_host_blocks else None
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.runner.window,
-            host_pool=BlockPool(host_blocks, config.block_size) if host_blocks else None,
+            host_pool=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
             refetch_preempted=refetch_preempted,
             grows_ahead=self.runner.pipeline is not None,
         )
-        self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.kv.num_blocks)
-        room = self.pool.num_blocks - self.pool.blocks_for(self.max_model_len)  # the longest request always fits
+        self.max_model_len = _max_model_len(self.checkpoint, config, kv.num_blocks)
+        longest = self.pool.pages_for(self.pool.blocks_for(self.max_model_len))
+        room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
-        if config.speculate != "off":
-            self.drafter = extension("speculation")(config, self.scheduler)
+        if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
+            self.drafter = extension("speculation")(config, self.scheduler, self._is_recorded)
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
@@ -186,6 +188,15 @@ class Engine:
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
         return seq
 
+    @property
+    def _must_not_wait(self) -> bool:
+        """True if steps are launched ahead, which drafts would end, or compute nothing, so that all drafts would be right."""
+        return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
+
+    def _is_recorded(self, rows: int) -> bool:
+        """Return whether decode steps of so many rows are recorded, or none ever is."""
+        return self.runner.graphs is None or self.runner.graphs.has(rows)
+
     def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:
         """Raise ValueError if a request is none that this engine could ever serve."""
         if not prompt:
@@ -216,7 +227,7 @@ class Engine:
         if width > self.scheduler.max_num_seqs:
             return f"beam_width is {width}, and this server runs {self.scheduler.max_num_seqs} sequences at once"
         # Without shared blocks, with one to spare for each beam: then the oldest search can always advance.
-        needed = width * (self.pool.blocks_for(num_tokens) + 1)
+        needed = width * self.pool.pages_for(self.pool.blocks_for(num_tokens) + 1)
         if needed > (room := self.pool.num_blocks - len(self.pool.pinned)):
             return f"{width} beams of {num_tokens} tokens do not fit into {room} blocks of KV; ask for less"
         return ""
@@ -265,6 +276,8 @@ class Engine:
             self._compiling.remove(seq)
         if seq.leader is not None:
             seq.leave()
+        if self.drafter is not None:
+            self.drafter.end(seq)
         self.scheduler.remove(seq)
         if seq.group is not None:
             self._searches.discard(seq)

@@ -45,6 +45,9 @@ class Graphs(Protocol):
 
     num_replayed: int
 
+    def has(self, size: int) -> bool:
+        """Return whether steps of so many sequences are replayed."""
+
     def logits(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Return the logits [S, V] of one decode step. The next call may overwrite them."""
 
@@ -76,6 +79,10 @@ class StepGraphs:
     def verified(self) -> set[int]:
         """Batch sizes that can be replayed."""
         return {size for size, graph in self._graphs.items() if graph.verified}
+
+    def has(self, size: int) -> bool:
+        """Return whether steps of so many sequences are replayed, or none ever is."""
+        return not self._enabled or (size in self._graphs and self._graphs[size].verified)
 
     @property
     def nbytes(self) -> int:
@@ -144,10 +151,9 @@ class StepGraph:
         max_blocks_per_seq: int,
     ) -> None:
         self._ids_1S, self._positions_1S = ids_1S.clone(), positions_1S.clone()
-        tables_SM = torch.zeros((len(batch.tables_SM), max_blocks_per_seq), dtype=torch.long)
-        self._batch = replace(
-            batch, slots_T=batch.slots_T.clone(), kv_lens_S=batch.kv_lens_S.clone(), tables_SM=tables_SM
-        )
+        self._batch = _own_copy(batch, max_blocks_per_seq)
+        if batch.tails:
+            self._batch = replace(self._batch, tails=tuple(_own_copy(one, max_blocks_per_seq) for one in batch.tails))
         self._copy_inputs(ids_1S, positions_1S, batch)
         recorder, detector = _OperatorRecorder(), _HostReadDetector()
         with detector, recorder, native.record_calls(recorder.calls.append):
@@ -172,9 +178,16 @@ class StepGraph:
     def _copy_inputs(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> None:
         self._ids_1S.copy_(ids_1S)
         self._positions_1S.copy_(positions_1S)
-        self._batch.slots_T.copy_(batch.slots_T)
-        self._batch.kv_lens_S.copy_(batch.kv_lens_S)
-        self._batch.tables_SM[:, : batch.tables_SM.shape[1]] = batch.tables_SM
+        for own, other in zip((self._batch, *self._batch.tails), (batch, *batch.tails), strict=True):
+            own.slots_T.copy_(other.slots_T)
+            own.kv_lens_S.copy_(other.kv_lens_S)
+            own.tables_SM[:, : other.tables_SM.shape[1]] = other.tables_SM
+
+
+def _own_copy(batch: PagedBatch, max_blocks_per_seq: int) -> PagedBatch:
+    """Return a batch with input tensors of its own, whose tables have room for any sequence."""
+    tables_SM = torch.zeros((len(batch.tables_SM), max_blocks_per_seq), dtype=torch.long)
+    return replace(batch, slots_T=batch.slots_T.clone(), kv_lens_S=batch.kv_lens_S.clone(), tables_SM=tables_SM)
 
 
 class _HostReadDetector(TorchFunctionMode):

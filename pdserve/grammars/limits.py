@@ -20,7 +20,7 @@ class GrammarTooComplex(BadRequest):
 
 @dataclass(frozen=True)
 class CompileLimits:
-    """What compiling one grammar may use; a process that exceeds a limit is killed.
+    """Resource limits of compiling one grammar; a process that exceeds one is killed.
 
     Attributes:
         cpu_s: CPU time in whole seconds, which unlike elapsed time does not depend on the load of the machine.

@@ -29,9 +29,9 @@ from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
 from pdserve.keys import root_key, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.grouped import attach_groups
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
 from pdserve.output import Output, pack
 from pdserve.prefill.prefiller import Prefiller
@@ -100,10 +100,15 @@ class Instance:
         self.engine.pool.listeners.append(self.kv_events)  # before the warm-up, which changes keys too
         pool = self.engine.runner.kv.pool_NX
         self._ranks = ranks
-        self.connector = self._attach(connector)
+        self.connector = self._attach(connector, config.connector)
         self.transfers = Transfers(
-            self.engine.pool, self.connector, self, _max_blocks(config, self.engine), self.engine.layout.block_bytes
+            self.engine.pool,
+            self.connector,
+            self,
+            _max_blocks(config, self.engine),
+            self.engine.layout.groups[0].block_bytes,
         )
+        self.transfers.group_bytes = [group.block_bytes for group in self.engine.layout.groups]
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         converts = config.convert_kv or config.allow_inexact
@@ -111,7 +116,9 @@ class Instance:
         self.layout_converter = LayoutConverter(
             pool, self.engine.layout, config.connector if converts else None, on_all_ranks
         )
-        self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
+        self.decoder = Decoder(
+            self.engine, self.connector, self.transfers, fetcher, self, config.store_generated, config.lease_seconds
+        )
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, now)
         # With `now` and `close_job`, what the roles call: `InstanceContext`.
         self.count, self.record_transfer = self.reporter.count, self.reporter.meter.record_transfer
@@ -251,6 +258,7 @@ class Instance:
             pass
         if self.decoder.unreserved or self.decoder.cramped:
             self.decoder.reserve()
+            self.decoder.prolong_leases()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped, generated = self.now(), 0
@@ -259,12 +267,10 @@ class Instance:
             self._roles[job.phase].on_resumed(job)
         for seq in result.advanced:
             job = self._by_sequence[seq]
-            failure = seq.output.failure or (seq.output.constraint and seq.output.constraint.failure)
-            if failure:
-                self._reject(job.link, seq.request_id, failure)
-                self._cancel(job)
-                continue
             accepted = result.outcome.get(seq) or Accepted()
+            if fault := seq.output.fault:
+                self._fail(job, accepted, fault, started)
+                continue
             self._roles[job.phase].on_step(job, accepted, started)
             generated += len(accepted.tokens)
         if generated:
@@ -290,7 +296,7 @@ class Instance:
         """Assert that an idle instance holds no block. A leak ends the process instead of slowly starving it."""
         pool = self.engine.pool
         assert pool.num_held == 0, f"{pool.num_held} blocks are leaked"
-        assert pool.num_promised == 0, f"{pool.num_promised} blocks are promised to nobody"
+        assert pool.num_promised == 0, f"{pool.num_promised} blocks are still promised, and no sequence is left"
         host = self.engine.scheduler.swap_space.pool
         assert host is None or host.num_held == 0, f"{host.num_held} blocks of host memory are leaked"
         if now - self._integrity_checked_at > INTEGRITY_CHECK_S:
@@ -318,6 +324,8 @@ class Instance:
             )
             if message.prediction:
                 self.engine.predict(seq, unpack_tokens(message.prediction))
+            if message.leaves_nothing:
+                seq.leave_nothing()
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except (ValueError, RequestError) as error:
             refusal = error if isinstance(error, RequestError) else RequestError(str(error), kind="rejected")
@@ -335,6 +343,15 @@ class Instance:
             self.prefiller.submit(job, others)
         else:
             self.decoder.submit(job, converted, others)
+
+    def _fail(self, job: Job, accepted: Accepted, fault: RequestError, started: float) -> None:
+        """End a request that a step could not continue, behind the tokens before that: the last one counts for nothing."""
+        del accepted.tokens[-1:], accepted.logprobs[-1:]
+        if accepted.tokens:
+            self._roles[job.phase].on_step(job, accepted, started)
+            self.send_outputs()
+        self._reject(job.link, job.seq.request_id, fault)
+        self._cancel(job)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
         self._send(link, pb.InstanceFrame(outputs=pack([Output(request_id=request_id, error=failure(error))])))
@@ -397,13 +414,12 @@ class Instance:
         error = RequestError(f"the answer takes {size} bytes at once, more than a frame holds", kind="answer_too_large")
         return Output(request_id=job.seq.request_id, error=failure(error))
 
-    def _attach(self, connector: Connector) -> Connector:
-        kv = self.engine.runner.kv
-        connector.may_start_out = True
-        attached = attach_pool(connector, kv.pool_NX, self.engine.layout, kv.copies)
+    def _attach(self, connector: Connector, url: str) -> Connector:
+        own = attach_groups(connector, partial(connect, url), self.engine.runner.kv, self.engine.layout)
+        attached = own
         if self._ranks is not None:
-            attached = self._ranks.connector(attached)
-        attached.has_started_out = connector.has_started_out
+            attached = self._ranks.connector(own)
+        attached.has_started_out = own.has_started_out
         return guard(attached, self._inbox.put, self.now)
 
     def close_job(self, job: Job) -> None:

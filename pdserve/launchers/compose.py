@@ -88,7 +88,7 @@ class ComposeLauncher:
             self._stopping.discard(container)
 
     def _containers(self) -> list[dict[str, Any]]:
-        """Return what the engine knows of each container of the project, also of those that have exited."""
+        """Return the state of each container of the project, those that have exited included."""
         ids = _run([*self._engine, "ps", "-a", "-q", "--filter", f"label={PROJECT_LABEL}={self._project}"]).split()
         found: list[dict[str, Any]] = json.loads(_run([*self._engine, "inspect", *ids])) if ids else []
         return found

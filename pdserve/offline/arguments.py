@@ -1,5 +1,6 @@
-"""Keyword arguments of `LLM`: the flags of `pdserve up`, and those of vLLM's class, as far as they mean something here."""
+"""Keyword arguments of `LLM`: the flags of `pdserve up`, and arguments of vLLM's class that have an equivalent here."""
 
+import json
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,7 +34,7 @@ KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 @dataclass
 class KVTransferConfig:
-    """Where KV is kept, as in vLLM.
+    """Location of the KV store, as in vLLM.
 
     Attributes:
         kv_connector: the store's URL, such as file:///var/kv or redis://host: vLLM's class names mean nothing here.
@@ -65,7 +66,7 @@ def settings_of(arguments: dict[str, Any]) -> dict[str, Any]:
         elif name == "enable_prefix_caching":
             settings["prefix_caching"] = "off" if value is False else "on"
         elif name == "speculative_config" and not isinstance(value, str):
-            settings |= _speculation(value)
+            settings |= {name: json.dumps(value)} if value else {}
         elif name in SETTINGS:
             settings[name] = value
         elif name not in WITHOUT_EFFECT:
@@ -73,16 +74,3 @@ def settings_of(arguments: dict[str, Any]) -> dict[str, Any]:
         elif (known := WITHOUT_EFFECT[name]) and value not in known:
             raise ValueError(f"{name}={value!r} is not supported; leave it out, or give {known[0]!r}")
     return settings
-
-
-def _speculation(config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of a speculative_config, of which only those without a second model are supported."""
-    if not config:
-        return {}
-    unknown = set(config) - {"method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
-    if unknown or config.get("method") not in ("ngram", "suffix"):
-        raise ValueError(
-            f"speculative_config={config!r} is not supported: give method ngram or suffix, and num_speculative_tokens"
-        )
-    tokens = {"speculative_tokens": count} if (count := config.get("num_speculative_tokens")) else {}
-    return {"speculate": config["method"], **tokens}

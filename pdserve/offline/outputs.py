@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log probability of a token; `rank` is 1 for the most likely, and None where it is not known."""
+    """Log probability of a token; `rank` is 1 for the most likely one, None if the server did not send it."""
 
     logprob: float
     rank: int | None = None
@@ -25,7 +25,7 @@ class CompletionOutput:
     finish_reason: str | None = None
 
     def finished(self) -> bool:
-        """Return True once nothing more will come."""
+        """Return whether the answer is complete."""
         return self.finish_reason is not None
 
 
@@ -99,7 +99,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Its numbers."""
+        """Size of the embedding."""
         return len(self.embedding)
 
 
@@ -127,7 +127,7 @@ Pooled = TypeVar("Pooled")
 
 @dataclass
 class PoolingRequestOutput(Generic[Pooled]):
-    """What a model for embeddings or classes says of a text, or of a pair."""
+    """Result of a pooling model for a text or a pair of texts: an embedding, class probabilities or a score."""
 
     request_id: str
     outputs: Pooled

@@ -13,7 +13,7 @@ from pdserve.request import SamplingParams as CheckedParams
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What an answer must look like. One of these is given.
+    """The format of an answer, as in vLLM; exactly one field is set.
 
     Attributes:
         json: a JSON schema, as a dictionary or a text.
@@ -68,8 +68,8 @@ class _Fields(BodyParams, frozen=True, kw_only=True):
 
 
 class SamplingParams(_Fields, frozen=True, kw_only=True):
-    """The fields are those of /v1/completions (its /docs), and mean the same; `guided_decoding` is the older name of
-    `structured_outputs`.
+    """Sampling parameters of a request, with the fields of /v1/completions (see /docs); `guided_decoding` is the older name
+    of `structured_outputs`.
 
     Raises:
         TypeError: a field is unknown.

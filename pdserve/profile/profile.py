@@ -1,4 +1,4 @@
-"""What a model costs on a machine: the seconds of steps, transfers and everything around them. Plain data, in a JSON file.
+"""Profile of a model on a machine: the seconds of steps, of transfers and of everything around them, as a JSON file.
 
 `pdserve profile` writes it, and simulations and plans read it. All times are seconds, all sizes bytes, unless a name says
 otherwise. The step model is finer than `pdserve.costs`, which instances fit online:
@@ -36,7 +36,7 @@ def _check_times(what: str, *times: float) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the profile holds: as far as any of this differs, so may the times."""
+    """Machine on which the profile was measured; on others, times differ."""
 
     processor: str = ""
     threads: int = 0  # cores that an instance uses
@@ -264,7 +264,7 @@ class Profile:
 
     @property
     def costs(self) -> Costs:
-        """What an instance on this machine would report: the lines that are nearest to this profile.
+        """Cost model that an instance on this machine would report: the lines that fit this profile best.
 
         Its transfers are those of the first connector.
         """

@@ -1,7 +1,6 @@
-"""Speculation without a model: which tokens may follow a sequence, and how many of them a step should compute.
+"""Speculative decoding without a draft model: draft tokens by prompt lookup, and draft lengths by a cost model.
 
-`Speculator` is the engine's drafter (`--speculate`). Whatever it proposes, the output stays what it is (`engine/step.py`), so
-all of this is about time alone.
+`Speculator` is the engine's drafter (`--speculate`). Drafts never change the output (`engine/step.py`), only its speed.
 
-In reading order: matches, lengths, speculator.
+In reading order: matches, answers, lengths, speculator.
 """

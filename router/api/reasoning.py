@@ -12,7 +12,7 @@ END_TOKENS = 32  # of the prompt, in which its last tag is
 
 
 class ReasoningState(Enum):
-    """What the prompt does with reasoning."""
+    """State of the reasoning at the end of a prompt."""
 
     ABSENT = "the model does not reason, as far as the router knows"
     UNDECIDED = "the output may begin with reasoning"
@@ -21,7 +21,7 @@ class ReasoningState(Enum):
 
 
 def reasoning_state(body: ChatBody, prompt: list[int], tokenizer: Tokenizer) -> ReasoningState:
-    """Return what the prompt of a body does with reasoning."""
+    """Return the state of the reasoning at the end of a body's prompt."""
     parser = tokenizer.parsers.reasoning
     if parser is None:
         return ReasoningState.ABSENT

@@ -10,7 +10,6 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 import logging
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import count
 
 from msgspec import structs
@@ -25,7 +24,7 @@ from pdserve.router.backend import ModelInfo
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector, Selection
-from pdserve.router.dispatch.waiting import WaitingGroup, WaitingRequests
+from pdserve.router.dispatch.waiting import WaitingRequests
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import InvalidFrame, content_fault, output_fault, times_fault
 from pdserve.router.routed_request import RoutedRequest
@@ -92,7 +91,6 @@ class Dispatcher:
         self.slo = Slo.parse(config.slo)
         fleet.listener = self
         fleet.on_joined, fleet.on_change = self.on_joined, self._update_model
-        fleet.on_heard = partial(self._waiting.place, suspects_only=True)
 
     # ---- Backend: called by the HTTP side ---------------------------------------------------------------------
 
@@ -269,6 +267,8 @@ class Dispatcher:
         if output.stamps or has_scores or has_counts:
             state.record_output(instance, output, now)
         if output.token_ids or has_answer:
+            if state.timeline.migrations and (pause := state.end_pause(now)) is not None:
+                self._metrics.migration_pause.observe(pause)
             gap = state.emit(output, now)
             if gap is not None:
                 self._metrics.inter_token_latency.observe(gap)
@@ -477,11 +477,10 @@ class Dispatcher:
     def _migrate(self, state: RequestState, error: RequestError) -> None:
         """Move the request to other instances; its stream continues after the last emitted token."""
         del self.states[state.id]
-        failed, previous_migrations = state.final_instance, len(state.timeline.migrations)
-        state.move(error, self._now())
-        self.states[state.id] = state
+        now, previous_migrations = self._now(), len(state.timeline.migrations)
         must_be_heard = error.kind != "drained" and state.machine.is_suspect and self._waiting.timeout_s
-        state.heard_since = self._now() if must_be_heard else -math.inf
+        state.move(error, now, heard_since=now if must_be_heard else -math.inf)
+        self.states[state.id] = state
         if error.kind != "drained" and previous_migrations:
             if self._retry_budget < 1:
                 message = f"{error}, and the budget for repeated migrations is exhausted"
@@ -489,44 +488,45 @@ class Dispatcher:
                 return
             self._retry_budget -= 1
         try:
-            self._resume(state, failed)
+            self._resume(state)
         except Unavailable as unplaced:
             reason = Unavailable(f"{error}, and {unplaced}", kind=error.kind, retry_after_s=1)
             if self._waiting.timeout_s:
-                self._waiting.add([state], reason, failed)
+                self._waiting.add([state], reason)
             else:
                 self.handle(state, Event.REJECTED, reason)
 
-    def _resume(self, state: RequestState, failed: InstanceHandle) -> None:
+    def _resume(self, state: RequestState) -> None:
         """Submit a stream that has lost an instance to others.
 
         Raises:
             Unavailable: no other instance is eligible.
         """
-        self._submit(self._select([state], avoid=failed), [state])
+        self._submit(self._select([state]), [state])
+        assert state.needs.left is not None
         reason = state.timeline.migrations[-1].reason
         self._metrics.migrations.labels(kind=state.migrates_for).inc()
-        extra = {"event": "moved", "instance": failed.id, "request_id": state.request.request_id}
+        extra = {"event": "moved", "instance": state.needs.left.id, "request_id": state.request.request_id}
         log.warning("%s migrated to %s: %s", state.id, state.timeline.decode_instance, reason, extra=extra)
 
-    def _place(self, group: WaitingGroup) -> RequestError | None:
+    def _place(self, states: Sequence[RequestState]) -> RequestError | None:
         """Submit requests that wait, or return why the new ones among them would break the SLO.
 
         Raises:
             Unavailable: still no instance is eligible.
         """
-        if group.failed is None:
-            return self._admit(group.waiting)
-        self._resume(group.waiting[0], group.failed)
+        if states[0].needs.left is None:
+            return self._admit(states)
+        self._resume(states[0])
         return None
 
-    def _select(self, states: Sequence[RequestState], avoid: InstanceHandle | None = None) -> Selection:
+    def _select(self, states: Sequence[RequestState]) -> Selection:
         """Select instances for choices of one prompt.
 
         Raises:
             Unavailable: no instance is eligible.
         """
-        selection = self._selector.select(states[0], avoid)
+        selection = self._selector.select(states[0])
         for state in states:
             state.timeline.placement = selection.placement
             state.timeline.decisions += selection.decisions

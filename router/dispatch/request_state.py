@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,23 @@ if TYPE_CHECKING:
     from pdserve.router.dispatch.selector import Selection
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an instance must be to take a request.
+
+    Attributes:
+        context: tokens for which it must have room.
+        version: of the control protocol, which it must speak at least.
+        left: the instance that a stream has lost, and that does not take it again without a new connection.
+        heard_since: time on the router's clock since which it must have been heard from.
+    """
+
+    context: int = 0
+    version: int = 0
+    left: InstanceHandle | None = None
+    heard_since: float = -math.inf
+
+
 class RequestState:
     """One running request. Implements `TokenStream` for the HTTP side; the dispatcher feeds it.
 
@@ -34,13 +52,13 @@ class RequestState:
         remaining_tokens: number of tokens that may still be generated.
         emitted: tokens passed to the client so far.
         newest_field: `SamplingParams.newest_field` of its parameters.
+        needs: which instances may take it.
         gaps: seconds before each token after the first.
         cached: instance id → number of leading tokens in its pool at the time of selection.
         is_plain: its outputs are tokens, without log probabilities, embeddings or a beam search.
         migrates_for: the kind of the error for which it last left an instance; empty if it has not.
         holders: the instances to which it was submitted since it last moved.
         has_answered: an instance has sent an output of it since the last submission.
-        heard_since: time on the router's clock since which an instance must have been heard from to take it.
         num_drops: instances that failed or were dropped for what they sent for this request, or perhaps for this request.
         leader: the choice of the same prompt along with which it was submitted, and which alone gets the prompt's log
             probabilities; None for that one itself, and for those that have moved since.
@@ -70,7 +88,6 @@ class RequestState:
         self._own_scores: list[TokenLogprobs] = []  # of the prompt, since the last submission
         self.num_drops = 0
         self.migrates_for = ""
-        self.heard_since = -math.inf
         self.holders: list[InstanceHandle] = []
         sampling = request.sampling
         self.newest_field = sampling.newest_field() if SINCE else (0, "")
@@ -81,6 +98,9 @@ class RequestState:
         )
         self.emitted: list[int] = []
         self.num_tokens, self.remaining_tokens = len(request.prompt), sampling.max_tokens
+        # A beam search alone has a decode phase without its last token.
+        num_output = sampling.max_tokens + bool(sampling.beam_width)
+        self.needs = Needs(len(request.prompt) + num_output, self.newest_field[0])
         self.cached: Mapping[str, int] = {}
         self._on_cancel = on_cancel
         self._outputs: list[Output] = []  # not yet taken by the HTTP side
@@ -91,6 +111,11 @@ class RequestState:
     def owner(self) -> InstanceHandle:
         """The instance that must act next."""
         return self.prefill if OWNER[self.machine.state] == "prefill" else self.final_instance
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if only an instance that is heard from again may take it."""
+        return self.needs.heard_since > -math.inf
 
     @property
     def scores_prompt(self) -> bool:
@@ -123,13 +148,24 @@ class RequestState:
         timeline.stored = timeline.loaded = NOTHING_MOVED
         self.machine.restart(self.decode is not None, now)
 
-    def move(self, error: RequestError, now: float) -> None:
-        """Leave the instances for an error, and move alone from now on."""
+    def move(self, error: RequestError, now: float, heard_since: float) -> None:
+        """Leave the instances for an error, and move alone from now on, see `Needs` for where to."""
+        self.needs = replace(self.needs, left=self.final_instance, heard_since=heard_since)
         self.is_follower, self.leader = False, None
         self.migrates_for = error.kind
         self.timeline.migrations.append(Migration(now, self.final_instance.id, str(error)))
         self.timeline.attempt += 1
         self.id = self.timeline.submission_id
+
+    def end_pause(self, now: float) -> float | None:
+        """Record and return how long the client of a moved stream has waited for a token; None if it has one since."""
+        paused = [move for move in self.timeline.migrations if move.pause_s is None]
+        if not paused:
+            return None
+        seconds = now - (paused[0].at if self.last_token_at is None else self.last_token_at)
+        for move in paused:
+            move.pause_s = seconds
+        return seconds
 
     def remaining_load(self, phase: "pb.Phase", num_computed: int = 0) -> Load:
         """Return the remaining work of a phase.
@@ -153,8 +189,11 @@ class RequestState:
             instance.assign(one.id, one.remaining_load(phase, self.cached.get(instance.id, 0)))
             one.holders.append(instance)
         frame.submit.phase = phase
-        if self.request.prediction and phase != pb.PREFILL:
-            frame.submit.prediction = self.request.prediction
+        if phase != pb.PREFILL:
+            if self.request.prediction:
+                frame.submit.prediction = self.request.prediction
+            if self.request.leaves_nothing:
+                frame.submit.leaves_nothing = True
         if phase == pb.DECODE and self.prefill.hello.namespace != instance.hello.namespace:
             frame.submit.writer.CopyFrom(self.prefill.hello.layout)
         instance.connection.send(frame)
@@ -204,8 +243,8 @@ class RequestState:
     def record_output(self, instance: InstanceHandle, output: Output, now: float) -> None:
         """Record an output's stamps and counts in the timeline, and the prompt's log probabilities.
 
-        An instance sends each stamp as its age, which is subtracted from the frame's time of arrival. So a delayed frame
-        makes its stamps late, never early: what an instance does on a message is not stamped before the router sent that.
+        An instance sends each stamp as its age when the frame is written, which is subtracted from that of its arrival. So a
+        delayed frame makes its stamps late, never early: nothing is stamped before the router sent what it answers.
         """
         self._own_scores += output.prompt_logprobs
         for name, age in output.stamps.items():

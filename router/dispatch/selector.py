@@ -1,14 +1,13 @@
 """Instance selection: filters the instances that can serve a request, and lets the policies pick among them."""
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.dispatch.request_state import RequestState
+from pdserve.router.dispatch.request_state import Needs, RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.breaker import BreakerState
 from pdserve.router.scheduling.policy import Decision, Placement, PlacementRequest, decide, place, policy_of
@@ -62,23 +61,17 @@ class InstanceSelector:
         self._last_missing_role = ""  # the role without an eligible instance at the last selection; empty: none
         self._turn = seed
 
-    def select(self, state: RequestState, avoid: InstanceHandle | None = None) -> Selection:
+    def select(self, state: RequestState) -> Selection:
         """Select the instances for a request.
-
-        Args:
-            avoid: an instance that is not eligible, such as the one that has just failed.
 
         Raises:
             Unavailable: no instance of any role is eligible.
         """
-        # Its last token alone leaves a request no decode phase, unless it is that of a beam search.
-        num_output = state.remaining_tokens + bool(state.request.sampling.beam_width)
-        context, version = state.num_tokens + num_output, state.newest_field[0]
-        prefills = self._eligible("prefill", avoid, context, version, state.heard_since)
-        decodes = self._eligible("decode", avoid, context, version, state.heard_since)
+        needs = state.needs
+        prefills, decodes = self._eligible("prefill", needs), self._eligible("decode", needs)
         if not prefills and not decodes:
-            missing = self.missing_roles(avoid) or f"no instance for {context} tokens"
-            if state.heard_since > -math.inf:
+            missing = self.missing_roles(needs.left) or f"no instance for {needs.context} tokens"
+            if state.is_suspect:
                 missing = "no instance that has been heard from since its last fault"
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
         self._turn += 1
@@ -89,13 +82,12 @@ class InstanceSelector:
             self._turn,
             state.request.session,
             cached,
-            num_output,
+            needs.context - state.num_tokens,
             prefills_itself=not prefills or not decodes or all([one.role == "both" for one in prefills]),
             stored=stored,
         )
         if not prefills or not decodes:
-            role, is_news = "prefill" if prefills else "decode", state.heard_since == -math.inf
-            selection = self._select_single_role(request, role, prefills or decodes, is_news)
+            selection = self._select_single_role(request, "prefill" if prefills else "decode", prefills or decodes)
         else:
             self._last_missing_role = ""
             selection = self._select_pair(request, prefills, decodes, scores_prompt)
@@ -104,8 +96,12 @@ class InstanceSelector:
         return selection
 
     def missing_roles(self, avoid: InstanceHandle | None = None) -> str:
-        """Describe the roles without an eligible instance, such as `no decode instance`; empty if there is none."""
-        roles = [role for role in ("prefill", "decode") if not self._eligible(role, avoid)]
+        """Describe the roles without an eligible instance, such as `no decode instance`; empty if there is none.
+
+        Args:
+            avoid: an instance that is not eligible.
+        """
+        roles = [role for role in ("prefill", "decode") if not self._eligible(role, Needs(left=avoid))]
         if not roles:
             return ""
         breakers, now = self._fleet.breakers, self._fleet.now()
@@ -136,16 +132,10 @@ class InstanceSelector:
         """Drop what was recorded about an instance that left."""
         self._reachability.forget(instance.id)
 
-    def _select_single_role(
-        self, request: PlacementRequest, role: str, eligible: list[InstanceHandle], is_news: bool
-    ) -> Selection:
-        """Let an instance of the only available role do everything; every instance contains the code of both roles.
-
-        Args:
-            is_news: the other role is not available to anyone.
-        """
+    def _select_single_role(self, request: PlacementRequest, role: str, eligible: list[InstanceHandle]) -> Selection:
+        """Let an instance of the only available role do everything; every instance contains the code of both roles."""
         missing = "decode" if role == "prefill" else "prefill"
-        if is_news and missing != self._last_missing_role:
+        if missing != self._last_missing_role and not self._eligible(missing, Needs()):
             self._last_missing_role, extra = missing, {"event": "missing"}
             log.warning("no %s instance is available: %s instances do everything for now", missing, role, extra=extra)
         decision, instance = self._decide(role, request._replace(decode=role == "decode"), eligible)
@@ -205,28 +195,15 @@ class InstanceSelector:
                 stored = max(stored, min(blocks, max_blocks) * block_size)
         return cached, stored
 
-    def _eligible(
-        self,
-        role: str,
-        avoid: InstanceHandle | None = None,
-        context: int = 0,
-        version: int = 0,
-        heard_since: float = -math.inf,
-    ) -> list[InstanceHandle]:
-        """Return the instances for a role whose circuit breakers allow one more request, and that can take this one.
-
-        Args:
-            context: tokens for which they must have room.
-            version: of the control protocol, which they must speak at least.
-            heard_since: when they must have sent their last frame at the earliest, on the router's clock.
-        """
+    def _eligible(self, role: str, needs: Needs) -> list[InstanceHandle]:
+        """Return the instances for a role that may take a request, and whose circuit breakers allow one more."""
         instances = [
             one
             for one in self._fleet.serving[role]
-            if one is not avoid
-            and one.max_model_len >= context
-            and one.hello.protocol_version >= version
-            and one.last_frame_at >= heard_since
+            if one is not needs.left
+            and one.max_model_len >= needs.context
+            and one.hello.protocol_version >= needs.version
+            and one.last_frame_at >= needs.heard_since
         ]
         breakers = self._fleet.breakers
         if not breakers.records:

@@ -135,6 +135,7 @@ class InstanceHandle:
         if costs.prefill:
             self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), tuple(costs.transfer)))
         self.heartbeat = heartbeat
+        self.candidate.free_tokens = heartbeat.free_blocks * self.candidate.block_size
 
     def update_other_load(self, load: pb.Load) -> None:
         """Replace the load of other routers' requests."""
@@ -205,7 +206,7 @@ class Fleet:
         awake_now: returns the time by which peers are judged, which leaves out that in which this router was stalled itself.
         serving: role → the instances for it that accept new requests: lists that are replaced and never modified.
         on_joined: called with an instance that has attached, once it has been told so.
-        on_heard: called when an instance has renewed its lease.
+        on_heard: called when an instance has renewed its lease; None while nothing waits for that.
         on_change: called when an instance has come, gone or changed.
         lease_check_interval_s: intended interval of the calls of `expire_leases`.
         is_closing: the router ends, so instances that leave are no news.
@@ -222,7 +223,7 @@ class Fleet:
         self.listener: FleetListener | None = None
         self.is_closing = False
         self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
-        self.on_heard: Callable[[], None] = lambda: None
+        self.on_heard: Callable[[], None] | None = None
         self.on_change: Callable[[], None] = lambda: None
         self.cache_epoch = 0
         self.on_reset: Callable[[], None] = lambda: None
@@ -362,6 +363,8 @@ class Fleet:
                         instance.may_be_poisoned = True  # any of its requests may be the cause
                         raise InvalidFrame(f"outputs that cannot be read: {error}") from error
                     for output in outputs:
+                        for stage in output.stamps:
+                            output.stamps[stage] += frame.waited
                         self.listener.on_output(instance, output)
                 case "draining":
                     extra = {"event": "draining", "instance": instance.id}
@@ -382,7 +385,8 @@ class Fleet:
                     instance.unpublished_blocks = blocks.untold
                 case "others":
                     instance.update_other_load(frame.others)
-                    self.on_heard()
+                    if self.on_heard is not None:
+                        self.on_heard()
                 case "heartbeat":
                     if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
                         instance.last_step_at = self.awake_now()
@@ -392,7 +396,8 @@ class Fleet:
                     if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:
                         instance.acknowledged_at = instance.last_frame_at
                         instance.connection.send(HEARTBEAT_ACK)
-                    self.on_heard()
+                    if self.on_heard is not None:
+                        self.on_heard()
         except InvalidFrame as fault:
             reason = f"it sent an invalid frame: {fault}"
             self.num_invalid_frames += 1

@@ -1,4 +1,4 @@
-"""Where a string may have begun at the end of a text."""
+"""Overlap of the end of a text with the beginning of a stop string."""
 
 
 def overlap(text: str, stop: str) -> int:

@@ -49,7 +49,7 @@ QUESTION = "What is the capital of France?"  # of the examples in the documentat
 
 
 class Service:
-    """What dialects answer with: the served model, behind the parse queue and admission.
+    """Services for dialects: parsing in the parse queue, admission, and the served model.
 
     Functions that parse can be pickled, as what they get and return: large bodies are parsed in another process.
 
@@ -93,7 +93,7 @@ class Service:
         parse: Parse[BodyType, Result],
         more_bytes: int = 0,
     ) -> Result:
-        """Return what a request comes to, a `Generation` for example.
+        """Return the result of `parse`, such as a `Generation`, computed in the parse queue.
 
         Args:
             more_bytes: what `parse` works on besides the body.

@@ -144,7 +144,7 @@ def parse_request(
     info: ModelInfo | None,
     max_n: int,
 ) -> Result:
-    """Return what a request comes to. Errors of its body come before the one that there is no model."""
+    """Return the result of `parse` for a body. Errors of the body take precedence over the lack of a model."""
     body = parse_body(model, raw, unknown)
     return parse(body, draft, tokenizer, info or served(info), max_n)
 

@@ -12,8 +12,9 @@ import pdserve
 from pdserve.cli import commands
 from pdserve.cli.commands import CONFIGURED
 from pdserve.cli.flags import GroupedCommand, command_from_config
-from pdserve.config import EngineConfig, RouterConfig, Settings, TransferConfig, UpConfig, flag
+from pdserve.config import EngineConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.errors import SetupError
+from pdserve.settings import Settings, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +130,14 @@ def test_the_prefix_cache_has_vllms_flags_too() -> None:
 
 
 def test_speculation_is_set_as_in_vllm() -> None:
-    config = EngineConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 4}')
+    config = EngineConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}')
     assert (config.speculate, config.speculative_tokens) == ("ngram", 4)
     assert EngineConfig(speculative_config='{"method": "suffix"}').speculative_tokens == EngineConfig.speculative_tokens
     for wrong, message in {
         "ngram": "not JSON",
         '{"num_speculative_tokens": 4}': "needs a method",
         '{"method": "eagle3"}': "must be one of",
-        '{"method": "ngram", "model": "x"}': "knows method and num_speculative_tokens only",
+        '{"method": "ngram", "model": "x"}': "prompt_lookup_max only, not",
         '{"method": "ngram", "num_speculative_tokens": -1}': "a number from 0",
     }.items():
         with pytest.raises(ValueError, match=message):

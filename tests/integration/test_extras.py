@@ -4,18 +4,21 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from pdserve import errors
 from pdserve.cli.deployment import free_port
+from pdserve.cli.fork_server import ForkServer
 
 BLOCKED = ["grpc", "grpc_health", "grpc_reflection", "zmq", "redis", "python_multipart", "fastapi_offline"]
-BLOCKED += ["opentelemetry.sdk", "plotly"]
+BLOCKED += ["opentelemetry.sdk"]
 ROUTER = ["router", "--model", "demo", "--control-port", "0"]
-DECODE = ["decode", "--model", "demo", "--num-blocks", "32", "--threads", "1"]
+DECODE = ["decode", "--model", "/no/such/model"]  # which is not even looked for
 EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
 # Extra → a command that needs it.
 COMMANDS = [
@@ -30,36 +33,44 @@ COMMANDS = [
 ]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """run("demo") runs pdserve, and the processes that it starts, where the packages of `BLOCKED` cannot be imported."""
-    block = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))\n"
-    (tmp_path / "sitecustomize.py").write_text(block)
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-    def run(*words: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "pdserve", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-
-    return run
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of processes in which the packages of `BLOCKED` cannot be imported."""
+    folder = tmp_path_factory.mktemp("blocked")
+    (folder / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))\n")
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def test_demo_needs_no_extra(run: Callable[..., "subprocess.CompletedProcess[str]"]) -> None:
-    result = run("demo", "--threads", "1")
+@pytest.fixture(scope="module")
+def server(environment: dict[str, str]) -> Iterator[ForkServer]:
+    """The parent of `pdserve up`, which has loaded what routers and instances import without these packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+        server = ForkServer()
+    with closing(server):
+        yield server
+
+
+def test_demo_needs_no_extra(environment: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pdserve", "demo", "--threads", "1"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 0 and "Paris" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(("extra", "words"), COMMANDS, ids=[f"{words[0]}{words[-2]}" for _, words in COMMANDS])
 def test_a_missing_extra_is_one_sentence(
-    run: Callable[..., "subprocess.CompletedProcess[str]"], extra: str, words: list[str], tmp_path: Path
+    server: ForkServer, environment: dict[str, str], extra: str, words: list[str], tmp_path: Path
 ) -> None:
     named = {"FOLDER": str(tmp_path / "folder"), "PORT": str(free_port())}
     port = ["--port", str(free_port())] if words[0] == "router" else []
-    result = run(*(named.get(word, word) for word in words), *port)
-    assert result.returncode == 2, result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("pdserve: ")]
-    assert line.removesuffix(".").endswith(f": pip install -e '.[{extra}]'") and "Traceback" not in result.stderr
+    process = server.spawn([*(named.get(word, word) for word in words), *port], environment)
+    assert process.stdout is not None
+    with process.stdout as output:
+        printed = output.read()
+    assert process.wait() == 2, printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("pdserve: ")]
+    assert line.removesuffix(".").endswith(f": pip install -e '.[{extra}]'") and "Traceback" not in printed
     assert words[-2] in line or ("--connector" in words and "redis://" in line)
 
 
@@ -72,3 +83,11 @@ def test_the_core_requires_no_package_of_an_extra() -> None:
         if name != "dev"
         for line in lines
     }
+
+
+@pytest.mark.parametrize(
+    ("is_checkout", "command"), [(True, "pip install -e '.[redis]'"), (False, "pip install 'pdserve[redis]'")]
+)
+def test_the_sentence_fits_the_installation(monkeypatch: pytest.MonkeyPatch, is_checkout: bool, command: str) -> None:
+    monkeypatch.setattr(errors, "IS_CHECKOUT", is_checkout)
+    assert str(errors.not_imported("redis://", ModuleNotFoundError(name="redis"))).endswith(f": {command}")

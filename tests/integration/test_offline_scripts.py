@@ -1,5 +1,6 @@
 """Scripts for vLLM's class `LLM`, which run with the import changed: what its published examples use, on the demo model."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -147,7 +148,7 @@ def test_what_one_program_has_stored_another_loads(run_script: Run, tmp_path: Pa
         ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, ValueError, "kv_connector is a URL here"),
         ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported; leave it out"),
         ({"pipeline_parallel_size": 2}, ValueError, "pipeline_parallel_size=2 is not supported"),
-        ({"speculative_config": {"model": "small"}}, ValueError, "give method ngram or suffix"),
+        ({"speculative_config": {"model": "small"}}, ValueError, "--speculative-config needs a method"),
         ({"tensor_paralel_size": 2}, TypeError, "LLM has no argument 'tensor_paralel_size'"),
     ],
 )
@@ -164,8 +165,7 @@ def test_arguments_and_parameters_of_vllm() -> None:
     assert settings_of({"kv_transfer_config": config, "enable_prefix_caching": False, "speculative_config": ngram}) == {
         "connector": "redis://host",
         "prefix_caching": "off",
-        "speculate": "ngram",
-        "speculative_tokens": 4,
+        "speculative_config": json.dumps(ngram),
     }
     with pytest.raises(ValueError, match="kv_role is one of"):
         KVTransferConfig("redis://host", "producer")

@@ -25,6 +25,8 @@ from pydantic import BaseModel
 from pdserve.cli.deployment import free_port
 from pdserve.lifetime import Stage
 
+# A busy machine leaves an instance silent for longer than a lease.
+FLAGS = ["--num-blocks", "512", "--local-prefill-tokens", "0", "--instance-timeout-seconds", "600"]
 SOURCES = "pdserve_prompt_tokens_by_source_total{"
 
 
@@ -41,7 +43,7 @@ class Up:
 def running_up(start: Callable[[list[str]], Any]) -> Iterator[Up]:
     """`start` takes the arguments of pdserve, and returns the process, whose `stdout` is all that it prints."""
     port = free_port()
-    process = start(["up", "--port", str(port), "--num-blocks", "512", "--local-prefill-tokens", "0"])
+    process = start(["up", "--port", str(port), *FLAGS])
     log_lines: list[str] = []
     for line in process.stdout:
         log_lines.append(line)

@@ -144,7 +144,9 @@ class RoleInstance:
         self.transfers = Transfers(self.engine.pool, self.store, self.context, 16, self.engine.layout.block_bytes)
         self.fetcher = Fetcher(self.engine, self.store, self.transfers, self.context)
         self.prefiller = Prefiller(self.engine, self.transfers, self.fetcher, self.context, 30.0)
-        self.decoder = Decoder(self.engine, self.store, self.transfers, self.fetcher, self.context, store_generated)
+        self.decoder = Decoder(
+            self.engine, self.store, self.transfers, self.fetcher, self.context, store_generated, 30.0
+        )
         self.jobs: dict[object, Job] = {}
 
     def submit(self, phase: "pb.Phase", prompt: list[int], max_tokens: int, *, multi_turn: bool = False) -> Job:

@@ -152,15 +152,10 @@ class StepBudget:
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""
         if not seq.kv.is_decoding:
-            return _added_seconds(self.costs, count, seq.kv.num_computed)
+            _, per_token, per_pair = self.costs.prefill
+            return per_token * count + per_pair * attention_pairs(count, seq.kv.num_computed)
         _, per_sequence, per_token = self.costs.decode
         return per_sequence + per_token * len(seq)
-
-
-def _added_seconds(costs: Costs, tokens: int, cached: int) -> float:
-    """Return by how many seconds `tokens` of a prompt, behind `cached` ones, lengthen a step."""
-    _, b, c = costs.prefill
-    return b * tokens + c * attention_pairs(tokens, cached)
 
 
 def _tokens_within(costs: Costs, seconds: float, cached: int) -> int:

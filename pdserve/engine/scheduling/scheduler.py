@@ -33,25 +33,27 @@ requests can overtake one of a lower priority: no sequence starves.
 """
 
 import math
-from bisect import insort
-from collections import Counter, defaultdict
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from itertools import islice
-from operator import attrgetter
+from itertools import count, islice
+from operator import attrgetter, itemgetter
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
+from pdserve.engine.scheduling.levels import giving_way, last_to_run, levels_of
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import SchedulerOutput, StepPlan
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
 Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
 Order = Callable[[Sequence], Place]
+Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
 MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
-_RANK = attrgetter("rank")
+_RANK, _FIRST = attrgetter("rank"), itemgetter(0)
 
 
 class Scheduler:
@@ -104,16 +106,32 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_pauses = 0
         self.unreserved: Sequence | None = None
-        # In the order in which they came, each with the tokens to compute when it was queued without blocks.
-        self._by_tenant: dict[Tenant, dict[Sequence, int]] = {}
+        self._by_tenant: dict[Tenant, dict[Sequence, None]] = {}  # all, in the order in which they came
+        self._sizes: dict[Sequence, Size] = {}  # of those that wait
+        self._by_size: dict[Tenant, list[Size]] = {}  # the same, in order
+        self._numbers = count()
         self._credit = Credit()
         self._num_steps = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
-        hits = [] if seq.kv.block_ids else self.pool.match(seq.usable_keys)
-        self._by_tenant.setdefault(seq.tenant, {})[seq] = len(seq) - len(hits) * self.pool.block_size
-        insort(self.loaded if seq.kv.block_ids else self.waiting, seq, key=_RANK)
+        self._by_tenant.setdefault(seq.tenant, {})[seq] = None
+        if seq.kv.block_ids:
+            insort(self.loaded, seq, key=_RANK)
+        else:
+            self._wait(seq, len(seq) - len(self.pool.match(seq.usable_keys)) * self.pool.block_size)
+
+    def _wait(self, seq: Sequence, num_tokens: int) -> None:
+        """Queue a sequence without blocks, of which that many tokens are to be computed."""
+        insort(self.waiting, seq, key=_RANK)
+        self._sizes[seq] = num_tokens, seq.rank, next(self._numbers), seq
+        insort(self._by_size.setdefault(seq.tenant, []), self._sizes[seq])
+
+    def _end_wait(self, seq: Sequence) -> None:
+        """Remove a sequence from those that wait."""
+        self.waiting.remove(seq)
+        by_size = self._by_size[seq.tenant]
+        del by_size[bisect_left(by_size, self._sizes.pop(seq))]
 
     def fork(
         self, seq: Sequence, request_id: str, sampling: SamplingParams, features: tuple[Feature, ...] = ()
@@ -125,9 +143,11 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Dequeue a finished or aborted sequence and release its blocks."""
-        for queue in (self.running, self.loaded, self.waiting):
+        for queue in (self.running, self.loaded):
             if seq in queue:
                 queue.remove(seq)
+        if seq in self._sizes:
+            self._end_wait(seq)
         seq.kv.release_blocks(self.pool)
         if seq.kv.swapped is not None:
             self.swap_space.discard(seq)
@@ -135,12 +155,13 @@ class Scheduler:
             del of_tenant[seq]
             if not of_tenant:
                 del self._by_tenant[seq.tenant]
+                self._by_size.pop(seq.tenant, None)
 
     def order(self) -> Order:
         """Return the present order of sequences in all queues, as a key: the level of the tenant, then the rank."""
         if not self._has_rivals:
             return _place_alone
-        levels = self._levels()
+        levels = levels_of(self.running)
         return lambda seq: (levels.get(seq.tenant, 0.0), seq.rank)
 
     @property
@@ -149,13 +170,6 @@ class Scheduler:
         if self.unreserved is None or self.unreserved.tenant in self._by_tenant:
             return len(self._by_tenant) > 1
         return len(self._by_tenant) > 0
-
-    def _levels(self) -> dict[Tenant, float]:
-        """Return the number of running sequences of each tenant that has some, divided by its weight; none if it is alone."""
-        if not self._has_rivals:
-            return {}
-        counts = Counter(seq.tenant for seq in self.running)
-        return {tenant: count / tenant.weight for tenant, count in counts.items()}
 
     def schedule(self, *, pause_storing: bool = False) -> SchedulerOutput:
         """Decide the next step. It contains at least one sequence whenever one can run.
@@ -195,16 +209,18 @@ class Scheduler:
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
         for seq in output.plan.counts:
-            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_spare > len(self.running):
+            room = self.pool.num_spare - len(self.pool.tail_groups)
+            if seq.kv.is_decoding and not seq.output.awaits_last_token and room > len(self.running):
                 seq.kv.grow(self.pool, 1)
 
     def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
         """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
         room = self.max_num_batched_tokens - sum(plan.counts.values())
         for seq, drafts in proposed.items():
-            spare = max(0, self.pool.num_spare - len(self.running)) + len(
-                seq.kv.block_ids
+            spare = max(0, self.pool.num_spare - len(self.running)) // len(
+                self.pool.groups
             )  # one stays for each running one
+            spare += len(seq.kv.block_ids)
             most = min(
                 room, seq.sampling.max_tokens - seq.output.num_generated - 1, spare * seq.kv.block_size - len(seq)
             )
@@ -237,6 +253,7 @@ class Scheduler:
         respect_queue: bool = False,
         watermark: int = 0,
         num_now: int | None = None,
+        num_coming: int = 0,
     ) -> bool:
         """Give a sequence without blocks room for `num_tokens`: prefix hits first, new blocks for the rest.
 
@@ -246,21 +263,31 @@ class Scheduler:
             respect_queue: leave the blocks that waiting sequences before it in the order, or of its rank, need.
             watermark: leave this many blocks free.
             num_now: leading blocks that it gets now, while the others are promised to it. None: all.
+            num_coming: leading tokens that nobody computes here, see `BlockPool.match`.
 
         Returns:
             False if the pool has too few blocks; nothing was taken.
         """
         assert not seq.kv.block_ids
         claimed = self._claimed_before(seq) if respect_queue and self.waiting else 0
-        hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks])
+        hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks], first_block, num_coming)
         self.pool.hold(hits)
-        needed = self.pool.blocks_for(num_tokens) - first_block - len(hits)
-        if needed > self.pool.num_spare - claimed - watermark:
-            self.pool.release(hits)
-            return False
-        now = needed if num_now is None else min(needed, max(0, num_now - first_block - len(hits)))
-        seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
-        seq.kv.promise(self.pool, needed - now)
+        num_blocks, room = self.pool.blocks_for(num_tokens), -claimed - watermark
+        if self.pool.tail_groups:
+            seq.kv.take_hits(self.pool, first_block, hits, num_coming)
+            room += self.pool.num_spare
+            if seq.kv.promise_up_to(self.pool, num_blocks) > room:
+                seq.kv.release_blocks(self.pool)
+                return False
+            seq.kv.take_promised(self.pool, stop=num_blocks if num_now is None else min(num_blocks, num_now))
+        else:
+            needed = num_blocks - first_block - len(hits)
+            if needed > self.pool.num_spare + room:
+                self.pool.release(hits)
+                return False
+            now = needed if num_now is None else min(needed, max(0, num_now - first_block - len(hits)))
+            seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
+            seq.kv.promise(self.pool, needed - now)
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
@@ -269,7 +296,7 @@ class Scheduler:
         """Return how many blocks the waiting sequences need that are before one in the order, or of its rank."""
         order = self.order()
         ahead = [other for other in self.waiting if order(other) <= order(seq)]
-        blocks = sum(self.pool.blocks_for(len(other)) for other in ahead)
+        blocks = sum(self.pool.pages_for(self.pool.blocks_for(len(other))) for other in ahead)
         return blocks + max((self._watermark(other) for other in ahead), default=0)
 
     def num_out_of_window(self, num_computed: int) -> int:
@@ -283,6 +310,9 @@ class Scheduler:
         if self.window is not None:
             for seq in self.running:
                 seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
+        if self.pool.tail_groups:
+            for seq in self.running:
+                seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         for seq in list(self.running):
             is_promised = seq.kv.blocks_needed(self.pool) <= seq.kv.num_promised <= self.pool.num_free
             if seq not in output.preempted and not is_promised:
@@ -300,8 +330,9 @@ class Scheduler:
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
             return budget
-        creditors, demands = self._credit.creditors(self._by_tenant.keys()), [*decoding, *prompts]
-        budget.share([*demands, *self._queued()], self._tokens_now(demands), creditors, self._num_steps)
+        creditors = self._credit.creditors(self._by_tenant.keys())
+        candidates, queued = [*decoding, *prompts], [*self._queued()]
+        budget.share([*candidates, *queued], self._tokens_now(candidates, queued), creditors, self._num_steps)
         order = self.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
@@ -329,41 +360,63 @@ class Scheduler:
         budget.allocate(seq)
 
     def _shorter(self, seq: Sequence, limit: int, output: SchedulerOutput) -> list[Sequence]:
-        """Return the prompts that go before one that does not end in this step, the shortest first."""
-        queued = [] if output.preempted else [*self.loaded, *self.waiting]
-        sizes = self._by_tenant[seq.tenant]
+        """Return the prompts that go before one that does not end in this step, the shortest first.
+
+        They run, or there is a slot for them.
+        """
+        slots = 0 if output.preempted else max(0, self.max_num_seqs - len(self.running))
+
+        def may_go(other: Sequence) -> bool:
+            return (
+                other.rank < seq.rank + ARRIVALS_PER_PRIORITY
+                and not (output.storing_paused and other.stores_kv)
+                and not (other.reads_logits or other.kv.swapped is not None or other.kv.needs_refetch)
+            )
+
         shorter = [
-            (size, other)
-            for other in (*self.running, *queued)
+            (size, other.rank, other)
+            for other in (*self.running, *(self.loaded if slots else ()))
             if other.tenant == seq.tenant
-            and 1 < (size := other.kv.num_uncomputed if other.kv.block_ids else sizes[other]) <= limit
-            and other.rank < seq.rank + ARRIVALS_PER_PRIORITY
             and other is not seq
-            and not (other in output.plan.counts or (output.storing_paused and other.stores_kv))
-            and not (other.reads_logits or other.kv.swapped is not None or other.kv.needs_refetch)
+            and 1 < (size := other.kv.num_uncomputed) <= limit
+            and other not in output.plan.counts
+            and may_go(other)
         ]
-        return [other for _, other in sorted(shorter, key=lambda one: (one[0], one[1].rank))]
+        sizes = self._by_size.get(seq.tenant, [])
+        waiting = sizes[bisect_right(sizes, 1, key=_FIRST) : bisect_right(sizes, limit, key=_FIRST)] if slots else []
+        shorter += islice(((size, rank, other) for size, rank, _, other in waiting if may_go(other)), slots)
+        return [other for _, _, other in sorted(shorter, key=lambda one: one[:2])]
 
     def _overtakes(self, seq: Sequence, output: SchedulerOutput) -> bool:
         """Run a queued prompt if it has room, and if those that arrived before it and lack room have not waited too often."""
-        if len(self.running) >= self.max_num_seqs:
+        first = seq if seq.kv.block_ids else self.waiting[0]
+        is_last_chance = first is not seq and first.overtaken >= MAX_OVERTAKEN
+        if len(self.running) >= self.max_num_seqs or is_last_chance or not self._dequeue(seq):
             return False
-        if seq.kv.block_ids:
-            if seq.kv.blocks_needed(self.pool) > self.pool.num_free:
-                return False
-            self.loaded.remove(seq)
-        else:
-            first = self.waiting[0]
-            if first is not seq and first.overtaken >= MAX_OVERTAKEN:
-                return False
-            if not self._reserve_waiting(seq):
-                return False
-            self.waiting.remove(seq)
-            if first is not seq and not self._fits(first):
-                first.let_pass()
+        if first is not seq and not self._fits(first):
+            first.let_pass()
         output.block_copies += seq.kv.admit(self.pool)
         insort(self.running, seq, key=_RANK)
         return True
+
+    def _dequeue(self, seq: Sequence) -> bool:
+        """Take a sequence from its queue if the pool has room for it.
+
+        A waiting one gets hits and a block, while the others are promised, unless KV comes at once.
+        """
+        if seq.kv.block_ids:
+            if has_room := seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
+                self.loaded.remove(seq)
+            return has_room
+        swapped, most, watermark = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
+        first, coming = (0, 0) if swapped is None else (swapped.first_block, swapped.num_tokens)
+        now = 1 if swapped is None and not seq.kv.needs_refetch else None
+        has_room = self.reserve(
+            seq, most, len(seq), first_block=first, watermark=watermark, num_now=now, num_coming=coming
+        )
+        if has_room:
+            self._end_wait(seq)
+        return has_room
 
     def _queued(self) -> Iterator[Sequence]:
         """Yield sequences that do not run, of each tenant as many as there are slots: if it were alone, they would."""
@@ -371,15 +424,17 @@ class Scheduler:
         for seqs in self._by_tenant.values():
             yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
 
-    def _tokens_now(self, candidates: list[Sequence]) -> dict[Tenant, float]:
+    def _tokens_now(self, candidates: list[Sequence], queued: list[Sequence]) -> dict[Tenant, float]:
         """Return how many tokens of each tenant there are that this step could compute, if it were alone in the step."""
+        is_full = len(self.running) >= self.max_num_seqs
+        may_run = giving_way(self.running, self._by_tenant) if is_full else self._by_tenant
         tokens = dict.fromkeys(self._by_tenant, 0.0)
         for seq in candidates:
             tokens[seq.tenant] += seq.kv.num_uncomputed
-        slots, blocks = self.max_num_seqs - len(self.running), dict.fromkeys(self._by_tenant, self.pool.num_spare)
-        for seq in self._queued():
+        blocks = dict.fromkeys(self._by_tenant, self.pool.num_spare)
+        for seq in queued:
             blocks[seq.tenant] -= seq.kv.blocks_needed(self.pool)
-            if blocks[seq.tenant] >= 0 and (slots > 0 or self._giving_way(seq.tenant) is not None):
+            if blocks[seq.tenant] >= 0 and seq.tenant in may_run:
                 tokens[seq.tenant] += seq.kv.num_uncomputed
         return tokens
 
@@ -389,7 +444,7 @@ class Scheduler:
             if paused := [one for one in self.loaded if one.gave_way_at is not None]:
                 self._preempt(paused[-1], self.loaded, output)
                 continue
-            last = self._last_to_run(seq.tenant)
+            last = last_to_run(self.running, seq.tenant)
             # The sequences of another request leave together. Those of its own leave one by one: together, a request that
             # does not fit into the pool as a whole would never advance.
             is_own = last.rank == seq.rank
@@ -404,21 +459,9 @@ class Scheduler:
                 return
         output.block_copies += seq.kv.take_room(self.pool)
 
-    def _last_to_run(self, tenant: Tenant) -> Sequence:
-        """Return the newest running sequence of the tenant of the highest level; of this one if no other is above it."""
-        levels = self._levels()
-        candidates = [one for one in self.running if one.tenant == tenant or one.may_give_way]
-        return max(reversed(candidates), key=lambda one: (levels.get(one.tenant, 0.0), one.rank))
-
-    def _giving_way(self, tenant: Tenant) -> Sequence | None:
-        """Return the running sequence that gives way to one of this tenant; None if no other tenant's level stays above."""
-        levels = self._levels()
-        level = levels.get(tenant, 0.0) + 1 / tenant.weight
-        candidates = [one for one in self.running if levels.get(one.tenant, 0.0) > level and one.may_give_way]
-        return max(reversed(candidates), key=lambda one: (levels[one.tenant], one.rank), default=None)
-
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
+        seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         held = set(seq.kv.held_blocks)
         copies = [copy for copy in output.block_copies if copy[1] not in held]
         is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
@@ -430,8 +473,7 @@ class Scheduler:
             output.swap_out += pairs
         output.plan.counts.pop(seq, None)
         seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
-        self._by_tenant[seq.tenant][seq] = len(seq)
-        insort(self.waiting, seq, key=_RANK)
+        self._wait(seq, len(seq))
         self.num_preemptions += 1
 
     def _admit(self, output: SchedulerOutput, budget: StepBudget, below: float = math.inf) -> None:
@@ -444,8 +486,8 @@ class Scheduler:
                 seq.kv.end_refetch()
                 output.resumed.append(seq)
                 continue
-            if len(self.running) >= self.max_num_seqs and (victim := self._giving_way(seq.tenant)) is not None:
-                self._pause(victim, output, budget)
+            if len(self.running) >= self.max_num_seqs and (giving := giving_way(self.running, [seq.tenant])):
+                self._pause(giving[seq.tenant], output, budget)
             if seq.kv.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
                 seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
@@ -477,13 +519,13 @@ class Scheduler:
         paused = [one for one in self.loaded if one.gave_way_at is not None and order(one)[0] > order(first)[0]]
         if paused:
             self._preempt(paused[-1], self.loaded, output)
-        elif (victim := self._giving_way(first.tenant)) is not None:
-            victim.give_way()
-            self._preempt(victim, self.running, output)
+        elif giving := giving_way(self.running, [first.tenant]):
+            giving[first.tenant].give_way()
+            self._preempt(giving[first.tenant], self.running, output)
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys))
+        needed = self.pool.pages_for(self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys)))
         return needed + self._watermark(seq) <= self.pool.num_spare
 
     def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
@@ -519,19 +561,9 @@ class Scheduler:
                 first_loaded = seq
                 break
         goes_first = waiting is not None and (not computable or _goes_first(waiting, computable, first_loaded, order))
-        if waiting is not None and goes_first and self._reserve_waiting(waiting):
-            self.waiting.remove(waiting)
+        if waiting is not None and goes_first and self._dequeue(waiting):
             return waiting
-        if first_loaded is not None:
-            self.loaded.remove(first_loaded)
-        return first_loaded
-
-    def _reserve_waiting(self, seq: Sequence) -> bool:
-        """Give a waiting sequence room: hits and a block, while the others are promised, unless KV comes at once."""
-        swapped, most, watermark = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
-        first = 0 if swapped is None else swapped.first_block
-        now = 1 if swapped is None and not seq.kv.needs_refetch else None
-        return self.reserve(seq, most, len(seq), first_block=first, watermark=watermark, num_now=now)
+        return first_loaded if first_loaded is not None and self._dequeue(first_loaded) else None
 
     def _queues(self, budget: StepBudget, below: float) -> tuple[list[Sequence], Sequence | None, Order]:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""
@@ -548,14 +580,9 @@ class Scheduler:
 
     def _eligible_tenants(self, budget: StepBudget, below: float) -> set[Tenant]:
         """Return the tenants of which a sequence may be admitted: there is a slot, or another gives way, and time is left."""
-        levels, is_full = self._levels(), len(self.running) >= self.max_num_seqs
-        return {
-            tenant
-            for tenant in self._by_tenant
-            if levels.get(tenant, 0.0) < below
-            and budget.has_share(tenant)
-            and not (is_full and self._giving_way(tenant) is None)
-        }
+        levels = levels_of(self.running)
+        eligible = {one for one in self._by_tenant if levels.get(one, 0.0) < below and budget.has_share(one)}
+        return set(giving_way(self.running, eligible)) if len(self.running) >= self.max_num_seqs else eligible
 
     def _watermark(self, seq: Sequence) -> int:
         """Return how many blocks must stay free when a sequence gets its own.

@@ -16,7 +16,7 @@ from pdserve.tools.bench.vocabulary import write
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and what they have in common."""
+    """Server that requests go to, and the fields that all of them share."""
 
     url: str  # scheme, host and port
     path: str

@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(slots=True)
 class Sample:
-    """What became of one request. Times are in seconds since the beginning of the run.
+    """Result of one request. Times are in seconds since the beginning of the run.
 
     Attributes:
         scheduled: when it was due; a later turn is due when the previous one has been answered.
@@ -67,7 +67,7 @@ class Sample:
 
     @property
     def lag(self) -> float:
-        """How late the client itself was."""
+        """Seconds by which the client itself was late."""
         return self.sent - self.scheduled - self.queued
 
     @property

@@ -22,7 +22,7 @@ HEAD_START_S = 0.1  # from the command to begin until time 0
 
 @dataclass
 class Run:
-    """What the processes measured together."""
+    """Results of all client processes of a run."""
 
     samples: list[Sample] = field(default_factory=list)
     interrupted: int = 0  # requests in flight when the run was stopped

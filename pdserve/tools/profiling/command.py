@@ -15,11 +15,12 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.config import InstanceConfig, ProfileConfig, UpConfig, shared_settings
+from pdserve.config import InstanceConfig, ProfileConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.profile.drift import check_match, drift_of
 from pdserve.profile.fit import fit_steps, fit_transfer, step_residuals
 from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, Residuals, TransferModel
+from pdserve.settings import shared_settings
 from pdserve.tools.machine import num_cores, processor
 from pdserve.tools.profiling import deployment, imports
 

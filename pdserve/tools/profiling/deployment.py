@@ -1,4 +1,4 @@
-"""What a router and its instances cost outside of the engine, measured on a small deployment of real processes.
+"""Costs of a router and its instances outside of the engine, measured on a small deployment of real processes.
 
 CPU time is read where it exists, because other processes do not prolong it.
 """

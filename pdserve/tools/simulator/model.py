@@ -1,4 +1,4 @@
-"""What a simulation must know of an instance and its machine: durations and sizes, from a profile."""
+"""Model of an instance and its machine for simulations: durations and sizes, from a profile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

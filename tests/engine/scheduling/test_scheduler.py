@@ -1,5 +1,7 @@
 """Scheduler: budgets are kept, no sequence starves, and no block leaks, for any arrivals and departures."""
 
+import sys
+from collections import Counter
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 from zlib import crc32
@@ -91,6 +93,25 @@ def test_a_stream_of_short_prompts_and_a_long_one_hardly_delay_each_other() -> N
         assert ended[long] <= 200
         if most is not None:
             assert max(ended[seq] - begun for seq, begun in arrived.items() if seq in ended) < most
+
+
+def test_a_step_does_not_look_at_every_prompt_that_waits() -> None:
+    """Nor at every shorter one, once no further one can run."""
+    calls = Counter[int]()
+    for waiting in (100, 3000):
+        sched = scheduler(100_000, max_num_seqs=4, budget=32)
+        arrive(sched, "long", 400, 0)
+        for rank in range(1, waiting + 1):
+            arrive(sched, str(rank), 4 + rank % 50, rank)
+        run_step(sched)
+
+        def count(frame: object, event: str, _: object, waiting: int = waiting) -> None:
+            calls[waiting] += event == "call"
+
+        sys.setprofile(count)
+        run_step(sched)
+        sys.setprofile(None)
+    assert 0 < calls[3000] < 2 * calls[100]
 
 
 def test_prompts_of_one_length_go_one_by_one() -> None:

@@ -184,13 +184,13 @@ def test_linear_layers_and_sums(processor: int) -> None:
 
 
 def test_copies() -> None:
-    from pdserve.kernels.gpu import triton_kernels
+    from pdserve.kernels.gpu import block_copies, triton_kernels
 
     size = {"B": 16, "D": 128, "D_PAD": 128}
     compiled(triton_kernels._write_kv, 86, size, num_warps=1).check(86)
     for ids in ("HAS_TARGET_IDS", "HAS_SOURCE_IDS"):  # scatter and gather
-        one = {"HAS_TARGET_IDS": False, "HAS_SOURCE_IDS": False, ids: True, "WORDS": triton_kernels.COPY_WORDS}
-        compiled(triton_kernels._copy, 86, one, num_warps=8).check(86)
+        one = {"HAS_TARGET_IDS": False, "HAS_SOURCE_IDS": False, ids: True, "WORDS": block_copies.COPY_WORDS}
+        compiled(block_copies._copy, 86, one, num_warps=8).check(86)
 
 
 def test_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ def join_tickets(tickets: Sequence[bytes]) -> bytes:
 
 
 def ticket_of_rank(joined: bytes, rank: int, ranks: int) -> bytes:
-    """Return the ticket of one of the ranks; empty if `joined` is not a ticket of so many. A load without one fails."""
+    """Return the ticket of one of the ranks; empty if `joined` does not hold one per rank. A load without one fails."""
     if ranks == 1:
         return joined
     tickets, start = [], 0

@@ -1,0 +1,86 @@
+"""Base of all settings: dataclasses whose fields have a default, help text and limits, from which flags are derived.
+
+`flag("…")` gives a field these, and `--help` shows them. The command line turns `max_num_seqs` into `--max-num-seqs`.
+"""
+
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from pdserve import plugins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Values that a setting may have: numbers in a range, or one of `choices`, or a name in an entry-point group."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    plugins: str = ""
+
+    def admit(self, value: Any) -> bool:
+        return not (
+            (self.least is not None and not value >= self.least)
+            or (self.above is not None and not value > self.above)
+            or (self.most is not None and not value <= self.most)
+            or (
+                self.choices
+                and value not in self.choices
+                and not (self.plugins and value in plugins.names(self.plugins))
+            )
+        )
+
+    def __str__(self) -> str:
+        """Return the limits such that "must be …" reads well; empty if there are none."""
+        if self.choices:
+            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}{', or of a package' if self.plugins else ''}"
+        if self.least is not None and self.most is not None:
+            return f"from {self.least} to {self.most}"
+        low = f"at least {self.least}" if self.least is not None else ""
+        low = f"more than {self.above}" if self.above is not None else low
+        return " and ".join(part for part in (low, f"at most {self.most}" if self.most is not None else "") if part)
+
+
+def flag(
+    help: str,
+    default: Any = MISSING,
+    *,
+    secret: bool = False,
+    variable: str | None = None,
+    group: str | None = None,
+    **limits: Any,
+) -> Any:
+    """Return a dataclass field with its help text; a secret one is left out of `repr`.
+
+    Args:
+        variable: environment variable that sets the flag too. All users of a machine can read its command lines.
+        group: heading in the help of this flag and of those that follow it in its class; default: the class's `GROUP`.
+        limits: of `Limits`.
+    """
+    metadata = {"help": help, "variable": variable, "group": group, "limits": Limits(**limits)}
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
+def describe(setting: "Field[Any]") -> str:
+    """Return the help text of a setting with its limits."""
+    text, limits = setting.metadata["help"], str(setting.metadata["limits"])
+    return f"{text}; {limits}" if limits else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of all settings."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a setting that can never work."""
+        for setting in fields(self):
+            value, limits = getattr(self, setting.name), setting.metadata["limits"]
+            if value is not None and not limits.admit(value):
+                raise ValueError(f"--{setting.name.replace('_', '-')} must be {limits}, not {value}")
+
+
+def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:
+    """Return the settings of `source` that a `target` has too."""
+    names = {setting.name for setting in fields(target)}
+    return {setting.name: getattr(source, setting.name) for setting in fields(source) if setting.name in names}
