@@ -63,6 +63,7 @@ _ARGUMENT_TYPES = {
     "pdserve_linear": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _P, _I),
     "pdserve_pack": (_P, _P, _I, _I, _I, _I),
     "pdserve_packed": (_I, _P, _P, _P, _P, _I, _I, _I, _I, _I),
+    "pdserve_low_bits": (_I, *(_P,) * 5, _I, _I, _I, _P, *(_I,) * 5),
     "pdserve_plain": (_I, _P, _P, _P, _P, _I, _I, _I, _I),
     "pdserve_shrink": (_I, _P, _P, _P, _P, _I, _P, _I, _I, _I),
     "pdserve_expand": (_I, _P, _P, _I, _P, _P, _I, _P, _I, _I),
