@@ -78,7 +78,6 @@ def test_output_and_exit_codes_are_those_of_the_command(server: ForkServer) -> N
     assert run(server, "up", "--both", "0", "--prefill", "0", "--decode", "0")[0] == 2
 
 
-@WHILE_IT_CHANGES
 def test_a_router_that_needs_no_torch_does_not_wait_for_it() -> None:
     with closing(ForkServer()) as server:
         others = [server.spawn(command, os.environ) for command in (["version"], ["router", "--model", "x", "--help"])]
@@ -87,7 +86,6 @@ def test_a_router_that_needs_no_torch_does_not_wait_for_it() -> None:
         assert [process.wait() for process in (router, *others)] == [0, 0, 0]
 
 
-@WHILE_IT_CHANGES
 def test_a_parent_that_was_started_early_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "_early", [])
     fork_server.start_early()
