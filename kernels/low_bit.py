@@ -23,12 +23,14 @@ class Codes:
         codes: [N, K], or [B, N, K], uint8, below 2**bits.
         scales: [N, G] in float32, bfloat16 or float16; K / G codes in order share one.
         zeros: [N, G] uint8; None: the middle code, 8 or 128.
+        transposed: the weight that they stand for is [K, N], or [B, K, N], in the model.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     bits: int
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         assert self.bits in BITS and self.codes.dtype == torch.uint8 and self.scales.dtype in native.DTYPES
@@ -38,6 +40,12 @@ class Codes:
     def group(self) -> int:
         """Number of codes that share a scale."""
         return self.codes.shape[-1] // self.scales.shape[-1]
+
+    def pack(self, dtype: torch.dtype, *, transposed: bool = False) -> "LowBitWeight":
+        """See `pack`. Raises ValueError if the weight is not transposed as the codes say."""
+        if transposed != self.transposed:
+            raise ValueError(f"the codes are of a weight that is {'' if self.transposed else 'not '}transposed")
+        return pack(self, dtype, transposed=transposed)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight [N, K]."""
@@ -80,19 +88,17 @@ class LowBitWeight(linear.PackedWeight):
         return LowBitWeight(data, self.shape[1:], self.is_transposed, **options)
 
     def multiply(self, y: torch.Tensor, x: torch.Tensor, bias_N: torch.Tensor | None, rows: int, batch: int) -> None:
-        native.functions().pdserve_low_bits(
-            native.DTYPES.index(x.dtype),
-            y.data_ptr(),
-            x.data_ptr(),
-            self.data.data_ptr(),
-            self.scales.data_ptr(),
-            None if self.zeros is None else self.zeros.data_ptr(),
-            self.bits,
-            native.DTYPES.index(self.scales.dtype),
-            self.group,
+        zeros = None if self.zeros is None else self.zeros.data_ptr()
+        arguments = (
+            *(y.data_ptr(), x.data_ptr(), self.data.data_ptr(), self.scales.data_ptr(), zeros),
+            *(self.bits, native.DTYPES.index(self.scales.dtype), self.group),
             None if bias_N is None else bias_N.data_ptr(),
             *(rows, x.shape[-1], y.shape[-1], batch, torch.get_num_threads()),
         )
+        if x.dtype == torch.bfloat16 and linear.has_amx():
+            native.functions().pdserve_linear_low_bits(*arguments)
+        else:
+            native.functions().pdserve_low_bits(native.DTYPES.index(x.dtype), *arguments)
 
 
 @torch.inference_mode()
@@ -132,19 +138,21 @@ def pack(weight: Codes, dtype: torch.dtype, *, transposed: bool = False) -> LowB
     )
 
 
-def quantize(weight: torch.Tensor, bits: int, group: int) -> Codes:
+def quantize(weight: torch.Tensor, bits: int, group: int, *, transposed: bool = False) -> Codes:
     """Round a weight [N, K] or [B, N, K] to codes around the middle one, each group by its largest absolute value.
 
     Args:
-        group: codes that share a scale; K / group of them in a row, or one, if K is no multiple.
+        group: codes that share a scale; all of a column if K is no multiple.
+        transposed: the weight is [K, N] or [B, K, N].
     """
+    weight = weight.mT if transposed else weight
     in_features = weight.shape[-1]
     groups = in_features // group if in_features % group == 0 else 1
     middle = 1 << (bits - 1)
     split = weight.float().unflatten(-1, (groups, in_features // groups))
     scales = (split.abs().amax(-1) / (middle - 0.5)).clamp_min(torch.finfo(torch.float16).tiny).to(weight.dtype)
     codes = (split / scales.float()[..., None]).round().clamp(-middle, middle - 1) + middle
-    return Codes(codes.to(torch.uint8).flatten(-2), scales, None, bits)
+    return Codes(codes.to(torch.uint8).flatten(-2), scales, None, bits, transposed)
 
 
 def _by_run(part: torch.Tensor, more_n: int) -> torch.Tensor:

@@ -122,6 +122,11 @@ class EngineConfig(ModelConfig):
         choices=SCHEDULING_POLICIES,
     )
     kernel: str = flag("attention kernel", "auto", choices=("auto", *KERNELS), plugins="pdserve.kernels")
+    quantization: str = flag(
+        "round 16-bit weights as they are loaded, in groups of 32; KV is exchanged with instances that do the same",
+        "none",
+        choices=("none", "int8", "int4"),
+    )
     batch_invariant: str = flag(
         "in 16 bits, give a token the same bits in any batch and phase; auto: on CPUs",
         "auto",
