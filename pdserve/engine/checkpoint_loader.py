@@ -253,7 +253,7 @@ def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -
         return False
     if method != "fp8":
         raise SetupError(
-            f"weights quantized by {method} are not supported; use AWQ, GPTQ, compressed-tensors, FP8, MXFP4 or an unquantized checkpoint"
+            f"weights quantized by {method} are not supported; use AWQ, GPTQ, compressed-tensors, FP8, MXFP4 or plain weights"
         )
     if device.type != "cuda":
         raise SetupError(f"FP8 weights need a GPU, and the device is {device}; use the unquantized checkpoint")

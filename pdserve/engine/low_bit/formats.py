@@ -1,7 +1,7 @@
 """Formats of quantized checkpoints: which are supported, and the codes of one layer's tensors.
 
-A format names the tensors of a layer with N outputs and K inputs, of which groups of K share a scale (G groups), and says what
-weight they stand for; transformers' dequantization of each, with its packages, is the reference:
+A format names the tensors of a layer with N outputs and K inputs, of which groups share a scale (G groups), and says what
+weight they stand for; the dequantization of each format's own package is the reference:
     gptq                 qweight [K · bits / 32, N], qzeros [G, N · bits / 32], scales [G, N], g_idx [K]
     awq                  qweight [K, N / 8], qzeros [G, N / 8], scales [G, N]
     compressed-tensors   weight_packed [N, K · bits / 32] or weight [N, K] int8, weight_scale [N, G], weight_zero_point
