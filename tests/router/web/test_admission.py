@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from pdserve.config import RouterConfig
 from pdserve.router.api.streaming import ClientConnection
+from pdserve.router.instances.fleet import Fleet
+from pdserve.router.limits.key_file import ApiKey
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.application import Application
 
 if TYPE_CHECKING:
@@ -290,3 +294,15 @@ def test_within_a_key_the_lowest_priority_goes_first(
 
     asyncio.run(scenario())
     assert [request.request_id for request in backend.requests] == ["holder", "3-of--1", "2-of-0", "4-of-0", "1-of-2"]
+
+
+def test_keys_share_no_kv_after_a_reset_either() -> None:
+    keys = [ApiKey(name, name.encode(), kv_salt=name * 8) for name in ("a", "b")]
+    config = RouterConfig(model="model")
+    fleet = Fleet("router", "model", 1e9, lambda: 0.0)
+    admission = AdmissionController(keys, config, Metrics(fleet), lambda: 0.0)
+    salts = [*admission.kv_salts.values()]
+    for epoch in (1000, 1001):
+        admission.begin_epoch(epoch)
+        salts += admission.kv_salts.values()
+    assert len(set(salts)) == len(salts) == 9
