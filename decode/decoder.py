@@ -43,7 +43,7 @@ from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import InstanceContext, Job
-from pdserve.roles.transfers import Fetcher, Transfers
+from pdserve.roles.transfers import Fetcher, Tails, Transfers
 
 STEPS_PER_REPORT = 16  # of a beam search, so that routers see its progress
 TOO_FEW_ANSWERS = (
@@ -212,8 +212,8 @@ class Decoder:
                 self._carry_out(state, state.loading.grown(len(seq.kv.block_ids)))
             if not state.loading.lacks_room:
                 del self.cramped[seq]
-        while self.unreserved:
-            seq = scheduler.unreserved = min(self.unreserved, key=scheduler.order())
+        while seqs := self.unreserved if self._engine.adapters is None else self._with_slots():
+            seq = scheduler.unreserved = min(seqs, key=scheduler.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
             coming = seq.kv.num_initial - 1
             first = scheduler.num_out_of_window(coming)
@@ -247,6 +247,15 @@ class Decoder:
                 self._connector.prolong(keys, lease_s=self._lease_seconds, tickets=tuple(state.tickets))
                 self._context.count("kv_leases_prolonged", len(keys))
 
+    def _with_slots(self) -> list[Sequence]:
+        """Return those of which there is KV, without those that wait for the slots of their adapters."""
+        adapters, seqs = self._engine.adapters, list[Sequence]()
+        for seq, state in self.unreserved.items():
+            siblings = (follower.job.seq for follower in state.followers)
+            if seq.adapter is None or (adapters is not None and adapters.acquire(seq, *siblings)):
+                seqs.append(seq)
+        return seqs
+
     def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
         """Report the new tokens, if any, after an engine step that computed part of the sequence."""
         seq, now, state = job.seq, self._context.now(), self._states[job]
@@ -256,7 +265,9 @@ class Decoder:
         # Blocks that are about to leave the attention window must be stored now, even one at a time.
         is_urgent = self._engine.scheduler.num_out_of_window(seq.kv.num_computed) > state.submitted_blocks
         if seq.kv.tails:
-            is_urgent |= seq.kv.tails.drop_soon(self._engine.pool, seq.kv.num_computed, state.submitted_blocks)
+            is_urgent |= seq.kv.tails.drop_soon(
+                self._engine.pool, state.submitted_blocks, seq.kv.num_initial, seq.kv.num_computed
+            )
         is_urgent |= seq.group is not None and seq.kv.num_uncomputed == 0  # the search is about to release them
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if seq.group is not None and seq.group.search.num_steps:
@@ -414,7 +425,9 @@ class Decoder:
             return
         state.submitted_blocks = stop
         keys, blocks = seq.kv.full_keys()[first:stop], seq.kv.blocks(first, stop)
-        tails = seq.kv.tails.blocks(first, stop) if seq.kv.tails else ()
+        tails: Tails = ()
+        if seq.kv.tails:
+            tails = seq.kv.tails.prompt_blocks(self._engine.pool, first, stop, seq.kv.num_initial)
         on_done = partial(self._on_stored_back, state)
         self._transfers.store(job, first, keys, blocks, 0.0, on_done, tails=tails)
 

@@ -84,7 +84,7 @@ class LayoutConverter:
         url: str | None,
         on_all_ranks: Callable[["SourceLoader", Layout], Loader] | None = None,
     ) -> None:
-        self._views = group_views(pool, target)
+        self._views = [] if url is None else group_views(pool, target)  # pools of simulated instances have no bytes
         self._target = target
         self._url = url
         self._on_all_ranks = on_all_ranks

@@ -20,7 +20,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
-SPECULATE = ("off", "auto", "ngram", "suffix")
+SPECULATE = ("auto", "off", "ngram", "suffix")
 # Of vLLM's speculative_config. The last two say there which matches to look for, and have no effect here.
 SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 AUTO_ON_OFF = ("auto", "on", "off")
@@ -122,6 +122,11 @@ class EngineConfig(ModelConfig):
         choices=SCHEDULING_POLICIES,
     )
     kernel: str = flag("attention kernel", "auto", choices=("auto", *KERNELS), plugins="pdserve.kernels")
+    quantization: str = flag(
+        "round 16-bit weights as they are loaded, in groups of 32; KV is exchanged with instances that do the same",
+        "none",
+        choices=("none", "int8", "int4"),
+    )
     batch_invariant: str = flag(
         "in 16 bits, give a token the same bits in any batch and phase; auto: on CPUs",
         "auto",
@@ -134,7 +139,8 @@ class EngineConfig(ModelConfig):
     )
     speculate: str = flag(
         "compute tokens that may follow, and keep those that the model samples itself: what has followed the same words in"
-        " prompt or answer, last (ngram) or most often (suffix), or as much of that as pays (auto); answers stay the same",
+        " prompt or answer, last (ngram) or most often (suffix, also in earlier answers of the same key), or as much of that"
+        " as pays (auto; off where steps are launched ahead, as on GPUs); answers stay the same",
         "off",
         choices=SPECULATE,
     )
@@ -142,6 +148,12 @@ class EngineConfig(ModelConfig):
     speculative_config: str = flag(
         "as vLLM's: a JSON object with method (ngram, suffix) and num_speculative_tokens, in place of these two", ""
     )
+    lora_modules: str = flag(
+        "adapters (LoRA) in PEFT's format, as name=folder, comma separated or repeated; requests name one as their model",
+        "",
+    )
+    max_loras: int = flag("most adapters in one step", 8, least=1)
+    max_lora_rank: int = flag("highest rank of an adapter", 64, least=1, most=512)
     pooling: str = flag(
         "which hidden states are a text's embedding; auto: as sentence-transformers' files of the model say, else none;"
         " yes-no: scores, by the answer yes or no (Qwen3-Reranker)",
@@ -171,6 +183,25 @@ class EngineConfig(ModelConfig):
         if self.speculative_config:
             for name, value in _read_speculative(self.speculative_config).items():
                 object.__setattr__(self, name, value)
+        self.adapters  # noqa: B018 - raises ValueError
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return bool(self.lora_modules)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of `--lora-modules` by name. Raises ValueError if that is no such list."""
+        found: dict[str, str] = {}
+        for entry in filter(None, self.lora_modules.split(",")):
+            name, _, path = entry.partition("=")
+            if not (name and path) or name in found or name == self.name:
+                raise ValueError(
+                    f"--lora-modules: write name=folder, each name once and not the model's, not {entry!r}"
+                )
+            found[name] = path
+        return found
 
 
 def _read_speculative(text: str) -> dict[str, Any]:

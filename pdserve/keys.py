@@ -5,10 +5,10 @@ A block's key is the hash of all tokens up to the block's end, computed in units
     key of 16 × n tokens        = H(key of 16 × (n - 1) tokens, 16, the last 16 tokens)
     key of 16 × n + rest tokens = H(key of 16 × n tokens, rest, the last tokens)        rest < 16
 
-H is BLAKE2b truncated to 16 bytes. The root, the key of no tokens, is derived from the model and the request's salt. So
-pools of the same model give the same tokens the same key even if their block sizes differ, and one can request what the
-other has stored. The byte format (block size, dtype, layout version) is identified by the namespace, which accompanies the
-key in every store and header. The last block of a prompt may be partial: every number of tokens has a key.
+H is BLAKE2b truncated to 16 bytes. The root, the key of no tokens, is derived from the model, the request's salt and its
+adapter's digest. So pools of the same model give the same tokens the same key even if their block sizes differ, and one can
+request what the other has stored. The byte format (block size, dtype, layout version) is identified by the namespace, which
+accompanies the key in every store and header. The last block of a prompt may be partial: every number of tokens has a key.
 """
 
 import hashlib
@@ -196,9 +196,9 @@ def token_array(tokens: Iterable[int] = ()) -> Tokens:
         raise ValueError(f"token ids go from 0 to {(1 << 8 * TOKEN_BYTES) - 1}") from error
 
 
-def root_key(*, model_digest: bytes, salt: str = "") -> bytes:
-    """Return the key of no tokens. The salt separates tenants."""
-    return _digest(model_digest, len(salt.encode()).to_bytes(4, "little"), salt.encode())
+def root_key(*, model_digest: bytes, salt: str = "", adapter: bytes = b"") -> bytes:
+    """Return the key of no tokens. The salt separates tenants, and the adapter's digest what its weights compute."""
+    return _digest(model_digest, len(salt.encode()).to_bytes(4, "little"), salt.encode(), adapter)
 
 
 class KeyChain:
@@ -266,10 +266,10 @@ class KeyChain:
 
 
 def prompt_keys(
-    prompt: Sequence[int], model_digest: bytes, salt: str, block_sizes: Collection[int]
+    prompt: Sequence[int], model_digest: bytes, salt: str, block_sizes: Collection[int], adapter: bytes = b""
 ) -> tuple[dict[int, list[bytes]], bytes]:
     """Return the keys of a prompt's full blocks by block size, and the hashes from which instances make them."""
-    chain = KeyChain(root_key(model_digest=model_digest, salt=salt))
+    chain = KeyChain(root_key(model_digest=model_digest, salt=salt, adapter=adapter))
     packed, keys = chain.pack(prompt), dict[int, list[bytes]]()
     for size in block_sizes:
         keys[size] = chain.block_keys(prompt, size)

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict, fields
 
 from pdserve.errors import BadRequest, InvalidParameter
-from pdserve.keys import Tokens, pack_tokens, token_array, unpack_tokens
+from pdserve.keys import KEY_BYTES, Tokens, pack_tokens, token_array, unpack_tokens
 from pdserve.reasoning import ReasoningSpan
 
 MAX_LOGPROBS = 20
@@ -193,6 +193,7 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     Attributes:
         prompt: token ids, which travel as bytes: 8,000 numbers one by one would take an instance 0.3 ms.
         salt: requests with different salts never share KV.
+        adapter: digest of the adapter that is added to the model's weights; empty: none is. Hello names those of an instance.
         packed_keys: hashes from which instances make the keys of blocks (`KeyChain.pack`); if empty, each computes them.
         multi_turn: a chat, so another turn may follow whose prompt begins with this prompt and its output.
         priority: lower is served first, where instances schedule by priority.
@@ -204,6 +205,7 @@ class Request(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     prompt: Prompt
     sampling: SamplingParams
     salt: str = ""
+    adapter: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
     packed_keys: bytes = b""
     multi_turn: bool = False
     priority: int = 0

@@ -47,7 +47,7 @@ class Failed(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("instance_id", "role", "model", "namespace", "epoch", "block_size", "num_blocks", "block_bytes", "max_model_len", "vocab_size", "connector", "device", "dtype", "kernel", "eos_token_ids", "protocol_version", "layout", "convert_kv", "scheduling_policy", "grammars", "allow_inexact", "embedding_size", "classifies", "itl_target", "nonce")
+    __slots__ = ("instance_id", "role", "model", "namespace", "epoch", "block_size", "num_blocks", "block_bytes", "max_model_len", "vocab_size", "connector", "device", "dtype", "kernel", "eos_token_ids", "protocol_version", "layout", "convert_kv", "scheduling_policy", "grammars", "allow_inexact", "embedding_size", "classifies", "itl_target", "nonce", "adapters")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Hello(_message.Message):
     CLASSIFIES_FIELD_NUMBER: _ClassVar[int]
     ITL_TARGET_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: str
     model: str
@@ -98,7 +99,20 @@ class Hello(_message.Message):
     classifies: bool
     itl_target: float
     nonce: bytes
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., convert_kv: _Optional[bool] = ..., scheduling_policy: _Optional[str] = ..., grammars: _Optional[bool] = ..., allow_inexact: _Optional[bool] = ..., embedding_size: _Optional[int] = ..., classifies: _Optional[bool] = ..., itl_target: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., convert_kv: _Optional[bool] = ..., scheduling_policy: _Optional[str] = ..., grammars: _Optional[bool] = ..., allow_inexact: _Optional[bool] = ..., embedding_size: _Optional[int] = ..., classifies: _Optional[bool] = ..., itl_target: _Optional[float] = ..., nonce: _Optional[bytes] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "digest", "path", "loaded_at")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    LOADED_AT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: bytes
+    path: str
+    loaded_at: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., path: _Optional[str] = ..., loaded_at: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "itemsize", "version", "numerics", "rank", "ranks", "latent", "more", "window")

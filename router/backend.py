@@ -1,12 +1,24 @@
 """The interface between the HTTP side (text) and dispatch (tokens): a backend opens one token stream per request."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from pdserve.output import Output
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.timeline import Timeline
+
+
+class ServedAdapter(NamedTuple):
+    """An adapter that requests may name as their model.
+
+    Attributes:
+        digest: of its weights.
+        path: from which an instance has read it.
+    """
+
+    digest: bytes
+    path: str
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class ModelInfo:
     supports_priorities: bool = False  # all instances schedule by priority
     embedding_size: int = 0  # numbers of an embedding; 0: the model has none
     classifies: bool = False  # these numbers are probabilities of classes, and the model generates nothing
+    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)  # by name
 
 
 class TokenStream(Protocol):

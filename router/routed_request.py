@@ -17,6 +17,7 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
         alone: it finds no KV of other requests; `build_requests` gives each prompt a salt of its own.
         prediction: tokens of the answer that the client has predicted, packed; instances that decode get them, too.
         leaves_nothing: its answer is not kept for drafts of later requests.
+        adapter_name: by which it names its adapter; empty: it has none.
         received: when the router received the body, in seconds on its monotonic clock.
     """
 
@@ -28,4 +29,5 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
     alone: bool = False
     prediction: bytes = b""
     leaves_nothing: bool = False
+    adapter_name: str = ""
     received: float | None = None

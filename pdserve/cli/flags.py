@@ -17,6 +17,9 @@ VLLM_FLAGS = {  # by its names
 }
 
 
+LORA_MODULES = "--lora-modules"
+
+
 class GroupedCommand(TyperCommand):
     """A command whose help lists the flags of each config class under a heading, with whole names at any width."""
 
@@ -27,6 +30,8 @@ class GroupedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if any(parameter.name == "prefix_caching" for parameter in self.params):
             args = [given for arg in args for given in VLLM_FLAGS.get(arg, [arg])]
+        if args.count(LORA_MODULES) or any(arg.startswith(f"{LORA_MODULES}=") for arg in args):
+            args = _joined(args)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -38,6 +43,21 @@ class GroupedCommand(TyperCommand):
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
+
+
+def _joined(args: list[str]) -> list[str]:
+    """Return the arguments with one --lora-modules for all of its values: it may be repeated and, as vLLM's, have several."""
+    others, values, follows = list[str](), list[str](), False
+    for arg in args:
+        if arg.startswith(f"{LORA_MODULES}="):
+            values.append(arg.removeprefix(f"{LORA_MODULES}="))
+        elif follows and not arg.startswith("-"):
+            values.append(arg)
+            continue
+        elif arg != LORA_MODULES:
+            others.append(arg)
+        follows = arg == LORA_MODULES
+    return [*others, f"{LORA_MODULES}={','.join(values)}"]
 
 
 def command_from_config(config: type, run: Callable[..., None], **extra: Any) -> Callable[..., None]:

@@ -1,6 +1,7 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
@@ -11,15 +12,16 @@ from msgspec import structs
 
 from pdserve.beam_search import BeamSearch
 from pdserve.config import EngineConfig
+from pdserve.engine.adapters import Adapter, Adapters
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.features import features_of
-from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
+from pdserve.engine.grammar import GrammarBackend, GrammarConstraint, follow_grammar, has_slow_masks
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Constraint, Sequence
 from pdserve.engine.step import Drafter, StepOutcome, StepPlan
-from pdserve.errors import SetupError
+from pdserve.errors import RequestError, SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.plugins import extension
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
 
 MAX_PINNED_SHARE = 0.25  # of the pool's blocks, for warm prompts
+# A step waits for masks that will probably be there soon, at most this share of the last step, within seconds.
+MASK_SHARE, MIN_MASK_WAIT_S, MAX_MASK_WAIT_S = 1 / 8, 0.001, 0.01
 
 
 @dataclass
@@ -77,10 +81,15 @@ class Engine:
     Attributes:
         max_model_len: tokens of the longest request, prompt and output.
         drafter: proposes drafts for the sequences that take them; None: steps have no drafts.
+        adapters: those of sequences that have one; None: none has.
+        grammars: compiles grammars, and has their masks.
+        constrained: sequences with grammars that are here, and these.
+        num_late: how often steps left out one of them, since its mask was not there.
         on_planned: is told of each step before the model computes it, and returns the plan's `on_layer`.
     """
 
     drafter: Drafter | None = None
+    adapters: Adapters | None = None
     on_planned: Callable[[StepPlan], Callable[[int], None] | None] | None = None
 
     def __init__(
@@ -97,7 +106,7 @@ class Engine:
         Args:
             runner: of the model, or in its stead.
             refetch_preempted: see `Scheduler`.
-            on_grammar_ready: called in another thread when a sequence may have become schedulable.
+            on_grammar_ready: called in any thread when a sequence may have become schedulable.
 
         Raises:
             SetupError: the model cannot be loaded, or there is no room for its KV.
@@ -123,11 +132,17 @@ class Engine:
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
-            self.drafter = extension("speculation")(config, self.scheduler, self._is_recorded)
-        self._on_grammar_ready = on_grammar_ready
+            self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
+        if config.has_adapters:
+            self.adapters = extension("adapters")(config, self.runner)
         self._arrivals = itertools.count()
-        self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
-        self._compiling: list[Sequence] = []  # sequences whose grammar is being compiled
+        eos_token_ids = self.checkpoint.eos_token_ids
+        self.grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, eos_token_ids, on_grammar_ready)
+        self.constrained: dict[Sequence, Constraint] = {}
+        self.num_late = 0
+        self._unready: list[Sequence] = []  # sequences whose first mask is not there
+        self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
+        self._step_s = 0.0  # duration of the last step
         self._searches = set[Sequence]()  # the roots of beam searches that are here
         self._arrivals_per_priority = ARRIVALS_PER_PRIORITY if config.scheduling_policy == "priority" else 0
 
@@ -141,6 +156,7 @@ class Engine:
         priority: int = 0,
         tenant: Tenant = NO_TENANT,
         packed_keys: bytes = b"",
+        adapter: bytes = b"",
     ) -> Sequence:
         """Return a new sequence, not queued yet.
 
@@ -150,9 +166,11 @@ class Engine:
             priority: lower runs first among those of its tenant; ignored unless the scheduling policy is `priority`.
             tenant: whose request it is.
             packed_keys: hashes of the prompt, from `KeyChain.pack`; empty: they are computed here.
+            adapter: digest of the adapter; empty: it has none.
 
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
+            RequestError: the adapter is not here.
             ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
         """
         tokens = token_array(prompt)
@@ -160,13 +178,14 @@ class Engine:
         tokens.extend(output)
         pooling = self.checkpoint.pooling if sampling.embed else None
         features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
-        root, block_size = root_key(model_digest=self.layout.model_digest, salt=salt), self.layout.block_size
+        root = root_key(model_digest=self.layout.model_digest, salt=salt, adapter=adapter)
+        block_size = self.layout.block_size
         chain = KeyChain(root, packed_keys)
         keys = chain.keys(tokens, block_ends(len(tokens), block_size, partial=True))
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
         seq = Sequence.new(
-            constraint=self._constraint(sampling) if sampling.grammar else None,
+            constraint=self._constraint(sampling, tenant) if sampling.grammar else None,
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             tenant=tenant,
             request_id=request_id,
@@ -180,6 +199,7 @@ class Engine:
             keys=keys,
             stop_token_ids=stops,
             features=features,
+            adapter=self._adapter(adapter) if adapter else None,
         )
         if sampling.logits_processors:
             seq.output.process(make_processors(sampling.logits_processors))
@@ -193,9 +213,9 @@ class Engine:
         """True if steps are launched ahead, which drafts would end, or compute nothing, so that all drafts would be right."""
         return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
 
-    def _is_recorded(self, rows: int) -> bool:
-        """Return whether decode steps of so many rows are recorded, or none ever is."""
-        return self.runner.graphs is None or self.runner.graphs.has(rows)
+    def extra_seconds(self, rows: int) -> float:
+        """Return by how much a decode step of so many rows takes longer than if it were recorded (`step_graph.py`)."""
+        return 0.0 if self.runner.graphs is None else self.runner.graphs.extra_seconds(rows)
 
     def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:
         """Raise ValueError if a request is none that this engine could ever serve."""
@@ -215,6 +235,12 @@ class Engine:
             raise ValueError("this model has no embeddings")
         if not sampling.embed and pooling is not None and pooling.num_classes:
             raise ValueError("this model is a classifier, which generates nothing")
+
+    def _adapter(self, digest: bytes) -> Adapter:
+        """Return the adapter with a digest. Raises RequestError if it is not here."""
+        if self.adapters is None:
+            raise RequestError("this instance has no adapters", kind="unknown_adapter")
+        return self.adapters.find(digest)
 
     def predict(self, seq: Sequence, prediction: Tokens) -> None:
         """Set the answer that a sequence's client has predicted. Raises ValueError: a token is outside the vocabulary."""
@@ -240,27 +266,30 @@ class Engine:
         siblings = []
         for request_id, seed in members:
             sampling = structs.replace(seq.sampling, seed=seed)
-            siblings.append(seq.sibling(request_id, sampling, self._constraint(sampling)))
+            constraint = seq.output.constraint
+            siblings.append(seq.sibling(request_id, sampling, constraint and constraint.sibling()))
         return siblings
 
     def start_grammars(self) -> None:
         """Load what grammars need, in another process: the first request with one need not wait for it."""
         if self.checkpoint.eos_token_ids:  # else the router refuses grammars
-            self._grammars.start()
+            self.grammars.start()
 
-    def _constraint(self, sampling: SamplingParams) -> GrammarConstraint | None:
-        return self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
+    def _constraint(self, sampling: SamplingParams, tenant: Tenant) -> GrammarConstraint | None:
+        has_logits = not isinstance(self.runner, PacedRunner)  # else no token follows a grammar
+        return self.grammars.compile(sampling.grammar, tenant) if has_logits else None
 
     @property
     def has_work(self) -> bool:
         return any(True for _ in self.scheduler.sequences())
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, once its grammar, if it has one, is compiled."""
+        """Queue a sequence; if it has a grammar, once that is compiled and the first mask is there."""
         if seq.group is not None:
             self._searches.add(seq)
-        if seq.output.constraint is not None and not seq.output.constraint.is_ready:
-            self._compiling.append(seq)
+        if seq.output.constraint is not None:
+            self.constrained |= {one: one.output.constraint for one in (seq, *seq.siblings) if one.output.constraint}
+            self._unready.append(seq)
         else:
             self.scheduler.add(seq)
 
@@ -272,13 +301,17 @@ class Engine:
 
     def remove(self, seq: Sequence) -> None:
         """Dequeue a sequence, finished or not, and release its blocks. The first that waits for it takes its place."""
-        if seq in self._compiling:
-            self._compiling.remove(seq)
+        if seq.output.constraint is not None:
+            seq.output.constraint.end()
+            self.constrained.pop(seq, None)
+            self._unready = [one for one in self._unready if one is not seq]
         if seq.leader is not None:
             seq.leave()
         if self.drafter is not None:
             self.drafter.end(seq)
         self.scheduler.remove(seq)
+        if seq.adapter is not None and self.adapters is not None:
+            self.adapters.release(seq)
         if seq.group is not None:
             self._searches.discard(seq)
             for beam in seq.group.beams:
@@ -296,22 +329,22 @@ class Engine:
             pause_storing: see `Scheduler.schedule`.
         """
         searched = self._branch_beams() if self._searches else []
-        if self._compiling:
-            compiling, self._compiling = self._compiling, []
-            for seq in compiling:
-                self.add(seq)
-        schedule = self.scheduler.schedule(pause_storing=pause_storing)
+        late = self._await_masks() if self.constrained else frozenset[Sequence]()
+        schedule = self.scheduler.schedule(pause_storing=pause_storing, late=late)
         plan = schedule.plan
         if self.drafter is not None:
-            self.scheduler.add_drafts(plan, self.drafter.propose(plan))
-        kv, swap_seconds = self.runner.kv, 0.0
-        if schedule.swap_out or schedule.swap_in:
-            swap_seconds = kv.swap(schedule.swap_out, schedule.swap_in)
+            self._draft(plan, self.drafter)
+        kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
+        swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
         if self.on_planned is not None:
             plan.on_layer = self.on_planned(plan)
+        if self.adapters is not None:
+            self.adapters.begin_step(plan)
+        began_at = time.monotonic()
         outcome = (self.runner.pipeline or self.runner).step(plan)
+        self._step_s = time.monotonic() - began_at
         work, leaders, num_tokens, recomputed = list[tuple[int, int]](), list[Sequence](), 0, 0
         drafted: list[tuple[int, int]] = []
         advanced = dict.fromkeys(searched)
@@ -339,6 +372,8 @@ class Engine:
             if accepted.tokens:
                 seq.output.append(accepted.tokens[-1])
                 accepted.finish_reason = seq.output.finish_reason()
+                if seq.output.constraint is not None:
+                    self._unasked.append(seq)
         return StepResult(
             advanced=[*advanced],
             outcome=outcome,
@@ -354,6 +389,42 @@ class Engine:
             drafted=drafted,
             storing_paused=schedule.storing_paused,
         )
+
+    def ask_for_masks(self) -> None:
+        """Ask for the masks of sequences that got tokens and are still here. At the latest, the next step does so."""
+        asking, self._unasked = self._unasked, []
+        for seq in asking:
+            if seq in self.constrained:
+                follow_grammar(seq)
+
+    def _await_masks(self) -> set[Sequence]:
+        """Wait for masks that will be there soon, queue sequences whose first one is, and return those whose mask is late."""
+        self.ask_for_masks()
+        for seq in self._unready:
+            for one in (seq, *seq.siblings):
+                follow_grammar(one)
+        masks, patience_s = self.grammars.masks, min(max(self._step_s * MASK_SHARE, MIN_MASK_WAIT_S), MAX_MASK_WAIT_S)
+        followers = [one.follower for one in self.constrained.values() if one.is_late and one.follower is not None]
+        if soon := [follower for follower in followers if follower.grammar.delay_s < patience_s]:
+            masks.wait(soon, patience_s)
+        late = {seq for seq in self.constrained if any(self.constrained[one].is_late for one in (seq, *seq.siblings))}
+        for seq in self._unready:
+            if seq not in late:
+                self.scheduler.add(seq)
+        self._unready = [seq for seq in self._unready if seq in late]
+        self.num_late += len(late) - len(self._unready)
+        masks.notify([follower for follower in followers if follower.is_late])
+        return late
+
+    def _draft(self, plan: StepPlan, drafter: Drafter) -> None:
+        """Add drafts to a plan, and ask for the masks behind them. Sequences with slow masks get none."""
+        drafts = drafter.propose(plan)
+        if self.constrained:
+            drafts = {seq: tokens for seq, tokens in drafts.items() if not has_slow_masks(seq)}
+        self.scheduler.add_drafts(plan, drafts)
+        for seq in self.constrained.keys() & plan.drafts.keys():
+            if seq.output.is_constrained:
+                self.constrained[seq].try_out(plan.drafts[seq])
 
     def _branch_beams(self) -> list[Sequence]:
         """Take one step of each beam search whose beams are computed. Returns the roots of these searches.

@@ -96,11 +96,17 @@ class ModelRunner:
         self.kv = allocate(checkpoint, config, self.kernel, step_bytes)
         if self.device.type == "cpu":
             keep_freed_memory()
-        max_tokens = min(self.kv.num_blocks * self.block_size, checkpoint.context_length)
-        if self.kernel.CAPABILITIES.records_steps and ranks == 1:
-            self.graphs = StepGraphs(self.compute_logits, -(-max_tokens // self.block_size))
-        elif self.device.type == "cuda":
-            self.graphs = extension("gpu").graphs(self, max_tokens)
+        self.graphs = self.new_graphs()
+
+    def new_graphs(self) -> Graphs | None:
+        """Return what records decode steps; None where they are not recorded."""
+        max_tokens = min(self.kv.num_blocks * self.block_size, self.checkpoint.context_length)
+        if self.kernel.CAPABILITIES.records_steps and self.checkpoint.layout.ranks == 1:
+            return StepGraphs(self.compute_logits, -(-max_tokens // self.block_size))
+        if self.device.type == "cuda":
+            graphs: Graphs = extension("gpu").graphs(self, max_tokens)
+            return graphs
+        return None
 
     def _try_model(self) -> None:
         """Run two tokens through the model.

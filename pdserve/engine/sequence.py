@@ -9,6 +9,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
+from pdserve.engine.adapters import Adapter
 from pdserve.engine.memory.blocks import BlockPool, SequenceKV
 from pdserve.engine.memory.groups import BlockTable, SwappedKV
 from pdserve.errors import RequestError
@@ -28,9 +29,20 @@ class Constraint(Protocol):
     def failure(self) -> RequestError | None: ...
 
     @property
-    def is_ready(self) -> bool: ...
+    def is_late(self) -> bool: ...
 
-    def mask_row(self, output: list[int], mask_W: Any) -> Any: ...
+    @property
+    def follower(self) -> Any: ...
+
+    def sibling(self) -> "Constraint": ...
+
+    def follow(self, output: Tokens) -> None: ...
+
+    def try_out(self, drafts: list[int]) -> None: ...
+
+    def mask(self, num_tokens: int) -> bytes | None: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -104,6 +116,11 @@ class SequenceOutput:
             return 0
         self.reasoning.follow(self.tokens, self.num_prompt)
         return self.reasoning.answer_start
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the next token must follow a grammar."""
+        return self.constraint is not None and self.answer_start is not None
 
     @property
     def forced_token(self) -> int | None:
@@ -225,6 +242,7 @@ class Sequence:
         features: what its request needs of a step beside tokens; most need nothing.
         prediction: tokens of the answer that its client has predicted, if it has.
         leaves_nothing: its answer is not kept for drafts of later requests.
+        adapter: added to the model's weights for it; None: nothing is.
     """
 
     request_id: str
@@ -243,6 +261,7 @@ class Sequence:
     features: tuple[Feature, ...] = ()
     prediction: "Tokens | None" = None
     leaves_nothing: bool = False
+    adapter: Adapter | None = None
 
     @classmethod
     def new(
@@ -264,6 +283,7 @@ class Sequence:
         rank: int = 0,
         tenant: Tenant = NO_TENANT,
         features: tuple[Feature, ...] = (),
+        adapter: Adapter | None = None,
     ) -> "Sequence":
         """Return the sequence of a request.
 
@@ -279,7 +299,7 @@ class Sequence:
             keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
         kv = SequenceKV(tokens, block_size, num_initial, chain, keys, table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
-        return cls(request_id, sampling, kv, output, rank, tenant, features=features)
+        return cls(request_id, sampling, kv, output, rank, tenant, features=features, adapter=adapter)
 
     def __len__(self) -> int:
         return len(self.output.tokens)

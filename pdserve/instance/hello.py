@@ -42,4 +42,5 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         embedding_size=0 if pooling is None else pooling.num_classes or engine.checkpoint.hidden_size,
         classifies=pooling is not None and pooling.num_classes > 0,
         grammars=True,
+        adapters=[] if engine.adapters is None else engine.adapters.listing(),
     )

@@ -131,6 +131,8 @@ class Instance:
         # Also holds jobs with unfinished stores whose request id has been used again since.
         self._by_sequence: dict[object, Job] = {}
         self._closed_jobs: dict[Job, None] = {}  # whose last output has not been sent
+        # Those that wait for the slots of their adapters before their roles get them, each with the other choices.
+        self._slotless: dict[Job, list[Job]] = {}
         self._has_unsent = False
         self._event_publisher: ZmqPublisher | None = None
         self._should_stop = False
@@ -259,6 +261,8 @@ class Instance:
         if self.decoder.unreserved or self.decoder.cramped:
             self.decoder.reserve()
             self.decoder.prolong_leases()
+        if self._slotless:
+            self._start_slotless()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped, generated = self.now(), 0
@@ -275,6 +279,8 @@ class Instance:
             generated += len(accepted.tokens)
         if generated:
             self.count("generation_tokens", generated)
+        if self.engine.constrained:
+            self.engine.ask_for_masks()  # they are computed while outputs are sent
         if self._event_publisher is not None:
             self._event_publisher.flush()
         self.send_outputs()
@@ -288,7 +294,7 @@ class Instance:
                 self._stores_probed_at = now
                 self.transfers.probe()
                 self.layout_converter.probe()
-            waiting = len(self.engine.scheduler.waiting) + len(self.decoder.waiting)
+            waiting = len(self.engine.scheduler.waiting) + len(self.decoder.waiting) + len(self._slotless)
             self.reporter.update(self._by_sequence.values(), waiting, now)
         return result.idle and not self._has_unsent
 
@@ -321,6 +327,7 @@ class Instance:
                 request.priority,
                 request.tenant,
                 request.packed_keys,
+                request.adapter,
             )
             if message.prediction:
                 self.engine.predict(seq, unpack_tokens(message.prediction))
@@ -339,10 +346,33 @@ class Instance:
             others = [new_job(seq=one, leader=job) for one in siblings]
         for one in (job, *others):
             self._jobs[link, one.seq.request_id] = self._by_sequence[one.seq] = one
-        if job.phase == pb.PREFILL:
+        if seq.adapter is not None and job.phase != pb.DECODE:  # decode asks for the slot when there is KV to load
+            self._slotless[job] = others
+            self._start_slotless()
+        elif job.phase == pb.PREFILL:
             self.prefiller.submit(job, others)
         else:
             self.decoder.submit(job, converted, others)
+
+    def _start_slotless(self) -> None:
+        """Give the jobs whose adapters have got slots to their roles."""
+        adapters = self.engine.adapters
+        assert adapters is not None
+        for job, others in [*self._slotless.items()]:
+            if adapters.acquire(job.seq, *(other.seq for other in others)):
+                del self._slotless[job]
+                self._roles[job.phase].submit(job, others=others)
+
+    def _cancel_slotless(self, job: Job) -> bool:
+        """End a job that waits for the slot of its adapter; return False if it does not. Others of its prompt wait on."""
+        for first, others in self._slotless.items():
+            if job is first or job in others:
+                del self._slotless[first]
+                if rest := [one for one in (first, *others) if one is not job]:
+                    self._slotless[rest[0]] = rest[1:]
+                self.close_job(job)
+                return True
+        return False
 
     def _fail(self, job: Job, accepted: Accepted, fault: RequestError, started: float) -> None:
         """End a request that a step could not continue, behind the tokens before that: the last one counts for nothing."""
@@ -370,7 +400,8 @@ class Instance:
     def _cancel(self, job: Job | None) -> None:
         if job is not None:
             job.mark_cancelled()
-            self._roles[job.phase].cancel(job)
+            if not (self._slotless and self._cancel_slotless(job)):
+                self._roles[job.phase].cancel(job)
 
     def _cancel_all(self, link: str) -> None:
         for job in list(self._by_sequence.values()):
@@ -424,6 +455,8 @@ class Instance:
 
     def close_job(self, job: Job) -> None:
         del self._by_sequence[job.seq]
+        if job.seq.adapter is not None and self.engine.adapters is not None:
+            self.engine.adapters.release(job.seq)
         if job.pin:
             pool, kv = self.engine.pool, job.seq.kv
             pool.pin(kv.full_keys()[: kv.num_initial // kv.block_size])

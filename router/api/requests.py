@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -78,6 +79,13 @@ def parse_completion(
         )
         generation.echo_only = echo_only
     return generation
+
+
+def with_adapter(name: str | None, draft: RoutedRequest, info: ModelInfo) -> tuple[RoutedRequest, ModelInfo]:
+    """Return the draft and the model of a request that may name an adapter: to what follows, this is the model's name."""
+    if name is None or (adapter := info.adapters.get(name)) is None:
+        return draft, info
+    return structs.replace(draft, adapter=adapter.digest, adapter_name=name), replace(info, name=name)
 
 
 def check_model(requested: str | None, served: str) -> None:
@@ -298,7 +306,7 @@ def build_requests(
     for prompt in prompts:
         if draft.alone:
             salt = secrets.token_hex(KEY_BYTES)
-        keys, packed_keys = prompt_keys(prompt, info.model_digest, salt, info.block_sizes)
+        keys, packed_keys = prompt_keys(prompt, info.model_digest, salt, info.block_sizes, draft.adapter)
         for i in range(n):
             is_single = n * len(prompts) == 1
             request = structs.replace(

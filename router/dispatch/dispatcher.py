@@ -20,7 +20,7 @@ from pdserve.keys import Layout
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.backend import ModelInfo
+from pdserve.router.backend import ModelInfo, ServedAdapter
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector, Selection
@@ -50,6 +50,7 @@ RETRIES_PER_REQUEST = 0.1  # that each new request adds to the budget
 MAX_RETRIES = 100.0  # in the budget
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NOTHING_STORED = Stored()
+ANSWERS = 32  # recent ones whose mean length is known
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
 
@@ -446,6 +447,9 @@ class Dispatcher:
         self._open_ids.discard(state.request.request_id)
         timeline.stamp(Stage.FINISHED, self._now())
         timeline.itl_p99_s = p99(state.gaps)
+        if tokens := timeline.output_tokens:
+            mean = self._selector.mean_answer
+            self._selector.mean_answer = tokens if math.isinf(mean) else mean + (tokens - mean) / ANSWERS
         if state.machine.state is State.FAILED:
             timeline.finish_reason = "error"
         for on_finish in self.finish_listeners:
@@ -564,6 +568,7 @@ def _numerics(hello: pb.Hello) -> tuple[str, str, str]:
 
 def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
     """Return what holds for all instances (at least one)."""
+    adapters = sorted((one for hello in hellos for one in hello.adapters if one.name), key=lambda one: one.loaded_at)
     by_role = [[one.max_model_len for one in hellos if one.role in (role, "both")] for role in ("prefill", "decode")]
     return ModelInfo(
         name=name,
@@ -577,4 +582,5 @@ def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
         block_sizes=frozenset(hello.block_size for hello in hellos),
         supports_grammars=all(hello.grammars for hello in hellos),
         supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),
+        adapters={one.name: ServedAdapter(one.digest, one.path) for one in adapters},  # of one name, the latest
     )

@@ -32,12 +32,14 @@ class Needs:
         version: of the control protocol, which it must speak at least.
         left: the instance that a stream has lost, and that does not take it again without a new connection.
         heard_since: time on the router's clock since which it must have been heard from.
+        adapter: digest of the adapter that it must have; empty: none.
     """
 
     context: int = 0
     version: int = 0
     left: InstanceHandle | None = None
     heard_since: float = -math.inf
+    adapter: bytes = b""
 
 
 class RequestState:
@@ -100,7 +102,7 @@ class RequestState:
         self.num_tokens, self.remaining_tokens = len(request.prompt), sampling.max_tokens
         # A beam search alone has a decode phase without its last token.
         num_output = sampling.max_tokens + bool(sampling.beam_width)
-        self.needs = Needs(len(request.prompt) + num_output, self.newest_field[0])
+        self.needs = Needs(len(request.prompt) + num_output, self.newest_field[0], adapter=request.adapter)
         self.cached: Mapping[str, int] = {}
         self._on_cancel = on_cancel
         self._outputs: list[Output] = []  # not yet taken by the HTTP side

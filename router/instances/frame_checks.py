@@ -32,6 +32,7 @@ MAX_BLOCK_SIZE = 1 << 16  # tokens
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_DIMENSION = 1 << 20  # of a layout
 MAX_EOS_IDS = 1024
+MAX_ADAPTERS = 10_000
 MAX_KEYS_PER_FRAME = 8192  # instances send up to 1024
 MAX_COUNTERS = 1024
 MAX_SECONDS = 1e6  # of a cost coefficient or an age: eleven days
@@ -69,6 +70,10 @@ def hello_fault(hello: pb.Hello) -> str:
         return f"its itl_target is {hello.itl_target} seconds; it must be from 0 to {MAX_SECONDS:g}"
     if len(hello.eos_token_ids) > MAX_EOS_IDS or any(id >= hello.vocab_size for id in hello.eos_token_ids):
         return f"it must have at most {MAX_EOS_IDS} eos_token_ids, all of them below its vocab_size"
+    if len(hello.adapters) > MAX_ADAPTERS or any(
+        len(one.digest) != KEY_BYTES or not _is_name(one.name) for one in hello.adapters
+    ):
+        return f"it may have up to {MAX_ADAPTERS} adapters, with printable names and digests of {KEY_BYTES} bytes"
     return _layout_fault(hello)
 
 

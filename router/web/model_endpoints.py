@@ -34,7 +34,7 @@ class ModelEndpoints(Endpoints):
 
     @endpoint("GET", "/v1/models", Access.CLIENT)
     async def models(self) -> answers.ModelList:
-        """The served model; an empty list until an instance has registered."""
+        """The served model and its adapters; an empty list until an instance has registered."""
         return answers.ModelList(object="list", data=self._cards())
 
     @endpoint("GET", "/v1/models/{model:path}", Access.CLIENT, errors=[404])
@@ -47,21 +47,29 @@ class ModelEndpoints(Endpoints):
                 return card
         raise NotFound(f"the model {model!r} does not exist", kind="model_not_found", param="model")
 
+    @property
+    def _names(self) -> list[str]:
+        """The name of the served model, and those of its adapters, which have its tokens."""
+        info = self._backend.model
+        return [self._name, *(() if info is None else info.adapters)]
+
     def _cards(self) -> list[answers.ModelCard]:
-        """Return the card of the served model; none until an instance has registered."""
+        """Return the cards of the served model and of its adapters; none until an instance has registered."""
         info = self._backend.model
         if info is None:
             return []
+        names = {info.name: self._root} | {name: adapter.path for name, adapter in info.adapters.items()}
         return [
             answers.ModelCard(
-                id=info.name,
+                id=name,
                 object="model",
                 created=self._created,
                 owned_by="pdserve",
-                root=self._root,
-                parent=None,
+                root=root,
+                parent=None if name == info.name else info.name,
                 max_model_len=info.max_model_len,
             )
+            for name, root in names.items()
         ]
 
     @endpoint("POST", "/tokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Tokens)
@@ -72,7 +80,7 @@ class ModelEndpoints(Endpoints):
     ) -> Response:
         """Convert a text, or a conversation in the model's chat template, to tokens."""
         unknown = self._parse_queue.unknown_fields
-        parse = partial(_tokens, body, unknown, self._name, self._tokenizer, self._backend.model)
+        parse = partial(_tokens, body, unknown, self._names, self._tokenizer, self._backend.model)
         return await self._parse_queue.run(request.state.key, body, parse)
 
     @endpoint("POST", "/detokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Detokenized)
@@ -81,23 +89,25 @@ class ModelEndpoints(Endpoints):
     ) -> Response:
         """Convert tokens to their text."""
         unknown = self._parse_queue.unknown_fields
-        parse = partial(_text, body, unknown, self._name, self._tokenizer)
+        parse = partial(_text, body, unknown, self._names, self._tokenizer)
         return await self._parse_queue.run(request.state.key, body, parse)
 
 
 def _tokens(
-    raw: bytes, unknown: UnknownFields | None, model: str, tokenizer: Tokenizer, info: ModelInfo | None
+    raw: bytes, unknown: UnknownFields | None, names: list[str], tokenizer: Tokenizer, info: ModelInfo | None
 ) -> Response:
     fields = parse_body(schemas.TokenizeBody, raw, unknown)
-    requests.check_model(fields.model, model)
+    if fields.model not in names:
+        requests.check_model(fields.model, names[0])
     ids = chat.tokenize(fields, tokenizer)
     strings = [tokenizer.id_to_token(token_id) for token_id in ids] if fields.return_token_strs else None
     length = None if info is None else info.max_model_len
     return json_response(answers.Tokens(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings))
 
 
-def _text(raw: bytes, unknown: UnknownFields | None, model: str, tokenizer: Tokenizer) -> Response:
+def _text(raw: bytes, unknown: UnknownFields | None, names: list[str], tokenizer: Tokenizer) -> Response:
     fields = parse_body(schemas.DetokenizeBody, raw, unknown)
-    requests.check_model(fields.model, model)
+    if fields.model not in names:
+        requests.check_model(fields.model, names[0])
     requests.check_token_ids(fields.tokens, tokenizer.vocab_size, "tokens")
     return json_response(answers.Detokenized(prompt=tokenizer.decode(fields.tokens, skip_special_tokens=False)))

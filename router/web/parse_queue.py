@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from pdserve.errors import BadRequest, Overloaded, Unavailable
 from pdserve.router.api.parsing import BodyType, UnknownFields, parse_body
+from pdserve.router.api.requests import with_adapter
 from pdserve.router.backend import ModelInfo
 from pdserve.router.limits.admission_queue import FairQueue
 from pdserve.router.limits.body_budget import BodyBudget
@@ -145,8 +146,10 @@ def parse_request(
     max_n: int,
 ) -> Result:
     """Return the result of `parse` for a body. Errors of the body take precedence over the lack of a model."""
-    body = parse_body(model, raw, unknown)
-    return parse(body, draft, tokenizer, info or served(info), max_n)
+    body, info = parse_body(model, raw, unknown), info or served(info)
+    if info.adapters:
+        draft, info = with_adapter(getattr(body, "model", None), draft, info)
+    return parse(body, draft, tokenizer, info, max_n)
 
 
 def served(info: ModelInfo | None) -> ModelInfo:

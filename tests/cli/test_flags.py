@@ -142,3 +142,21 @@ def test_speculation_is_set_as_in_vllm() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             EngineConfig(speculative_config=wrong)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--lora-modules", "a=x", "--lora-modules", "b=y"],
+        ["--lora-modules", "a=x", "b=y"],
+        ["--lora-modules=a=x", "--seed", "0", "--lora-modules", "b=y"],
+        ["--lora-modules", "a=x,b=y", "--seed", "0"],
+    ],
+)
+def test_adapters_are_named_one_by_one_or_together(arguments: list[str]) -> None:
+    got: list[EngineConfig] = []
+    app = typer.Typer()
+    app.command(cls=GroupedCommand)(command_from_config(EngineConfig, got.append))
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert got[0].adapters == {"a": "x", "b": "y"}

@@ -58,6 +58,22 @@ def test_keys_of_a_submission_are_those_that_the_instance_would_compute(driver: 
     assert [one.sources.local_hit for one in foreign if one.sources is not None] == [0]
 
 
+def test_a_reset_pins_nothing_of_a_warm_prompt_that_is_under_way(driver: Driver) -> None:
+    instance = driver.instance
+
+    def pinned(name: str, epoch: int) -> int:
+        """Return how many blocks are pinned once a warm prompt has ended, during which the cache was reset."""
+        instance.submit("router", pb.Submit(request_id=name, phase=pb.BOTH, request=packed(pin=True)))
+        instance.reset_cache(epoch)
+        instance.run_once(wait=False)
+        while instance.num_jobs:
+            instance.run_once(wait=False)
+        return len(instance.engine.pool.pinned)
+
+    assert pinned("before", 1) == 0
+    assert pinned("after", 1) == len(PROMPT) // 32, "an epoch begins once"
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "message"),
     [

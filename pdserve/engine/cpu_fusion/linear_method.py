@@ -59,12 +59,12 @@ class PlainMethod(torch.nn.Module):
 
 
 class PackedMethod(torch.nn.Module):
-    """A 16-bit weight that is packed. The original can be freed."""
+    """A weight for 16-bit rows that is packed, in 16 bits or fewer. The original can be freed."""
 
     def __init__(self, weight: PackedWeight, bias: torch.nn.Parameter | None) -> None:
         super().__init__()
         self.features = weight.features
-        self.num_bytes = weight.data.nbytes + (0 if bias is None else bias.nbytes)
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.weight = weight  # no parameter, so that nothing takes it for the plain weight
         self.bias = bias
 
@@ -104,13 +104,21 @@ def add_delta(model: torch.nn.Module, name: str, delta: Delta) -> None:
         layer = owner.get_submodule(child)
     except AttributeError as error:
         raise ValueError(f"{type(model).__name__} has no layer {name}") from error
-    if type(layer) is torch.nn.Linear:
+    if type(layer) in (torch.nn.Linear, Conv1D):
         layer = Linear(PlainMethod(layer))
         setattr(owner, child, layer)
     if not isinstance(layer, Linear) or layer.delta is not None:
         kind = "has a delta" if isinstance(layer, Linear) else f"is a {type(layer).__name__}, not a linear layer"
         raise ValueError(f"{name} of {type(model).__name__} {kind}")
     layer.delta = delta
+
+
+def packed_weight(parameter: torch.nn.Parameter, *, transposed: bool) -> PackedWeight:
+    """Return a packed copy of a 16-bit weight; if it has codes of fewer bits, of these."""
+    if (codes := getattr(parameter, "codes", None)) is None:
+        return linear.pack(parameter.data, transposed=transposed)
+    weight: PackedWeight = codes.pack(parameter.dtype, transposed=transposed)
+    return weight
 
 
 def prepack(model: torch.nn.Module) -> int:
@@ -126,9 +134,10 @@ def prepack(model: torch.nn.Module) -> int:
         children: Iterator[tuple[str, Any]] = parent.named_children()
         for name, child in children:
             if type(child) in (torch.nn.Linear, Conv1D) and child.weight.dtype in FUSED_DTYPES:
-                weight = linear.pack(child.weight.data, transposed=type(child) is Conv1D)
+                weight = packed_weight(child.weight, transposed=type(child) is Conv1D)
                 packed.append(PackedMethod(weight, child.bias))
                 setattr(parent, name, Linear(packed[-1]))
     for method in packed:  # after all are allocated: neighbours share pages
-        memory.huge_pages(method.weight.data, written=True)
+        for tensor in method.weight.tensors():
+            memory.huge_pages(tensor, written=True)
     return len(packed)

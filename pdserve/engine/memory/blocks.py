@@ -418,15 +418,22 @@ class SequenceKV:
         if not self.admitted:
             self.num_local_hit, self.num_unneeded = len(hits) * self.block_size, first * self.block_size
 
-    def take_hits(self, pool: BlockPool, first: int, hits: list[int], num_coming: int) -> None:
-        """Take over references to prefix hits, as `take_blocks`, and to those blocks of further groups that it needs.
+    def take_groups(
+        self, pool: BlockPool, first: int, hits: list[int], num_coming: int, num_blocks: int, num_now: int, room: int
+    ) -> bool:
+        """Take over prefix hits, see `take_blocks`, and be promised `num_blocks` blocks of all groups, `num_now` of them now.
 
-        Args:
-            num_coming: see `BlockPool.match`.
+        Returns:
+            False if more than `room` pages would have to be promised beyond the spare ones; nothing was taken.
         """
         self.take_blocks(first, hits, [])
-        num_tokens = max(num_coming, self.num_computed)
-        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], num_tokens)
+        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], max(num_coming, self.num_computed))
+        if (count := num_pages(pool, self._tables, num_blocks)) > room + pool.num_spare:
+            self.release_blocks(pool)
+            return False
+        self.promise(pool, count)
+        self.take_promised(pool, stop=num_now)
+        return True
 
     def grow(self, pool: BlockPool, further: int = 0) -> None:
         """Allocate the blocks that all tokens need, and `further` tokens after them."""
@@ -445,12 +452,6 @@ class SequenceKV:
             most = stop
         self._take(pool, min(stop - len(self.block_ids), most))
         return min(num_tokens, len(self.block_ids) * self.block_size - self.num_computed)
-
-    def promise_up_to(self, pool: BlockPool, num_blocks: int) -> int:
-        """Promise it the pages with which it has `num_blocks` blocks of each group. Returns how many."""
-        count = num_pages(pool, self._tables, num_blocks)
-        self.promise(pool, count)
-        return count
 
     def promise(self, pool: BlockPool, count: int) -> None:
         """Change the number of pages that the pool keeps for this sequence by `count`, without allocating them."""

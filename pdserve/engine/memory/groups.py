@@ -102,6 +102,10 @@ class Table:
         """Return how many leading blocks no token behind the first `num_tokens` reaches."""
         return pool.groups[self.at].num_unreached(num_tokens, pool.block_size)
 
+    def num_unneeded(self, pool: Pool, num_tokens: int) -> int:
+        """Return how many leading blocks neither the last of `num_tokens` tokens nor one behind their full blocks reaches."""
+        return self.num_unreached(pool, min(num_tokens - 1, num_tokens // pool.block_size * pool.block_size))
+
     def blocks(self, first: int, stop: int, least: int = 0) -> list[tuple[int, int]]:
         """Return the blocks [first, stop) that it has, from `least` on, as (index - first, id)."""
         return [(index - first, self.ids[index]) for index in range(max(first, self.num_dropped, least), stop)]
@@ -129,16 +133,18 @@ class Tails(list[Table]):
 
     def prompt_blocks(self, pool: Pool, first: int, stop: int, num_tokens: int) -> list[tuple[int, int]]:
         """Return those that tokens behind a prompt of `num_tokens` reach, or tokens behind its last full block."""
-        computed = min(num_tokens - 1, num_tokens // pool.block_size * pool.block_size)
-        return [block for table in self for block in table.blocks(first, stop, table.num_unreached(pool, computed))]
+        return [block for table in self for block in table.blocks(first, stop, table.num_unneeded(pool, num_tokens))]
 
     def lack(self, pool: Pool, num_tokens: int) -> bool:
         """Return whether it has dropped blocks that the token behind the first `num_tokens` reaches."""
         return any(table.num_unreached(pool, num_tokens) < table.num_dropped for table in self)
 
-    def drop_soon(self, pool: Pool, num_tokens: int, first: int) -> bool:
-        """Return whether it has blocks from index `first` on that no token behind the first `num_tokens` reaches."""
-        return any(table.num_unreached(pool, num_tokens) > max(first, table.num_dropped) for table in self)
+    def drop_soon(self, pool: Pool, first: int, num_initial: int, num_tokens: int) -> bool:
+        """Return whether no token behind the first `num_tokens` reaches one of the prompt's blocks from `first` on."""
+        return any(
+            table.num_unreached(pool, num_tokens) > max(first, table.num_dropped, table.num_unneeded(pool, num_initial))
+            for table in self
+        )
 
     def drop(self, pool: Pool, num_tokens: int) -> None:
         """Release what no token behind the first `num_tokens` reaches. It is evicted before all else."""

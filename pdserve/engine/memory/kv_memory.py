@@ -39,6 +39,8 @@ def pool_groups(layout: Layout, num_pages: int) -> list[Group]:
 
 def group_views(pages_NX: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return pages as the blocks of each group, [blocks, numbers of a block]."""
+    if len(layout.groups) == 1:
+        return [pages_NX]  # whose rows are the blocks; in a simulation, without their bytes
     numbers = [group.block_numbers for group in layout.groups]
     return [pages_NX.view(pages_NX.numel() // count, count) for count in numbers]
 

@@ -1,0 +1,172 @@
+"""Reads adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+An adapter adds scale · x · Aᵀ · Bᵀ to the output of each of its layers. Its digest is that of these numbers: of every tensor,
+and of every setting that changes the sum. Names, paths and what matters in training only are not in it. A setting that is
+not known, and has a value, is refused, since it may change the sum.
+
+Shape legend: K input features, N output features, R rank.
+"""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from pdserve.keys import KEY_BYTES
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of tensors' names, as PEFT saves them
+_TENSOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+# Which modules these name shows in the names of tensors; the others matter in training only, or say where it was.
+_HARMLESS = {
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    *("lora_dropout", "inference_mode", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
+    *("peft_version", "megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config"),
+}
+_NEUTRAL = {"bias": "none"}  # setting → its value without effect, where that is not empty
+_REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that are saved whole (modules_to_save)",
+    "bias": "biases",
+    "lora_bias": "biases",
+    "trainable_token_indices": "embeddings of tokens",
+    "target_parameters": "parameters that are no linear layers, such as a mixture's experts (target_parameters)",
+    "alora_invocation_tokens": "activated adapters (aLoRA)",
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base's weights as well
+
+
+class AdapterError(ValueError):
+    """An adapter cannot be used; the text says why, in one sentence."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to one layer: scale · x · Aᵀ · B.
+
+    Attributes:
+        a_RK: A.
+        b_RN: B, transposed.
+    """
+
+    a_RK: torch.Tensor
+    b_RN: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter's numbers.
+
+    Attributes:
+        layers: by the dotted names of the base's linear layers.
+        digest: of all that changes the sum.
+        rank: of its largest layer.
+    """
+
+    layers: dict[str, LowRank] = field(repr=False)
+    digest: bytes
+    rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.a_RK.nbytes + layer.b_RN.nbytes for layer in self.layers.values())
+
+
+def read_adapter(path: Path, max_rank: int) -> Adapter:
+    """Return the adapter in a folder, in the dtype in which it is there.
+
+    Raises:
+        AdapterError: it is incomplete, of a kind that is not supported, or of a higher rank.
+    """
+    config = _read_config(path)
+    tensors = _read_tensors(path / WEIGHTS)
+    layers = {}
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for name in sorted({name for name, _ in tensors}):
+        if (name, "A") not in tensors or (name, "B") not in tensors:
+            raise AdapterError(f"{path / WEIGHTS} has only one of the two matrices of {name}")
+        a_RK, b_NR = tensors[name, "A"], tensors[name, "B"]
+        rank, scale = _rank_and_scale(config, name)
+        if a_RK.dim() != 2 or b_NR.dim() != 2 or not len(a_RK) == b_NR.shape[1] == rank:
+            shapes = f"{[*a_RK.shape]} and {[*b_NR.shape]}"
+            raise AdapterError(f"{path}: {name} has rank {rank} by {CONFIG}, and matrices of {shapes}")
+        if rank > max_rank:
+            raise AdapterError(f"{path} has rank {rank}, and --max-lora-rank is {max_rank}")
+        header = [name, scale.hex(), [[str(one.dtype), *one.shape] for one in (a_RK, b_NR)]]
+        digest.update(json.dumps(header).encode())
+        for one in (a_RK, b_NR):
+            digest.update(one.contiguous().view(torch.uint8).numpy().tobytes())
+        layers[name] = LowRank(a_RK, b_NR.T.contiguous(), scale)
+    if not layers:
+        raise AdapterError(f"{path / WEIGHTS} has no matrices of LoRA")
+    return Adapter(layers, digest.digest(), max(len(layer.a_RK) for layer in layers.values()))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the settings of an adapter. Raises AdapterError."""
+    file = path / CONFIG
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise AdapterError(f"{file}: its peft_type is {kind!r}, and only LORA is supported")
+    if config.get("init_lora_weights", True) not in _INITS:
+        kind = config["init_lora_weights"]
+        raise AdapterError(f"{file}: initialised by {kind!r}, it is of other base weights; save it as plain LoRA")
+    for name, value in config.items():
+        if name in _READ or name in _HARMLESS or not value or value == _NEUTRAL.get(name):
+            continue
+        what = _REFUSED.get(name, f"the setting {name}")
+        raise AdapterError(f"{file}: {what} is not supported; train the adapter without")
+    for name, kinds in (("r", int), ("lora_alpha", int | float), ("rank_pattern", dict), ("alpha_pattern", dict)):
+        if not isinstance(config.setdefault(name, {} if kinds is dict else 8) or {}, kinds):  # null: no pattern
+            raise AdapterError(f"{file}: {name} is {config[name]!r}")
+    return config
+
+
+def _rank_and_scale(config: dict[str, Any], name: str) -> tuple[int, float]:
+    """Return rank and scale of a layer: those of the first pattern that its name ends with, else of the whole adapter."""
+
+    def of(pattern: str, otherwise: str) -> Any:
+        for key, value in (config[pattern] or {}).items():
+            if re.match(rf"(.*\.)?({key})$", name):
+                return value
+        return config[otherwise]
+
+    try:
+        rank, alpha = int(of("rank_pattern", "r")), float(of("alpha_pattern", "lora_alpha"))
+        return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (ArithmeticError, TypeError, ValueError, re.error) as error:
+        raise AdapterError(f"{CONFIG}: rank and alpha of {name} cannot be read: {error}") from error
+
+
+def _read_tensors(file: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Return the matrices by the layer's name and A or B. Raises AdapterError.
+
+    They are no views of the file: it may be written anew while they are in use.
+    """
+    found = {}
+    try:
+        tensors = safetensors.torch.load(file.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
+    for key, tensor in tensors.items():
+        match = _TENSOR.fullmatch(key)
+        if match is None or not key.startswith(PREFIX):
+            raise AdapterError(f"{file}: {key} is no matrix of LoRA, and nothing else is supported")
+        if tensor.dtype not in _DTYPES or not tensor.isfinite().all():
+            raise AdapterError(f"{file}: {key} is in {tensor.dtype}, or has numbers that are not finite")
+        found[match[1].removeprefix(PREFIX), match[2]] = tensor
+    return found

@@ -1,0 +1,239 @@
+"""The adapters of an engine: which are here, which have slots, and which rows of a step have which.
+
+    read (any thread) ─► add: under a name ─► acquire: a slot, for a sequence ─► begin_step: rows by slot ─► release
+
+An adapter stays in host memory as long as it has a name or a sequence. One that has lost its name stays a little longer, so
+that requests that began with it can move here. Of the adapters in slots, the one that was used least recently gives way, but
+none that a sequence uses: its sequences wait. Of those that wait, the oldest comes first, and adapters that have slots go
+before them `MAX_OVERTAKEN` times at most.
+"""
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+
+from pdserve.adapters.checkpoint import AdapterError, read_adapter
+from pdserve.config import EngineConfig
+from pdserve.engine.cpu_fusion.linear_method import Linear, add_delta
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.paced_runner import PacedRunner
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan
+from pdserve.engine.step_graph import Graphs
+from pdserve.errors import RequestError, SetupError
+from pdserve.kernels import lora, native
+from pdserve.proto import pdserve_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MAX_OVERTAKEN = 64  # how often sequences with a slot go before the oldest that waits for one
+NUM_RETIRED = 4  # adapters that have lost their names, and are kept
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedAdapter:
+    """An adapter that is ready for the model's layers.
+
+    Attributes:
+        path: from where it was read.
+        layers: its matrices by the names of the layers.
+    """
+
+    digest: bytes
+    rank: int
+    path: str
+    layers: dict[str, lora.Matrices] = field(repr=False)
+    loaded_at: int = field(default_factory=time.time_ns)
+
+
+class _LayerDelta:
+    """Adds to the output of one layer. Which rows add what is the same for all layers of a step: `rows`."""
+
+    def __init__(self, rows: lora.Rows, num_slots: int, max_rank: int) -> None:
+        self.table = lora.Table(num_slots)
+        self._rows = rows
+        self._max_rank = max_rank
+        self._add = lora.add if native.is_available() else lora.add_by_torch
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `Delta`."""
+        return self._add(x, y, self._rows, self.table, self._max_rank)
+
+
+class Adapters:
+    """The adapters of one engine; see `pdserve.engine.adapters`. The engine thread calls all methods but `read`.
+
+    Raises:
+        SetupError: the settings exclude adapters, or one of --lora-modules cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig, runner: "ModelRunner | PacedRunner") -> None:
+        self._runner = _checked(config, runner)
+        self._max_rank = config.max_lora_rank
+        self._names: dict[str, LoadedAdapter] = {}
+        self._retired: deque[LoadedAdapter] = deque(maxlen=NUM_RETIRED)
+        self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
+        self._slots: dict[bytes, int] = {}  # by digest, the least recently used first
+        self._free = [*range(config.max_loras)]
+        self._in_slots: dict[int, LoadedAdapter] = {}
+        self._holders: dict[Sequence, bytes] = {}
+        self._denied: dict[Sequence, None] = {}  # they wait for a slot
+        self._num_overtaken = 0  # of the oldest of these
+        most_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
+        self._rows = lora.Rows(config.max_loras, most_rows)
+        self._layers: dict[str, tuple[Linear, _LayerDelta]] = {}
+        self._graphs: Graphs | None = None  # of steps with adapters, or while such a step runs, of those without
+        self._is_on = False
+        for name, path in config.adapters.items():
+            try:
+                self.add(name, self.read(Path(path)))
+            except AdapterError as error:
+                raise SetupError(f"--lora-modules {name}: {error}") from error
+
+    def read(self, path: Path) -> LoadedAdapter:
+        """Return an adapter, ready for this model.
+
+        Raises:
+            AdapterError: it cannot be read, or is not of this model.
+        """
+        found = read_adapter(path, self._max_rank)
+        model, dtype = self._runner.checkpoint.model, self._runner.checkpoint.dtype
+        layers = {}
+        for name, layer in found.layers.items():
+            features = _features(model, name)
+            if features != (given := (layer.a_RK.shape[1], layer.b_RN.shape[1])):
+                base = "no such linear layer" if features is None else f"one of {features[0]} → {features[1]}"
+                raise AdapterError(
+                    f"{path} is of another base: {name} maps {given[0]} → {given[1]}, and here is {base}"
+                )
+            layers[name] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, dtype)
+        return LoadedAdapter(found.digest, found.rank, str(path), layers)
+
+    def add(self, name: str, adapter: LoadedAdapter) -> None:
+        """Give an adapter a name. One that has it loses it: new requests get the new one, and the others keep theirs."""
+        adapter = self._by_digest.setdefault(adapter.digest, adapter)
+        self.remove(name)
+        self._names[name] = adapter
+        if new := [layer for layer in adapter.layers if layer not in self._layers]:
+            self._attach(new)
+        log.info("adapter %s: rank %d on %d layers, %s", name, adapter.rank, len(adapter.layers), adapter.digest.hex())
+
+    def remove(self, name: str) -> None:
+        """Take a name away, if there is an adapter with it. Its requests keep it."""
+        if (adapter := self._names.pop(name, None)) is not None:
+            self._retired.append(adapter)
+
+    def _attach(self, names: list[str]) -> None:
+        """Prepare further layers. Recorded steps with adapters lack them, and are recorded again."""
+        self._switch(False)
+        model = self._runner.checkpoint.model
+        for name in names:
+            delta = _LayerDelta(self._rows, self._rows.num_slots, lora.padded(self._max_rank))
+            add_delta(model, name, delta)
+            layer = cast(Linear, model.get_submodule(name))
+            layer.delta = None
+            self._layers[name] = layer, delta
+        self._graphs = self._runner.new_graphs()
+
+    def find(self, digest: bytes) -> LoadedAdapter:
+        """See `Adapters` of the engine, as for all that follow."""
+        try:
+            return self._by_digest[digest]
+        except KeyError:
+            raise RequestError("the adapter is not on this instance", kind="unknown_adapter") from None
+
+    def listing(self) -> list[pb.Adapter]:
+        named = [(name, one) for name, one in self._names.items()]
+        return [
+            pb.Adapter(name=name, digest=one.digest, path=one.path, loaded_at=one.loaded_at)
+            for name, one in (*named, *(("", one) for one in self._retired))
+        ]
+
+    def acquire(self, seq: Sequence, *siblings: Sequence) -> bool:
+        adapter = cast(LoadedAdapter, seq.adapter)
+        if seq in self._holders:
+            return True
+        oldest = min(self._denied, key=lambda one: one.rank, default=seq)
+        is_later, slot = oldest.rank < seq.rank, self._slots.pop(adapter.digest, None)
+        if is_later and (slot is None or self._num_overtaken >= MAX_OVERTAKEN):
+            may_have = False
+        else:
+            may_have = slot is not None or bool(self._free) or self._evict()
+        if slot is None and may_have:
+            slot = self._free.pop()
+            self._fill(slot, adapter)
+        if slot is not None:
+            self._slots[adapter.digest] = slot
+        if not may_have:
+            self._denied[seq] = None
+            return False
+        self._num_overtaken = self._num_overtaken + 1 if is_later else 0
+        self._denied.pop(seq, None)
+        self._holders.update(dict.fromkeys((seq, *siblings), adapter.digest))
+        return True
+
+    def _evict(self) -> bool:
+        """Free the slot that was used least recently, and that no sequence uses; return whether there is one."""
+        held = set(self._holders.values())
+        unused = next((digest for digest in self._slots if digest not in held), None)
+        if unused is not None:
+            self._free.append(self._slots.pop(unused))
+        return unused is not None
+
+    def _fill(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._in_slots[slot] = adapter
+        for name, (_, delta) in self._layers.items():
+            delta.table.set(slot, adapter.layers.get(name))
+
+    def release(self, seq: Sequence) -> None:
+        self._holders.pop(seq, None)
+        self._denied.pop(seq, None)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        slots: list[int] = []
+        if self._holders:
+            for seq in plan.counts:
+                slots += [-1 if seq.adapter is None else self._slots[seq.adapter.digest]] * plan.num_tokens(seq)
+        self._switch(max(slots, default=-1) >= 0)
+        if self._is_on:
+            self._rows.set(slots)
+
+    def _switch(self, on: bool) -> None:
+        """Let layers add something, or not: then a step is as on an engine without adapters."""
+        if on == self._is_on:
+            return
+        self._is_on = on
+        for layer, delta in self._layers.values():
+            layer.delta = delta if on else None
+        self._runner.graphs, self._graphs = self._graphs, self._runner.graphs
+
+
+def _checked(config: EngineConfig, runner: "ModelRunner | PacedRunner") -> ModelRunner:
+    """Return the runner. Raises SetupError if it runs no model to which adapters can be added."""
+    if not isinstance(runner, ModelRunner) or config.tensor_parallel_size > 1:
+        raise SetupError("adapters (--lora-modules) are supported with a model, on one device")
+    if runner.device.type != "cpu":
+        raise SetupError("adapters (--lora-modules) are supported on CPUs only, for now: use --device cpu")
+    if runner.pipeline is not None:
+        raise SetupError("adapters (--lora-modules) are not supported with --async-scheduling on")
+    return runner
+
+
+def _features(model: torch.nn.Module, name: str) -> tuple[int, int] | None:
+    """Return the numbers of a row of a layer's input and output; None if the model has no such linear layer inside."""
+    try:
+        layer: Any = model.get_submodule(name)
+    except AttributeError:
+        return None
+    if layer is cast(Any, model).get_output_embeddings():
+        return None  # which gets only some of a step's rows
+    weight = getattr(layer, "weight", None)
+    if isinstance(layer, torch.nn.Linear | Linear):
+        return layer.in_features, layer.out_features
+    return (weight.shape[0], weight.shape[1]) if type(layer).__name__ == "Conv1D" and weight is not None else None

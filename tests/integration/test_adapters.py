@@ -1,0 +1,182 @@
+"""Adapters over real processes: whatever is mixed, an answer is that of merged weights, and its KV is never another's."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.low_rank import Made, make_adapter, merge, modules, six_adapters, with_settings
+
+Deploy = Callable[..., Any]
+DOCUMENT = Path(__file__).parents[2] / "docs" / "lora.md"
+TOKENS = 12
+PD, BOTH = {"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}
+
+
+@pytest.fixture(scope="module")
+def six(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    return six_adapters(tmp_path_factory.mktemp("adapters"), checkpoint("llama", dtype="float32"), "llama")
+
+
+@pytest.mark.parametrize("topology", [PD, BOTH], ids=["split", "colocated"])
+def test_mixed_requests_equal_merged_weights(
+    topology: dict[str, int],
+    six: dict[str, Made],
+    checkpoint: Callable[..., Path],
+    generate: Any,
+    prompts: list[list[int]],
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+    blocks_held: Callable[[Any], dict[str, float]],
+    tmp_path: Path,
+) -> None:
+    """With fewer slots than adapters. With cold and warm caches, in which no request finds another adapter's blocks."""
+    base, chosen = checkpoint("llama", dtype="float32"), prompts[2:10]
+    expected = {"": generate(base, chosen, TOKENS)}
+    for name, made in six.items():
+        expected[name] = generate(merge(tmp_path / name, base, *made), chosen, TOKENS)
+    work = [(name, i) for i in range(len(chosen)) for name in expected]
+    settings = {"lora_modules": modules(six), "max_loras": 4, "num_blocks": 1024, "max_num_batched_tokens": 256}
+    with deploy(model=str(base), **topology, **settings) as deployment, ThreadPoolExecutor(len(work)) as threads:
+        for _ in range(2):
+            body = {"max_tokens": TOKENS, "ignore_eos": True}
+            replies = threads.map(
+                lambda one, body=body: complete(
+                    deployment, model=one[0] or deployment.config.name, prompt=chosen[one[1]], **body
+                ),
+                work,
+            )
+            for (name, i), reply in zip(work, replies, strict=True):
+                assert reply["choices"][0]["token_ids"] == expected[name][i], f"{name or 'the base'}, prompt {i}"
+                assert reply["model"] == (name or deployment.config.name)
+        assert metric(deployment, "handover_fallbacks_total") == 0
+        wait_until(lambda: not any(blocks_held(deployment).values()), "all blocks are freed")
+        if topology is PD:
+            tokens = sum(map(len, chosen)) * 2 * len(expected)
+            source = "prompt_tokens_by_source_total"
+            wait_until(lambda: metric(deployment, source, role="decode") == tokens, "the heartbeats after the answers")
+            assert metric(deployment, source, role="decode", source="computed") == 0, "all KV was handed over"
+
+
+def test_what_clients_see(
+    six: dict[str, Made],
+    checkpoint: Callable[..., Path],
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Models, chats, choices, grammars, beams and errors; `merged` answers with an adapter's weights in the base's."""
+    base = checkpoint("llama", dtype="float32")
+    merged_model = merge(tmp_path / "merged", base, *six["small"])
+    settings: dict[str, Any] = {"num_blocks": 512, "served_model_name": "base"}
+    with (
+        deploy(model=str(base), lora_modules=f"sql={six['small'].path},{modules(six)}", **settings) as deployment,
+        deploy(model=str(merged_model), **BOTH, **settings) as merged,
+    ):
+        bodies: list[dict[str, Any]] = [
+            {"prompt": [1, 2, 3] * 20, "n": 3, "temperature": 1.0, "seed": 5, "ignore_eos": True},
+            {"prompt": [4, 5, 6] * 9, "guided_regex": "[a-z]{9}"},
+            {"prompt": [7, 8] * 11, "use_beam_search": True, "n": 3, "temperature": 0, "ignore_eos": True},
+            {"prompt": [9, 9, 1], "repetition_penalty": 1.3, "logprobs": 1, "ignore_eos": True},
+        ]
+        for body in bodies:
+            body["max_tokens"] = 12
+            answers = [
+                [choice["token_ids"] for choice in complete(one, model=name, **body)["choices"]]
+                for one, name in ((deployment, "small"), (merged, "base"), (deployment, "base"))
+            ]
+            assert answers[0] == answers[1] != answers[2], body
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+        texts = [
+            httpx.post(f"{one.url}/v1/chat/completions", json={"model": name, **chat}).json()
+            for one, name in ((deployment, "small"), (merged, "base"))
+        ]
+        assert texts[0]["choices"] == texts[1]["choices"] and texts[0]["model"] == "small"
+
+        cards = {card["id"]: card for card in httpx.get(f"{deployment.url}/v1/models").json()["data"]}
+        assert cards.keys() == {"base", "sql", *six}
+        assert (cards["base"]["parent"], cards["small"]["parent"]) == (None, "base")
+        assert cards["small"]["root"] == str(six["small"].path)
+        assert httpx.get(f"{deployment.url}/v1/models/small").json() == cards["small"]
+        unknown = httpx.post(f"{deployment.url}/v1/completions", json={"model": "other", "prompt": "x"})
+        assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+        (example,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+        exec(compile(example.replace("http://localhost:8000", deployment.url), DOCUMENT.name, "exec"), {})
+        assert "\nsql " in capsys.readouterr().out
+        counted = httpx.post(f"{deployment.url}/tokenize", json={"model": "small", "prompt": "abc"})
+        assert counted.json()["count"] == 3
+
+
+def test_streams_with_adapters_migrate(
+    six: dict[str, Made],
+    checkpoint: Callable[..., Path],
+    generate: Any,
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """Decode is killed while it generates; the router restarts at the end, and knows the adapters all the same."""
+    base, tokens = checkpoint("llama", dtype="float32"), 200
+    chosen = [[i, 7, 9] * 12 for i in range(4)]
+    merged = merge(tmp_path / "small", base, *six["small"])
+    expected = {"small": generate(merged, chosen, tokens), "base": generate(base, chosen, tokens)}
+    settings = {"lora_modules": modules(six), "served_model_name": "base", "num_blocks": 512}
+    with deploy(model=str(base), prefill=1, decode=2, **settings) as deployment, ThreadPoolExecutor(8) as threads:
+        futures = {
+            (name, i): threads.submit(
+                complete, deployment, model=name, prompt=chosen[i], max_tokens=tokens, ignore_eos=True
+            )
+            for i in range(4)
+            for name in expected
+        }
+        wait_until(lambda: metric(deployment, "generation_tokens_total", instance="decode-0") > 40, "decode-0 works")
+        os.kill(deployment.child("decode-0").pid, signal.SIGKILL)
+        for (name, i), future in futures.items():
+            assert future.result(600)["choices"][0]["token_ids"] == expected[name][i], (name, i)
+        assert metric(deployment, "migrations_total") > 0
+        os.kill(deployment.child("router").pid, signal.SIGKILL)
+
+        def is_back() -> bool:
+            try:
+                return bool(deployment.poll_ready())
+            except httpx.TransportError:
+                return False
+
+        wait_until(is_back, "the router is back")
+        reply = complete(deployment, model="small", prompt=chosen[0], max_tokens=8, ignore_eos=True)
+        assert reply["choices"][0]["token_ids"] == expected["small"][0][:8]
+
+
+def test_two_fleets_with_other_weights_of_one_name(
+    checkpoint: Callable[..., Path],
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+    shm_url: str,
+    tmp_path: Path,
+) -> None:
+    """They share a store, and not one block: neither for other tensors nor for another alpha."""
+    base = checkpoint("llama", dtype="float32")
+    settings: dict[str, Any] = {"model": str(base), "connector": shm_url, "num_blocks": 128, **BOTH}
+    first = make_adapter(tmp_path / "first", base, seed=1)
+    other = make_adapter(tmp_path / "other", base, seed=2)
+    alpha = with_settings(tmp_path / "alpha", first, lora_alpha=20)
+    same = with_settings(tmp_path / "same", first, lora_dropout=0.1)
+    for path in (first, other, alpha, same):
+        with deploy(**settings, lora_modules=f"x={path}", store_generated="on") as deployment:
+            complete(deployment, model="x", prompt=[3, 5, 8] * 40, max_tokens=4, ignore_eos=True)
+            name = "prompt_tokens_by_source_total"
+            wait_until(lambda: metric(deployment, name) == 120, "the heartbeats after the answer")  # noqa: B023
+            assert (metric(deployment, name, source="loaded") > 0) == (path is same)
