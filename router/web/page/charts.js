@@ -1,6 +1,6 @@
 // Curves over time, in SVG: axes with units, marks of faults, and a crosshair that all charts share.
 
-const HEIGHT = 116, LEFT = 44, RIGHT = 6, TOP = 8, BOTTOM = 18; // pixels, around and with the axes
+const HEIGHT = 116, LEFT = 52, RIGHT = 6, TOP = 8, BOTTOM = 18; // pixels, around and with the axes
 const GAP_S = 40; // without a snapshot, after which a curve begins anew
 const TICK_STEPS_S = [15, 60, 300]; // between the times on the axis
 const TICKS = 4; // times on the axis at most, which fit on a phone

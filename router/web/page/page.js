@@ -148,8 +148,9 @@ function drawFigures(now) {
     const { shown: [value, unit], below: text, isLate } = figure(now);
     number.className = isLate ? "number late" : "number";
     number.replaceChildren(value, h("span", "unit", unit));
-    below.replaceChildren(text);
-    chart.update({ start, end: now.time, times, series: curves(now), limit: limit?.(now) ?? null, marks: marks.filter((mark) => mark.time > start) });
+    const series = curves(now), key = series.length > 1 ? h("span", `key c-${series[1].color}`) : "";
+    below.replaceChildren(key, text); // which is of the second curve, where there is one
+    chart.update({ start, end: now.time, times, series, limit: limit?.(now) ?? null, marks: marks.filter((mark) => mark.time > start) });
   }
 }
 

@@ -72,14 +72,14 @@ export const PANELS = [
     curves: () => [curve("loaded", "connector", rates(counterDelta("load_bytes")), true), curve("stored", "prefill", rates(counterDelta("store_bytes")))],
     figure: () => {
       const loaded = rate(counterDelta("load_bytes")), busyShare = rate(counterDelta("load_seconds"));
-      return { shown: bandwidth(loaded), below: `by decode${busyShare ? `, at ${format(bandwidth(loaded / busyShare))} while it loads` : ""}` };
+      return { shown: bandwidth(loaded), below: `stored ${format(bandwidth(rate(counterDelta("store_bytes"))))}${busyShare ? `; loads take ${format(bandwidth(loaded / busyShare))}` : ""}` };
     },
   },
   {
     title: "KV pools in use", chart: new Chart("KV pools in use", percent, { top: 1 }),
     curves: (now) => rolesOf(now).map((role, i) => curve(role, role === "both" ? "router" : role, heldShares(role), !i)),
     figure: (now) => {
-      const [first, ...more] = rolesOf(now).map((role) => [role, last(heldShares(role))]).reverse();
+      const [first, ...more] = rolesOf(now).map((role) => [role, last(heldShares(role))]);
       return { shown: [first ? percent(first[1]) : "–", first ? `of ${first[0]}` : ""], below: more.map(([role, share]) => `${percent(share)} of ${role}`).join(", ") };
     },
   },
