@@ -5,6 +5,9 @@ layers, a different layer on each call, so that the second-level cache never hol
 to read the bytes of K and V at the rate at which all threads read a large buffer in the same run. Calls of all kernels
 alternate; the best of each counts, since slower ones measure other load on the machine.
 
+What does paging cost (the PagedAttention paper's figure 18a)? "contiguous" is the last of the kernels over a pool in which
+each sequence has a single block, and "torch" is `scaled_dot_product_attention` over the same memory.
+
 Predicted before the first measurement, for 2 cores with AVX-512 and bfloat16: the compiled kernel needs some 40 cycles per
 token and key/value head (512 bytes), 30 GB/s per core, and is therefore memory-bound: 70 to 90 % of the roofline from 1k
 tokens on, less than 50 % at 160 tokens of one sequence, where starting the threads costs as much as reading. The reference
@@ -18,6 +21,7 @@ from typing import Any
 import checkpoints
 import report
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
@@ -80,17 +84,21 @@ def _measure(
     kv_bytes = sequences * context * kv_heads * size * 2 * dtype.itemsize
     layers = min(LAYERS, -(-POOL_BYTES // kv_bytes))
     blocks = sequences * per_sequence
-    pool = torch.empty((blocks, layers, 2, kv_heads, BLOCK, size), dtype=dtype, device=device)
-    memory.huge_pages(pool)
-    for block in pool:
-        block.normal_()
+    pool, whole = (
+        torch.empty((count, layers, 2, kv_heads, length, size), dtype=dtype, device=device)
+        for count, length in ((blocks, BLOCK), (sequences, per_sequence * BLOCK))
+    )
+    for one in (pool, whole):
+        memory.huge_pages(one)
+        for block in one:
+            block.normal_()
     q_THD = torch.randn(sequences, heads, size, device=device).to(dtype)
-    tables = torch.randperm(blocks, device=device).view(sequences, per_sequence)
+    scattered = torch.randperm(blocks, device=device).view(sequences, per_sequence)
 
-    def call(kernel: Kernel) -> Callable[[int], object]:
+    def call(kernel: Kernel, pool: torch.Tensor, tables: torch.Tensor) -> Callable[[int], object]:
         batch = PagedBatch(
             caches=layer_caches(pool),
-            slots_T=tables[:, -1] * BLOCK,
+            slots_T=tables[:, -1] * pool.shape[4],
             tables_SM=tables,
             query_lens=[1] * sequences,
             kv_lens=[context] * sequences,
@@ -100,7 +108,13 @@ def _measure(
         )
         return lambda layer: kernel.attend(q_THD, batch.caches[layer], batch, size**-0.5, None, None)
 
-    calls = {name: call(kernel) for name, kernel in kernels.items()}
+    def torch_call(layer: int) -> torch.Tensor:
+        k, v = whole[:, layer, :, :, :context].unbind(1)
+        return scaled_dot_product_attention(q_THD[:, :, None], k, v, scale=size**-0.5, enable_gqa=True)
+
+    calls = {name: call(kernel, pool, scattered) for name, kernel in kernels.items()}
+    rows = torch.arange(sequences, device=device)[:, None]
+    calls |= {"contiguous": call(list(kernels.values())[-1], whole, rows), "torch": torch_call}
     best = dict.fromkeys(calls, float("inf"))
     stop = report.now() + settings.seconds
     while report.now() < stop or float("inf") in best.values():

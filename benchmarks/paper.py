@@ -8,11 +8,14 @@ the length that the request will have ("oracle"), and batches that end as one ("
 rate      the highest rate at which normalized latency, of a request per output token, is at most `--limit` in the mean
 blocks    the same by block size, with the share of held slots without KV
 choices   the same for several answers to a prompt, which share its blocks, beside "oracle"
+beams     the same for beams, which also share the blocks of their common histories, with the share of blocks that this saves
 prefix    the same behind a shared prefix of one and of five examples, through 1P+1D and a store
 chunks    TTFT and ITL by the tokens of a step
 batches   throughput and ITL by the sequences of a batch
 
 Lengths are drawn from log-normal distributions with the means that the paper names: the data sets are not in the tree.
+Beams go on from another beam by chance, as often as makes them share about as much as the paper's. Its figures were compared
+with the text of its sections 6 and 7.
 """
 
 import math
@@ -50,6 +53,7 @@ PRECISION, HIGHEST = 0.06, 1024.0  # of rates; a rate at which all come at once
 MORE = {"sharegpt": 1, "alpaca": 6}  # times as many requests, since they are short
 FIRST = {"sharegpt": 2.0, "alpaca": 16.0}  # rates that are tried
 SAMPLED = 16  # steps, of which one is looked at for the slots in use
+SWITCH = 0.1  # of the steps of a beam, before which it goes on from another one
 PUBLISHED = {
     "sharegpt": {"max": "2.7 to 8", "power of two": "", "oracle": "1.7 to 2.7", "static": "up to 22"},
 }
@@ -59,7 +63,7 @@ STEP: StepModel = Estimate(load_shape("facebook/opt-13b"), "a100").step
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
     parts: str = flag(
-        "of rate, blocks, choices, prefix, chunks and batches", "rate,blocks,choices,prefix,chunks,batches"
+        "of rate, blocks, choices, beams, prefix, chunks and batches", "rate,blocks,choices,beams,prefix,chunks,batches"
     )
     requests: int = flag("of a run with ShareGPT's lengths", 300, least=20)
     limit: float = flag("seconds of normalized latency", 0.1, above=0)
@@ -105,8 +109,14 @@ def draw(data: str, rate: float, settings: Settings) -> list[Request]:
     return [Request(at / rate, *own) for at, own in zip(accumulate(gaps), lengths, strict=True)]
 
 
-def paged(requests: list[Request], block: int = BLOCK, choices: int = 1) -> Outcome:
-    """Run our scheduler and pool. Several choices share the blocks of their prompt, and it ends with the last of them."""
+def paged(requests: list[Request], block: int = BLOCK, choices: int = 1, switch: float = 0.0) -> Outcome:
+    """Run our scheduler and pool. Several choices share the blocks of their prompt, and it ends with the last of them.
+
+    Of several choices, the outcome has the blocks that are held and those of all sequences.
+
+    Args:
+        switch: chance with which a choice goes on from another one of its request, as beams do.
+    """
     pool = BlockPool(SLOTS // block, block)
     scheduler = Scheduler(pool, max_num_seqs=len(requests) * choices, max_num_batched_tokens=CHUNK)
     outcome, now, arriving = Outcome([]), 0.0, deque(enumerate(requests))
@@ -125,21 +135,50 @@ def paged(requests: list[Request], block: int = BLOCK, choices: int = 1) -> Outc
         for seq, count in counts.items():
             seq.kv.mark_computed(count)
         steps += 1
-        if choices == 1 and steps % SAMPLED == 0:
+        if steps % SAMPLED == 0:
             outcome.held += pool.num_held * block
-            outcome.used += sum(seq.kv.num_computed for seq in origin)
-        for seq in list(counts) if choices > 1 else ():
+            outcome.used += sum(
+                seq.kv.num_computed if choices == 1 else len(seq.kv.block_ids) * block for seq in origin
+            )
+        seqs = _reborn(scheduler, origin, list(counts), choices, switch)
+        for seq in seqs if choices > 1 else ():
             if seq.kv.num_uncomputed == seq.output.num_generated == 0:
                 for number in range(1, choices):
                     fork = scheduler.fork(seq, f"{origin[seq]}-{number}", seq.sampling)
                     fork.output.append(number)
                     origin[fork] = origin[seq]
-        for seq in answer(scheduler, counts):
+        for seq in answer(scheduler, seqs):
             index = origin.pop(seq)
             left[index] -= 1
             if not left[index]:
                 outcome.latencies.append((now - requests[index].at) / requests[index].output)
     return outcome
+
+
+BEAMS = random.Random(0)
+
+
+def _reborn(
+    scheduler: Scheduler, origin: dict[Sequence, int], done: list[Sequence], choices: int, switch: float
+) -> list[Sequence]:
+    """Let some choices go on from others of their request, if all of it have a token. Returns the sequences of the step."""
+    if not switch:
+        return done
+    groups = dict[int, list[Sequence]]()
+    for seq in done:
+        if not seq.kv.num_uncomputed and seq.output.num_generated:
+            groups.setdefault(origin[seq], []).append(seq)
+    replaced = dict[Sequence, Sequence]()
+    for index, group in groups.items():
+        for seq in group if len(group) == choices else ():
+            parent = BEAMS.choice(group) if BEAMS.random() < switch else seq
+            if parent is not seq:
+                replaced[seq] = scheduler.fork(parent, seq.request_id, seq.sampling)
+                origin[replaced[seq]] = index
+    for seq in replaced:
+        del origin[seq]
+        scheduler.remove(seq)
+    return [replaced.get(seq, seq) for seq in done]
 
 
 def contiguous(requests: list[Request], size: Callable[[Request], int], choices: int = 1) -> Outcome:
@@ -236,6 +275,15 @@ def choice_rows(settings: Settings) -> Iterator[dict[str, Any]]:
         yield {"choices": count, "paged": ours, "oracle": theirs, "paged_beside": ours / theirs}
 
 
+def beam_rows(settings: Settings) -> Iterator[dict[str, Any]]:
+    for count in (2, 4, 6):
+        ours, _, best = capacity("alpaca", partial(paged, choices=count, switch=SWITCH), settings)
+        theirs = capacity("alpaca", partial(contiguous, size=lambda one: one.final, choices=count), settings)[0]
+        yield {"beams": count, "paged": ours, "oracle": theirs, "paged_beside": ours / theirs} | {
+            "saved": 1 - best.held / best.used
+        }
+
+
 def prefix_rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """Yield rates of 1P+1D, of requests that share a prefix and of some that do not."""
     for name, tokens in PREFIXES.items():
@@ -282,6 +330,7 @@ PARTS: dict[str, Callable[[Settings], Iterator[dict[str, Any]]]] = {
     "rate": rate_rows,
     "blocks": block_rows,
     "choices": choice_rows,
+    "beams": beam_rows,
     "prefix": prefix_rows,
     "chunks": chunk_rows,
     "batches": batch_rows,

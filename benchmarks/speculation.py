@@ -65,10 +65,11 @@ class Chance:
     def __init__(self, vocabulary: int) -> None:
         self._drawn, self._vocabulary = random.Random(0), vocabulary
 
-    def __call__(self, tokens: Any) -> Any:
-        from pdserve.speculation.matches import MIN_MATCH, Draft
+    def __call__(self, seq: Sequence, followed: object, most: int) -> Any:
+        from pdserve.speculation.matches import LEVELS, Draft
 
-        return Draft([self._drawn.randrange(self._vocabulary) for _ in range(4)], MIN_MATCH, [1.0] * 4)
+        count = min(4, most)
+        return Draft([self._drawn.randrange(self._vocabulary) for _ in range(count)], LEVELS[0], [1.0] * count)
 
 
 class Timed:
@@ -82,6 +83,11 @@ class Timed:
         proposed: Mapping[Sequence, Any] = self.drafter.propose(plan)
         self.seconds += time.thread_time() - started
         return proposed
+
+    def end(self, seq: Sequence) -> None:
+        started = time.thread_time()
+        self.drafter.end(seq)
+        self.seconds += time.thread_time() - started
 
 
 class Machine:

@@ -1,9 +1,9 @@
 """`pdserve bench tune` against an exhaustive search: `python benchmarks/tune.py [--simulated]`.
 
-Sixty fleets and settings of two instances, paced by the profile of `forecast.py`. First each is measured once; then the tuner
-gets a fifth of that time, once for each of `--profiles`, factors of the times of prompts in the profile from which it starts:
-1 is right. The best of each are measured again, in turns. With `--simulated`, fleets are simulated in place of measured, each
-run with arrivals of its own, and take as long as the run and a start would.
+Sixty fleets and settings of two instances, paced by the profile of `forecast.py` at twice its speed, which takes some twenty
+minutes. First each is measured once; then the tuner gets a fifth of that time, once for each of `--profiles`, factors of the
+times of prompts in the profile from which it starts: 1 is right. The best of each are measured again, in turns, with other
+requests. With `--simulated`, fleets are simulated in place of measured, and take as long as the run and a start would.
 """
 
 import tempfile
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import forecast
 import report
-from forecast import PROFILE
 
 from pdserve.cli.flags import command_from_config
 from pdserve.config import flag
@@ -22,23 +22,26 @@ from pdserve.tools.bench.metrics import summarize
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.load_config import BenchTuneConfig
+from pdserve.tools.planner.measured import scaled
 from pdserve.tools.planner.slo_file import load_targets
 from pdserve.tools.planner.targets import compare
 from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, simulate
-from pdserve.tools.tuner.candidates import grid
+from pdserve.tools.tuner.candidates import REPETITIONS, grid
 from pdserve.tools.tuner.command import TRIED, Tuning, fleet_config, measure_fleet
 
-START_S = 10.0  # of a simulated fleet
+PROFILE = scaled(forecast.PROFILE, 0.5, 0.5)
+START_S = 5.0  # of a simulated fleet
 SHARE = 0.2  # of the exhaustive search's time, for the tuner
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
     requests: int = flag("of a run", 60, least=9)
-    rate: float = flag("requests per second", 3.0, above=0)
-    slo: str = flag("targets", "ttft.p90=500ms,itl.p99=180ms")
+    rate: float = flag("requests per second", 6.0, above=0)
+    slo: str = flag("targets", "ttft.p90=250ms,itl.p99=90ms")
+    seed: int = flag("of the requests", 0)
     batched_tokens: str = flag("values of --max-num-batched-tokens", "64,128,256,512,1024")
-    itl_targets: str = flag("values of --itl-target-ms", "off,40,60")
+    itl_targets: str = flag("values of --itl-target-ms", "off,20,30")
     max_num_seqs: str = flag("values of --max-num-seqs", "4,48")
     profiles: str = flag("factors of the times of prompts in the profile", "1,0.5")
     simulated: bool = flag("simulate fleets in place of measuring them", False)
@@ -57,6 +60,7 @@ def tune_config(settings: Settings, folder: Path) -> BenchTuneConfig:
         num_blocks=PROFILE.engine.num_blocks,
         threads=1,
         request_rate=settings.rate,
+        seed=settings.seed,
         num_prompts=settings.requests,
         random_input_len=800,
         random_output_len=32,
@@ -73,29 +77,27 @@ class Fleets:
     """Runs fleets, real or simulated ones, and knows the time.
 
     Attributes:
-        runs: how many there were, which gives each simulated one a seed of its own.
         virtual_s: of simulated runs.
     """
 
     config: BenchTuneConfig
     simulated: bool
-    runs: int = 0
     virtual_s: float = 0.0
 
     def now(self) -> float:
         return time.monotonic() + self.virtual_s
 
-    def measure(self, fleet: Fleet) -> Sequence[Sample]:
-        self.runs += 1
+    def measure(self, fleet: Fleet, repetition: int) -> Sequence[Sample]:
         if not self.simulated:
-            return measure_fleet(self.config, fleet)
-        config = replace(fleet_config(self.config), seed=self.runs, profile=self.config.paced)
+            return measure_fleet(self.config, fleet, repetition)
+        seed = self.config.seed + repetition
+        config = replace(fleet_config(self.config), seed=seed, profile=self.config.paced)
         forecast = simulate(config, PROFILE, {}, fleet, self.config.request_rate)
         self.virtual_s += START_S + forecast.figures["duration"]
         return forecast.samples
 
-    def ratio(self, fleet: Fleet) -> float:
-        samples = self.measure(fleet)
+    def ratio(self, fleet: Fleet, repetition: int) -> float:
+        samples = self.measure(fleet, repetition)
         targets = load_targets(self.config.slo, "")
         return compare(targets, summarize(samples, {}, METRICS, PERCENTILES, []), samples)[2]
 
@@ -110,7 +112,7 @@ def run(settings: Settings) -> None:
         settings_tried = {one: getattr(config, f"try_{one}") for one in TRIED}
         candidates = grid(config.instances, config.try_itl_target_ms, settings_tried)
         began = fleets.now()
-        exhaustive = {fleet: fleets.ratio(fleet) for fleet in candidates}
+        exhaustive = {fleet: fleets.ratio(fleet, 0) for fleet in candidates}
         seconds = {"exhaustive": fleets.now() - began}
         winners = {"exhaustive": min(exhaustive, key=lambda fleet: exhaustive[fleet])}
         reports = {}
@@ -125,9 +127,9 @@ def run(settings: Settings) -> None:
             kind = f"tune, prompts x {factor}"
             seconds[kind], reports[kind], winners[kind] = fleets.now() - began, tuning.report(), tuning.best
         again: dict[str, list[float]] = {str(fleet): [] for fleet in winners.values()}
-        for _ in range(settings.rounds):
+        for number in range(REPETITIONS, REPETITIONS + settings.rounds):
             for fleet in dict.fromkeys(winners.values()):
-                again[str(fleet)].append(fleets.ratio(fleet))
+                again[str(fleet)].append(fleets.ratio(fleet, number))
     medians = {fleet: median(ratios) for fleet, ratios in again.items()}
     reference = medians[str(winners["exhaustive"])]
     rows = [

@@ -13,6 +13,9 @@ are kept. The blocks that it does not have yet are promised to it: only running 
 then its KV waits in the store. If every layer has an attention window, it gets no blocks but those that the window of the
 last prompt token reaches.
 
+While a prompt waits for room, the leases of what is stored are prolonged in good time. With a connector that cannot do that,
+the store may evict blocks once their leases have ended; they are computed here.
+
 Of several choices of one prompt, the first one loads it. The others share its KV when it joins the engine, and join once they
 have their own first tokens. If it ends before, the next one takes its place.
 
@@ -47,6 +50,7 @@ TOO_FEW_ANSWERS = (
     "the beam search has found {found} of {due} answers: what the request allows leaves too few tokens; lower n and "
     "beam_width, or exclude less"
 )
+LEASE_PARTS = 3  # of a lease, after each of which it is prolonged
 STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step starts few stores
 
 
@@ -78,6 +82,7 @@ class _DecodeState:
         followers: states of the other choices of the prompt that this one loads.
         loader: state of the choice that loads the prompt of this one, or has loaded it.
         has_heir: it has ended, and one of its followers loads the prompt instead.
+        unprolonged: how often its leases should have been prolonged while it waited, and could not be.
     """
 
     job: Job
@@ -91,6 +96,7 @@ class _DecodeState:
     followers: "list[_DecodeState]" = field(default_factory=list)
     loader: "_DecodeState | None" = None
     has_heir: bool = False
+    unprolonged: int = 0
 
     def lead(self, followers: "list[_DecodeState]") -> None:
         self.followers = followers
@@ -104,6 +110,7 @@ class Decoder:
     Args:
         store_generated: which blocks to store back: `on` (all), `off` (none), or `auto` (those of the prompt, and of the
             output if another turn may follow).
+        lease_seconds: for which the leases of KV that waits in the store are prolonged.
 
     Attributes:
         waiting: requests that have no blocks yet, by sequence; of several choices the one that loads the prompt.
@@ -119,6 +126,7 @@ class Decoder:
         fetcher: Fetcher,
         context: InstanceContext,
         store_generated: str,
+        lease_seconds: float,
     ) -> None:
         self._engine = engine
         self._connector = connector
@@ -126,6 +134,8 @@ class Decoder:
         self._fetcher = fetcher
         self._context = context
         self._store_generated = store_generated
+        self._lease_seconds = lease_seconds
+        self._leases_due_at = -math.inf
         self._states: dict[Job, _DecodeState] = {}
         self.waiting: dict[Sequence, _DecodeState] = {}
         self.unreserved: dict[Sequence, _DecodeState] = {}
@@ -220,6 +230,22 @@ class Decoder:
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.kv.num_registered, len(seq.kv.block_ids)))
         scheduler.unreserved = None
+
+    def prolong_leases(self) -> None:
+        """Prolong the leases of KV that waits for room here, thrice in their time. To be called often."""
+        now = self._context.now()
+        if now < self._leases_due_at or not self._lease_seconds:
+            return
+        self._leases_due_at = now + self._lease_seconds / LEASE_PARTS
+        for state in (*self.cramped.values(), *self.unreserved.values()):
+            keys = state.job.keys[: state.loading.available]
+            if not self._connector.capabilities.prolongs or state.converted is not None:
+                state.unprolonged += 1
+                if state.unprolonged == LEASE_PARTS + 1:
+                    self._context.count("kv_lease_overruns", 1)
+            elif keys:
+                self._connector.prolong(keys, lease_s=self._lease_seconds, tickets=tuple(state.tickets))
+                self._context.count("kv_leases_prolonged", len(keys))
 
     def on_step(self, job: Job, accepted: Accepted, step_started: float) -> None:
         """Report the new tokens, if any, after an engine step that computed part of the sequence."""

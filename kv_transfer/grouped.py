@@ -113,6 +113,11 @@ class GroupedConnector(Connector):
             with self._calling:
                 part.release(keys, tickets=self._tickets(tickets, at))
 
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        for at, part in enumerate(self._parts):
+            with self._calling:
+                part.prolong(keys, lease_s=lease_s, tickets=self._tickets(tickets, at))
+
     def stats(self) -> Stats:
         """Return the sum of the groups' counters; of a combined store, that of each part."""
         stats = [part.stats() for part in self._parts]

@@ -219,6 +219,11 @@ class KeyChain:
         for at in range(0, len(packed), KEY_BYTES):
             self._unit_keys.append(packed[at : at + KEY_BYTES])
 
+    @property
+    def root(self) -> bytes:
+        """The key of no tokens."""
+        return self._unit_keys[0]
+
     def copy(self) -> "KeyChain":
         """Return an independent copy, for tokens that continue differently."""
         chain = KeyChain(self._unit_keys[0])

@@ -17,7 +17,7 @@ PREFILL: Phase
 DECODE: Phase
 
 class InstanceFrame(_message.Message):
-    __slots__ = ("hello", "outputs", "heartbeat", "draining", "blocks", "failed", "others", "token")
+    __slots__ = ("hello", "outputs", "heartbeat", "draining", "blocks", "failed", "others", "token", "waited")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class InstanceFrame(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     outputs: bytes
     heartbeat: Heartbeat
@@ -34,7 +35,8 @@ class InstanceFrame(_message.Message):
     failed: Failed
     others: Load
     token: str
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., outputs: _Optional[bytes] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+    waited: float
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., outputs: _Optional[bytes] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ..., waited: _Optional[float] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -248,7 +250,7 @@ class Heard(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "phase", "request", "output", "members", "writer", "prediction")
+    __slots__ = ("request_id", "phase", "request", "output", "members", "writer", "prediction", "leaves_nothing")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +258,7 @@ class Submit(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_NOTHING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     phase: Phase
     request: bytes
@@ -263,7 +266,8 @@ class Submit(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[Member]
     writer: Layout
     prediction: bytes
-    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., request: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ..., prediction: _Optional[bytes] = ...) -> None: ...
+    leaves_nothing: bool
+    def __init__(self, request_id: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., request: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., writer: _Optional[_Union[Layout, _Mapping]] = ..., prediction: _Optional[bytes] = ..., leaves_nothing: _Optional[bool] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("request_id", "seed")

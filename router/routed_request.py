@@ -16,6 +16,7 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
         session: the client's session id; a routing policy may keep a session on one instance.
         alone: it finds no KV of other requests; `build_requests` gives each prompt a salt of its own.
         prediction: tokens of the answer that the client has predicted, packed; instances that decode get them, too.
+        leaves_nothing: its answer is not kept for drafts of later requests.
         received: when the router received the body, in seconds on its monotonic clock.
     """
 
@@ -26,4 +27,5 @@ class RoutedRequest(Request, frozen=True, kw_only=True):
     session: str = ""
     alone: bool = False
     prediction: bytes = b""
+    leaves_nothing: bool = False
     received: float | None = None

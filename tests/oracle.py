@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import Drafter, StepPlan
 
 
-class Oracle:
+class Oracle(Drafter):
     """Implements `Drafter`. `answers` are (prompt, output) pairs."""
 
     def __init__(self, answers: Iterable[tuple[list[int], list[int]]]) -> None:

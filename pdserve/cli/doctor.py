@@ -168,7 +168,6 @@ def _packages() -> list[Finding]:
         "lz4": ("lz4", "?codec=lz4 of connectors"),
         "zstandard": ("zstandard", "?codec=zstd"),
         "ml_dtypes": ("ml_dtypes", "?codec=fp8 and ?codec=int8"),
-        "plotly": ("plotly", "--html of bench serve, simulate and plan"),
         "opentelemetry.sdk": ("opentelemetry-sdk", "--otlp-endpoint"),
         "smg_grpc_proto": ("smg-grpc-proto", "vLLM's VllmEngine on --grpc-port"),
         "ray": ("ray", "pdserve up --on ray"),

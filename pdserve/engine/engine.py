@@ -122,8 +122,8 @@ class Engine:
         room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
-        if config.speculate != "off":
-            self.drafter = extension("speculation")(config, self.scheduler)
+        if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
+            self.drafter = extension("speculation")(config, self.scheduler, self._is_recorded)
         self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
         self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
@@ -187,6 +187,15 @@ class Engine:
             how = sampling.length_penalty, sampling.early_stopping
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
         return seq
+
+    @property
+    def _must_not_wait(self) -> bool:
+        """True if steps are launched ahead, which drafts would end, or compute nothing, so that all drafts would be right."""
+        return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
+
+    def _is_recorded(self, rows: int) -> bool:
+        """Return whether decode steps of so many rows are recorded, or none ever is."""
+        return self.runner.graphs is None or self.runner.graphs.has(rows)
 
     def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:
         """Raise ValueError if a request is none that this engine could ever serve."""
@@ -267,6 +276,8 @@ class Engine:
             self._compiling.remove(seq)
         if seq.leader is not None:
             seq.leave()
+        if self.drafter is not None:
+            self.drafter.end(seq)
         self.scheduler.remove(seq)
         if seq.group is not None:
             self._searches.discard(seq)

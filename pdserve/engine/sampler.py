@@ -72,7 +72,7 @@ def _in_turns(
         for seq, token, _ in turn:
             count = appended.get(seq, 0)
             is_right = seq in place and drafts.get(seq, [])[count : count + 1] == [token]
-            if is_right and not seq.output.ends_with(token, seq.output.num_generated + 1):
+            if is_right and not seq.output.fault and not seq.output.ends_with(token, seq.output.num_generated + 1):
                 seq.output.append(token)
                 appended[seq] = count + 1
                 rows.append(place[seq] + count + 1)

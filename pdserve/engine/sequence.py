@@ -61,6 +61,11 @@ class SequenceOutput:
         self.max_tokens, self.min_tokens = sampling.max_tokens, sampling.min_tokens
         self.reasoning = ReasoningTracker(sampling.reasoning) if sampling.reasoning is not None else None
 
+    @property
+    def fault(self) -> RequestError | None:
+        """Why it cannot be continued: a plug-in or its grammar has failed. Then its last token counts for nothing."""
+        return self.failure or (None if self.constraint is None else self.constraint.failure)
+
     def copy(self, tokens: Tokens, sampling: SamplingParams, constraint: Constraint | None) -> "SequenceOutput":
         """Return the output so far as that of another sequence, of which `tokens` is a copy."""
         return replace(self, tokens=tokens, sampling=sampling, constraint=constraint)
@@ -219,6 +224,7 @@ class Sequence:
         group: of its beam search, if it is one.
         features: what its request needs of a step beside tokens; most need nothing.
         prediction: tokens of the answer that its client has predicted, if it has.
+        leaves_nothing: its answer is not kept for drafts of later requests.
     """
 
     request_id: str
@@ -236,6 +242,7 @@ class Sequence:
     group: BeamGroup | None = None
     features: tuple[Feature, ...] = ()
     prediction: "Tokens | None" = None
+    leaves_nothing: bool = False
 
     @classmethod
     def new(
@@ -324,6 +331,10 @@ class Sequence:
     def predict(self, prediction: Tokens) -> None:
         """Set the answer that its client has predicted."""
         self.prediction = prediction
+
+    def leave_nothing(self) -> None:
+        """Have its answer not kept for drafts of later requests."""
+        self.leaves_nothing = True
 
     def let_pass(self) -> None:
         """Record that a shorter prompt goes first while this one lacks blocks."""

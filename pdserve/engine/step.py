@@ -110,6 +110,10 @@ class Drafter(Protocol):
     def propose(self, plan: StepPlan) -> Mapping[Sequence, SequenceABC[int]]:
         """Return the tokens that may follow some of a plan's sequences, of those that take drafts (`takes_drafts`)."""
 
+    def end(self, seq: Sequence) -> None:
+        """Learn that a sequence is over here, finished or not."""
+        return None  # most drafters know nothing of it
+
 
 @dataclass
 class StepRows:

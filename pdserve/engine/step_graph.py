@@ -45,6 +45,9 @@ class Graphs(Protocol):
 
     num_replayed: int
 
+    def has(self, size: int) -> bool:
+        """Return whether steps of so many sequences are replayed."""
+
     def logits(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Return the logits [S, V] of one decode step. The next call may overwrite them."""
 
@@ -76,6 +79,10 @@ class StepGraphs:
     def verified(self) -> set[int]:
         """Batch sizes that can be replayed."""
         return {size for size, graph in self._graphs.items() if graph.verified}
+
+    def has(self, size: int) -> bool:
+        """Return whether steps of so many sequences are replayed, or none ever is."""
+        return not self._enabled or (size in self._graphs and self._graphs[size].verified)
 
     @property
     def nbytes(self) -> int:

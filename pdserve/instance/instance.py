@@ -116,7 +116,9 @@ class Instance:
         self.layout_converter = LayoutConverter(
             pool, self.engine.layout, config.connector if converts else None, on_all_ranks
         )
-        self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
+        self.decoder = Decoder(
+            self.engine, self.connector, self.transfers, fetcher, self, config.store_generated, config.lease_seconds
+        )
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, now)
         # With `now` and `close_job`, what the roles call: `InstanceContext`.
         self.count, self.record_transfer = self.reporter.count, self.reporter.meter.record_transfer
@@ -256,6 +258,7 @@ class Instance:
             pass
         if self.decoder.unreserved or self.decoder.cramped:
             self.decoder.reserve()
+            self.decoder.prolong_leases()
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped, generated = self.now(), 0
@@ -264,12 +267,10 @@ class Instance:
             self._roles[job.phase].on_resumed(job)
         for seq in result.advanced:
             job = self._by_sequence[seq]
-            failure = seq.output.failure or (seq.output.constraint and seq.output.constraint.failure)
-            if failure:
-                self._reject(job.link, seq.request_id, failure)
-                self._cancel(job)
-                continue
             accepted = result.outcome.get(seq) or Accepted()
+            if fault := seq.output.fault:
+                self._fail(job, accepted, fault, started)
+                continue
             self._roles[job.phase].on_step(job, accepted, started)
             generated += len(accepted.tokens)
         if generated:
@@ -323,6 +324,8 @@ class Instance:
             )
             if message.prediction:
                 self.engine.predict(seq, unpack_tokens(message.prediction))
+            if message.leaves_nothing:
+                seq.leave_nothing()
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except (ValueError, RequestError) as error:
             refusal = error if isinstance(error, RequestError) else RequestError(str(error), kind="rejected")
@@ -340,6 +343,15 @@ class Instance:
             self.prefiller.submit(job, others)
         else:
             self.decoder.submit(job, converted, others)
+
+    def _fail(self, job: Job, accepted: Accepted, fault: RequestError, started: float) -> None:
+        """End a request that a step could not continue, behind the tokens before that: the last one counts for nothing."""
+        del accepted.tokens[-1:], accepted.logprobs[-1:]
+        if accepted.tokens:
+            self._roles[job.phase].on_step(job, accepted, started)
+            self.send_outputs()
+        self._reject(job.link, job.seq.request_id, fault)
+        self._cancel(job)
 
     def _reject(self, link: str, request_id: str, error: RequestError) -> None:
         self._send(link, pb.InstanceFrame(outputs=pack([Output(request_id=request_id, error=failure(error))])))

@@ -64,11 +64,13 @@ async def _serve(role: str, config: InstanceConfig) -> None:
             config.registry, config.name, token, lambda: instance.count_threadsafe("lookups_of_routers_failed")
         )
     links = RouterLinks([] if registry else config.routers, token, registry, client_context(config))
+    kv_events = KVEventsConfig.load_setting(config.kv_events_config)
+    _import_extensions(config, kv_events)
     started = time.monotonic()
     instance = _create_instance(config, links)
     if config.profile or config.paced:
         instance.reporter.watch(_load_profile(config, instance))
-    if (kv_events := KVEventsConfig.load_setting(config.kv_events_config)).is_on:
+    if kv_events.is_on:
         instance.publish_events(kv_events)
     if config.metrics_port is not None:
         serve_metrics(config.metrics_port, instance, links, config.name if config.vllm_metrics else "")
@@ -100,6 +102,14 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     await asyncio.to_thread(thread.join)
     if isinstance(outcome, Exception):
         raise RuntimeError("the router links ended unexpectedly") from outcome
+
+
+def _import_extensions(config: InstanceConfig, kv_events: KVEventsConfig) -> None:
+    """Import the extensions that settings ask for: what is missing shall be said before a model is loaded for minutes."""
+    if kv_events.is_on:
+        plugins.extension("instance-kv-events")
+    if config.grpc_health_port is not None:
+        plugins.extension("instance-grpc")
 
 
 def _create_instance(config: InstanceConfig, links: RouterLinks) -> Instance:

@@ -44,6 +44,7 @@ from pdserve.ranks.messages import (
     Load,
     Match,
     Matched,
+    Prolong,
     Ready,
     Release,
     ReleaseConverted,
@@ -137,6 +138,8 @@ class Follower:
                 when_done(connector.match(keys), lambda stored: self.reply(Matched(operation, stored)))
             case Release(keys, tickets):
                 connector.release(keys, tickets=tickets)
+            case Prolong(keys, lease_s, tickets):
+                connector.prolong(keys, lease_s=lease_s, tickets=tickets)
             case other:
                 raise AssertionError(f"unknown command {other}")
 

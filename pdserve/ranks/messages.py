@@ -86,6 +86,12 @@ class Release(Message):
     tickets: list[bytes]
 
 
+class Prolong(Message):
+    keys: list[bytes]
+    lease_s: float
+    tickets: list[bytes]
+
+
 class Convert(Message):
     """Load KV of another layout, as `SourceLoader.load`. `layout` has the fields of that layout, `at` is the group."""
 
@@ -125,6 +131,7 @@ Command = (
     | Follow
     | Match
     | Release
+    | Prolong
     | Convert
     | ReleaseConverted
     | Cancel

@@ -21,7 +21,7 @@ from pdserve.kv_transfer.forwarding import ForwardingConnector
 from pdserve.kv_transfer.grouped import joined_held, when_all
 from pdserve.kv_transfer.tickets import join_tickets, tickets_of_rank
 from pdserve.ranks.followers import Followers
-from pdserve.ranks.messages import Cancel, Follow, Load, Match, Release, Store
+from pdserve.ranks.messages import Cancel, Follow, Load, Match, Prolong, Release, Store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -65,6 +65,10 @@ class RankedConnector(ForwardingConnector):
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         self._followers.send_each(lambda rank: Release(list(keys), self._tickets(tickets, rank)))
         super().release(keys, tickets=self._tickets(tickets, 0))
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        self._followers.send_each(lambda rank: Prolong(list(keys), lease_s, self._tickets(tickets, rank)))
+        super().prolong(keys, lease_s=lease_s, tickets=self._tickets(tickets, 0))
 
     def stats(self) -> Stats:
         """Return the counters of rank 0, with the bytes of all ranks, which move as many."""

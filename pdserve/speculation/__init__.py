@@ -2,5 +2,5 @@
 
 `Speculator` is the engine's drafter (`--speculate`). Drafts never change the output (`engine/step.py`), only its speed.
 
-In reading order: matches, lengths, speculator.
+In reading order: matches, answers, lengths, speculator.
 """

@@ -1,43 +1,36 @@
-"""Speculator: the drafter of an engine. It looks for what follows, in the sequence's own tokens and before them in the answer
-that a client has predicted, and proposes what pays.
+"""Speculator: the drafter of an engine. It looks for what follows, first in the answer that a client has predicted, then in
+the sequence's own tokens and in the answers that others of its owner have had, and proposes what pays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from pdserve.config import EngineConfig
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepPlan
-from pdserve.keys import Tokens
-from pdserve.speculation.lengths import Acceptance, chances, compare, worthwhile
-from pdserve.speculation.matches import Draft, continue_by_votes, continue_last, continue_predicted, occurrences
+from pdserve.speculation.answers import FinishedAnswers
+from pdserve.speculation.lengths import Acceptance, Step, chances, compare, worthwhile
+from pdserve.speculation.matches import Draft, Index, continue_by_votes, continue_last, continue_predicted
 
-MAX_SKIPPED = 16  # tokens for which no match is looked up, after as many lookups without one
+MAX_INDEXED = 4096  # tokens of a sequence in one step, about a millisecond: a long prompt takes several
 
 
 @dataclass
 class _Followed:
-    """Drafting state of a sequence. It affects speed only, so another instance starts without it.
+    """What is known of a sequence beside its tokens: nothing that another instance could not do without.
 
     Attributes:
+        index: of its tokens, and `predicted` of those that its client has predicted.
         acceptance: of its drafts.
-        draft: the last one, and `drafted_at` the number of tokens before it.
-        misses: looks in a row of which nothing came.
-        due: number of tokens from which on to look again.
+        guess: what would have followed, computed or not, when it had `guessed_at` tokens.
     """
 
+    index: Index
+    predicted: Index | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
-    draft: Draft | None = None
-    drafted_at: int = 0
-    misses: int = 0
-    due: int = 0
-
-    def look(self, has_come: bool, length: int) -> None:
-        """Record a look at a number of tokens, and whether a draft came of it."""
-        self.misses = 0 if has_come else min(self.misses + 1, MAX_SKIPPED)
-        self.due = length + self.misses
+    guess: Draft | None = None
+    guessed_at: int = 0
 
 
 class Speculator(Drafter):
@@ -45,34 +38,24 @@ class Speculator(Drafter):
 
     Args:
         scheduler: whose costs and limit of a step's time count.
+        is_recorded: whether steps with so many rows are recorded.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler) -> None:
-        self._looks_at_all = config.speculate != "auto"
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, is_recorded: Callable[[int], bool]) -> None:
+        self.answers = FinishedAnswers() if config.speculate != "ngram" else None
+        self._proposes_all = config.speculate != "auto"
         self._most = config.speculative_tokens
         self._continue = continue_last if config.speculate == "ngram" else continue_by_votes
-        self._scheduler = scheduler
+        self._scheduler, self._is_recorded = scheduler, is_recorded
         self._acceptance = Acceptance()  # of all sequences
-        self._followed: WeakKeyDictionary[Sequence, _Followed] = WeakKeyDictionary()
-
-    def find(self, tokens: Tokens) -> Draft | None:
-        """Return what may follow some tokens; None if nothing is found."""
-        match, positions = occurrences(tokens)
-        return self._continue(tokens, match, positions, self._most) if positions and self._most else None
-
-    def draft(self, seq: Sequence) -> Draft | None:
-        """Return what may follow a sequence, first of the answer that its client has predicted; None if nothing is found."""
-        tokens = seq.output.tokens
-        if seq.prediction is not None and self._most:
-            draft = continue_predicted(seq.prediction, tokens, seq.output.num_prompt, self._most)
-            if draft is not None:
-                return draft
-        return self.find(tokens)
+        self._followed: dict[Sequence, _Followed] = {}
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
         """Return the tokens that may follow some of a plan's sequences."""
-        if self._looks_at_all:
-            found = ((seq, self.draft(seq)) for seq in plan.counts if seq.takes_drafts)
+        if not self._most:
+            return {}
+        if self._proposes_all:
+            found = ((seq, self.find(seq, self._follow(seq), self._most)) for seq in plan.counts if seq.takes_drafts)
             drafts = {seq: draft for seq, draft in found if draft is not None}
             lengths: Mapping[Sequence, int] = dict.fromkeys(drafts, self._most)
         else:
@@ -80,33 +63,62 @@ class Speculator(Drafter):
         plan.predicted.update(seq for seq in lengths if drafts[seq].is_predicted)
         return {seq: drafts[seq].tokens[:length] for seq, length in lengths.items()}
 
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence that is over here, but for its answer."""
+        self._followed.pop(seq, None)
+        if self.answers is not None:
+            self.answers.add(seq)
+
+    def _follow(self, seq: Sequence) -> _Followed:
+        followed = self._followed.get(seq)
+        if followed is None:
+            followed = self._followed[seq] = _Followed(Index(seq.output.tokens))
+            if seq.prediction is not None:
+                followed.predicted = Index(seq.prediction)
+                followed.predicted.extend()
+        return followed
+
+    def find(self, seq: Sequence, followed: _Followed, most: int) -> Draft | None:
+        """Return what may follow a sequence; None if nothing is found."""
+        followed.index.extend()
+        tokens, gram = seq.output.tokens, followed.index.gram
+        if followed.predicted is not None:
+            draft = continue_predicted(followed.predicted, tokens, gram, seq.output.num_prompt, most)
+            if draft is not None:
+                return draft
+        match = followed.index.find(tokens, gram)
+        if self.answers is not None:
+            other = self.answers.find(seq, gram)
+            if other is not None and (match is None or other.length > match.length):
+                match = other
+        if match is None:
+            return None
+        draft = self._continue(match, most)
+        return draft if draft.tokens else None
+
     def _find_what_pays(self, plan: StepPlan) -> tuple[dict[Sequence, Draft], Mapping[Sequence, int]]:
         """Return what may follow some of a plan's sequences, and how much of it pays."""
-        looked, drafts = list[_Followed](), dict[Sequence, Draft]()
+        step = Step.forecast(plan.counts, self._scheduler.costs, self._scheduler.itl_target, self._is_recorded)
+        least, drafts, expected = step.least_chance(), dict[Sequence, Draft](), dict[Sequence, list[float]]()
+        if least >= 1:
+            return {}, {}
         for seq in plan.counts:
-            followed = self._followed.get(seq)
-            if followed is None:
-                followed = self._followed[seq] = _Followed()
-            if len(seq.output.tokens) >= followed.due and seq.takes_drafts:
-                self._compare(followed, seq.output.tokens)
-                if (draft := self.draft(seq)) is not None:
-                    drafts[seq] = draft
-                followed.draft, followed.drafted_at = draft, len(seq)
-                looked.append(followed)
-        lengths: Mapping[Sequence, int] = {}
-        if drafts:
-            expected = {
-                seq: chances(one, self._followed[seq].acceptance, self._acceptance) for seq, one in drafts.items()
-            }
-            decoding = [seq for seq in plan.counts if seq.kv.is_decoding]
-            lengths = worthwhile(expected, decoding, self._scheduler.costs, self._scheduler.itl_target)
-        came = {id(self._followed[seq]) for seq in lengths}
-        for followed in looked:
-            followed.look(id(followed) in came, followed.drafted_at)
-        return drafts, lengths
+            if not seq.takes_drafts:
+                continue
+            followed = self._follow(seq)
+            self._compare(followed, seq)
+            if not followed.index.extend(MAX_INDEXED):
+                continue
+            guess = self.find(seq, followed, 1)
+            if guess is not None and chances(guess, followed.acceptance, self._acceptance)[0] > least:
+                guess = drafts[seq] = self.find(seq, followed, self._most) or guess
+                expected[seq] = chances(guess, followed.acceptance, self._acceptance)
+            followed.guess, followed.guessed_at = guess, len(seq)
+        return drafts, worthwhile(step, expected) if expected else {}
 
-    def _compare(self, followed: _Followed, tokens: Tokens) -> None:
-        """Compare the last draft, computed or not, with the tokens generated since, and record the acceptance."""
-        if (draft := followed.draft) is not None:
-            since = tokens[followed.drafted_at : followed.drafted_at + len(draft.tokens)].tolist()
-            compare(draft, since, followed.acceptance, self._acceptance)
+    def _compare(self, followed: _Followed, seq: Sequence) -> None:
+        """Record whether the last guess was right: what has followed since is known."""
+        if (guess := followed.guess) is not None:
+            since = seq.output.tokens[followed.guessed_at : followed.guessed_at + len(guess.tokens)].tolist()
+            compare(guess, since, followed.acceptance, self._acceptance)
+            followed.guess = None

@@ -142,7 +142,7 @@ class PlanConfig(FleetConfig):
     )
     price: float = flag("of one instance per hour, with --gpu of one GPU; 0: unknown", 0.0, least=0)
     json: str = flag("JSON file with all figures; empty: none", "")
-    html: str = flag("HTML report in one file; needs plotly; empty: none", "")
+    html: str = flag("HTML report in one file; empty: none", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ class BenchServeConfig(LoadConfig):
     result_dir: str = flag("directory of the JSON file", ".")
     result_filename: str = flag("name of the JSON file; empty: from rate, model and time", "")
     csv: str = flag("CSV file with a row per request; empty: none", "")
-    html: str = flag("HTML report in one file; needs plotly; empty: none", "")
+    html: str = flag("HTML report in one file; empty: none", "")
 
 
 @dataclass(frozen=True, kw_only=True)

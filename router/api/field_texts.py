@@ -142,6 +142,8 @@ FIELDS: dict[str, str] = {
     "thread": "only null: no conversation is kept",
     "include": "accepted without effect for reasoning.encrypted_content and the parts of tools that this server has not",
     "previous_response_id": "the response that this one continues, with --response-store; 404 if it is unknown",
+    "ChatBody.store": "false: keep nothing of the answer, from which later ones of the same key may be computed faster",
+    "CompletionBody.store": "as in chat completions",
     "store": "keep the response; default true with --response-store, else false",
     # ---- answers
     "id": "names the answer; the request's X-Request-Id where it has one",

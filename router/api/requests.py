@@ -129,6 +129,7 @@ def build(
         priority=body.priority or 0,
         session=draft.session or body.prompt_cache_key or body.user or "",  # the most explicit name of related requests
         multi_turn=multi_turn and not draft.alone,
+        leaves_nothing=draft.alone or body.store is False,
         whole=not body.stream and not body.stop,
     )
     return Generation(

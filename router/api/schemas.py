@@ -1,7 +1,7 @@
 """Schemas of request bodies: OpenAI's fields and vLLM's.
 
-A field of OpenAI or vLLM that this router does not support is accepted only at values that have no effect. `metadata`,
-`safety_identifier` and `store: false` are always accepted without effect: OpenAI uses them for its own bookkeeping.
+A field of OpenAI or vLLM that this router does not support is accepted only at values that have no effect. `metadata`
+and `safety_identifier` are always accepted without effect: OpenAI uses them for its own bookkeeping.
 `prompt_cache_key` and `user` name a session, for routing only.
 """
 
@@ -56,7 +56,6 @@ NO_OPS: NoOps = {
     "request_id": (),
     "service_tier": SERVICE_TIERS,
     "spaces_between_special_tokens": (True,),
-    "store": (False, True),
     "verbosity": ("low", "medium", "high"),
     "web_search_options": (),
 }
@@ -151,6 +150,7 @@ class SamplingBody(GenerationBody):
 
     max_tokens: int | None = None
     n: int | None = None
+    store: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Object[Any] | None = None
     guided_json: Any = None

@@ -267,6 +267,8 @@ class Dispatcher:
         if output.stamps or has_scores or has_counts:
             state.record_output(instance, output, now)
         if output.token_ids or has_answer:
+            if state.timeline.migrations and (pause := state.end_pause(now)) is not None:
+                self._metrics.migration_pause.observe(pause)
             gap = state.emit(output, now)
             if gap is not None:
                 self._metrics.inter_token_latency.observe(gap)

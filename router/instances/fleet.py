@@ -142,6 +142,7 @@ class InstanceHandle:
         if costs.prefill:
             self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), tuple(costs.transfer)))
         self.heartbeat = heartbeat
+        self.candidate.free_tokens = heartbeat.free_blocks * self.candidate.block_size
 
     def update_other_load(self, load: pb.Load) -> None:
         """Replace the load of other routers' requests."""
@@ -370,6 +371,8 @@ class Fleet:
                         instance.may_be_poisoned = True  # any of its requests may be the cause
                         raise InvalidFrame(f"outputs that cannot be read: {error}") from error
                     for output in outputs:
+                        for stage in output.stamps:
+                            output.stamps[stage] += frame.waited
                         self.listener.on_output(instance, output)
                 case "draining":
                     extra = {"event": "draining", "instance": instance.id}

@@ -31,6 +31,7 @@ class AdmissionSlot:
     Attributes:
         key: name of the API key.
         max_tokens: the most tokens that it can use, prompts and outputs.
+        entered_at: when it was queued, on the router's clock.
         is_admitted: False while it is queued, and after it has been dropped.
         refusal: why it was dropped from the queue; None if it was not.
         on_decision: called without arguments when it leaves the queue, admitted or dropped. It only wakes the waiting caller,
@@ -42,6 +43,7 @@ class AdmissionSlot:
     choices: int
     prompt_tokens: int
     max_tokens: int
+    entered_at: float = 0.0
     is_admitted: bool = False
     refusal: RequestError | None = None
     on_decision: Callable[[], object] = lambda: None
@@ -78,6 +80,8 @@ class AdmissionQueue:
         self._max_queue = config.max_queue
         self._metrics = metrics
         self._now = now
+        metrics.queued = self.queued
+        metrics.key_names.update((f"{tenant.id:x}", name) for name, tenant in self.tenants.items())
         for name in self.quotas:
             metrics.key_waiting.labels(key=name).set_function(partial(self._queue.num_queued, name))
 
@@ -106,6 +110,7 @@ class AdmissionQueue:
             self._queue.pass_by(key, prompt_tokens)
             self._admit(slot)
             return slot
+        slot.entered_at = self._now()
         self._queue.push(key, slot, prompt_tokens, priority)
         self._admit_queued()
         if len(self._queue) > self._max_queue:
@@ -130,6 +135,10 @@ class AdmissionQueue:
             self._queue.remove(slot.key, slot)
         if self._queue.backlogged:
             self._admit_queued()
+
+    def queued(self) -> list[tuple[float, int]]:
+        """Return when each queued request came, and its prompt tokens."""
+        return [(slot.entered_at, slot.prompt_tokens) for slot in self._queue]
 
     def headers(self, key: str) -> dict[str, str]:
         """Return OpenAI's rate-limit headers for the key."""

@@ -69,6 +69,7 @@ class Candidate:
         token_bytes: size of one token's KV, in the layers of the longest window.
         windows: of the other layers, (tokens, bytes of each): no more of them are moved, or stay in the pool.
         capacity_tokens: size of the pool, without these.
+        free_tokens: its room by the last heartbeat. Over `nixl://`, prompts that wait for decode fill the pool of prefill.
         itl_target: seconds that a step with decoding sequences should not exceed, whatever prompts it contains.
         block_size: tokens of a prompt that such a step computes at least.
         longest: of this router's requests, the one with the most prompt tokens left.
@@ -86,6 +87,7 @@ class Candidate:
     token_bytes: int = 1
     windows: tuple[tuple[int, int], ...] = ()
     capacity_tokens: int = 1 << 62
+    free_tokens: int = 1 << 62
     itl_target: float = math.inf
     block_size: int = 1
     longest: Load = NO_LOAD
@@ -320,6 +322,13 @@ def forecast_itl(candidate: Candidate, request: PlacementRequest) -> float:
     return _itl_scores([candidate], request)[0][0]
 
 
+def room_seconds(candidate: Candidate, tokens: int) -> float:
+    """Forecast how long a prompt waits for room on a decode instance: until all that waits there has had its own."""
+    step, _, _, _, free_tokens = candidate.decode_terms()
+    pools = max(1.0, (tokens - free_tokens) / max(1, candidate.capacity_tokens))
+    return step * candidate.output_tokens / max(1, candidate.requests) * pools if tokens > free_tokens else 0.0
+
+
 def _itl_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
     """`forecast_itl` of all candidates, in one loop for the same reason."""
     tokens, cached_on, spread = request.tokens, request.cached.get, request.wait_spread
@@ -464,6 +473,8 @@ def place(
     here = forecast_ttft(decode, request)
     moved = uncached * decode.token_bytes + (decode.window_bytes(uncached) if decode.windows else 0)
     there = forecast_ttft(prefill, request) + decode.costs.transfer_seconds(moved)
+    if request.tokens > prefill.free_tokens:  # what fills it may wait for decode
+        there += room_seconds(decode, request.tokens)
     is_late = ttft_target is not None and there > ttft_target
     if is_late and math.isfinite(decode.itl_target) and prefill.prefills and here <= there:
         return Placement("decode", "backlog", uncached, here, there)

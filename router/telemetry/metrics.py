@@ -46,17 +46,23 @@ class Metrics:
 
     Args:
         vllm_model: export metrics by vLLM's names too, with this name of the model; empty: do not.
+
+    Attributes:
+        key_names: names of API keys, by the numbers by which instances know them, in hexadecimal.
     """
 
     def __init__(self, fleet: Fleet, vllm_model: str = "") -> None:
         self._vllm_model = vllm_model
+        self.key_names: dict[str, str] = {}
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        self._add_of_requests(counter, partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS))
+        histogram = partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS)
+        self._add_of_requests(counter, histogram)
         self._add_of_admission(counter, gauge)
-        self._add_of_faults(counter, gauge)
+        self._add_of_faults(counter, gauge, histogram)
         self._add_of_process(counter, gauge)
-        self.registry.register(_FleetCollector(fleet))
+        self.queued: Callable[[], Iterable[tuple[float, int]]] = tuple
+        self.registry.register(_FleetCollector(fleet, lambda: self.queued(), self.key_names))
         for name, values in FROM_START.items():
             for value in values:
                 getattr(self, name).labels(value)
@@ -115,7 +121,9 @@ class Metrics:
             "pdserve_unauthorized_total", "requests without a valid key: with none, or with a wrong one", ["reason"]
         )
 
-    def _add_of_faults(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+    def _add_of_faults(
+        self, counter: Callable[..., Counter], gauge: Callable[..., Gauge], histogram: Callable[..., Histogram]
+    ) -> None:
         self.fallbacks = counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode completed by computing, by the fault of prefill",
@@ -128,6 +136,9 @@ class Metrics:
         )
         self.migrations = counter(
             "pdserve_migrations_total", "streams moved to other instances, by the fault of the first", ["kind"]
+        )
+        self.migration_pause = histogram(
+            "pdserve_migration_pause_seconds", "time that the client of a moved stream waited for its next token"
         )
         self.invalid_outputs = counter(
             "pdserve_invalid_outputs_total",
@@ -204,32 +215,42 @@ def _num_tasks() -> int:
         return 0
 
 
-def prefill_backlog_seconds(instance: InstanceHandle) -> float:
-    """Return how long an instance will compute the prompts that all routers have given it, by its cost model."""
+def prefill_backlog_seconds(instance: InstanceHandle, queued: float) -> float:
+    """Return how long an instance will compute the prompts that all routers have given it, by its cost model.
+
+    Args:
+        queued: prompt tokens of this router's admission queue that will come to it, by its share of the prefill instances.
+    """
     load = instance.candidate
-    return load.costs.total_prefill_seconds(load.prefills, load.prefill_tokens, load.attended_tokens)
+    return load.costs.total_prefill_seconds(load.prefills, load.prefill_tokens + queued, load.attended_tokens)
 
 
-def kv_occupancy(instance: InstanceHandle) -> float:
+def kv_occupancy(instance: InstanceHandle, queued: float) -> float:
     """Return the share of an instance's pool that is in use or reserved; over 1 if requests wait for room.
 
     It is the larger of what the instance reported and of what the requests need that all routers have given it, of which
-    shared prefixes count for each request.
+    shared prefixes count for each request, and those of the admission queue by the instance's share.
     """
     num_blocks = instance.hello.num_blocks
     held = (
         num_blocks - instance.heartbeat.free_blocks if instance.heartbeat.counters else 0
     )  # 0 before the first heartbeat
-    return max(held / num_blocks, instance.candidate.context_tokens / instance.candidate.capacity_tokens)
+    return max(held / num_blocks, (instance.candidate.context_tokens + queued) / instance.candidate.capacity_tokens)
 
 
-LOAD_GAUGES: list[tuple[str, str, Callable[[InstanceHandle], float]]] = [
+LOAD_GAUGES: list[tuple[str, str, str, Callable[[InstanceHandle, float], float]]] = [  # name, help, role, value
     (
         "prefill_backlog_seconds",
-        "forecast time to compute the prompts that wait at an instance",
+        "forecast time to compute the prompts that wait at an instance, or for it in the router's queue",
+        "prefill",
         prefill_backlog_seconds,
     ),
-    ("kv_occupancy", "share of an instance's KV pool in use or reserved; over 1: requests wait for room", kv_occupancy),
+    (
+        "kv_occupancy",
+        "share of an instance's KV pool in use or reserved, or needed by the router's queue; over 1: requests wait for room",
+        "decode",
+        kv_occupancy,
+    ),
 ]
 
 PREFIX_INDEX_GAUGES: list[tuple[str, str, Callable[[Fleet, InstanceHandle, float], float]]] = [
@@ -264,8 +285,12 @@ class _Family(Collector):
 class _FleetCollector(Collector):
     """Collects the metrics per instance at scrape time."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(
+        self, fleet: Fleet, queued: Callable[[], Iterable[tuple[float, int]]], key_names: dict[str, str]
+    ) -> None:
         self._fleet = fleet
+        self._queued = queued
+        self._key_names = key_names
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily("pdserve_instances_lost", "instances that left since the start", self._fleet.num_lost)
@@ -277,16 +302,22 @@ class _FleetCollector(Collector):
             for instance in self._fleet.instances.values():
                 gauge.add_metric([instance.id], value(self._fleet, instance, now))
             yield gauge
-        for name, help, load in LOAD_GAUGES:
+        queued = sum(tokens for _, tokens in self._queued())
+        for name, help, role, load in LOAD_GAUGES:
             gauge = GaugeMetricFamily(f"pdserve_{name}", help, labels=["instance", "role"])
+            able = sum(instance.role in (role, "both") for instance in self._fleet.instances.values())
             for instance in self._fleet.instances.values():
-                gauge.add_metric([instance.id, instance.role], load(instance))
+                own = queued / able if instance.role in (role, "both") else 0.0
+                gauge.add_metric([instance.id, instance.role], load(instance, own))
             yield gauge
         gauge = GaugeMetricFamily("pdserve_breaker_state", BREAKER_HELP, labels=["instance"])
         for instance in self._fleet.instances.values():
             gauge.add_metric([instance.id], list(BreakerState).index(self._fleet.breakers.state(instance.id, now)))
         yield gauge
-        yield from metric_families(
+        for family in metric_families(
             ({"instance": instance.id, "role": instance.hello.role}, dict(instance.heartbeat.counters))
             for instance in self._fleet.instances.values()
-        )
+        ):
+            for sample in family.samples if family.name == "pdserve_kv_cache_blocks_of_key" else ():
+                sample.labels["key"] = self._key_names.get(sample.labels["key"], sample.labels["key"])
+            yield family

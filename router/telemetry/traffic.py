@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 
 from pdserve.lifetime import Stage
-from pdserve.router.telemetry.timeline import ID_BYTES, Timeline
+from pdserve.router.telemetry.timeline import BLOCK, ID_BYTES, Timeline
 
 TIME_HEADER = "X-Time-Ms"  # of the answer with the lines: the router's clock, in milliseconds since 1970
 
@@ -38,15 +38,29 @@ def traffic_row(timeline: Timeline, epoch_offset: float) -> dict[str, object]:
     }
 
 
-def traffic_lines(timelines: Iterable[Timeline], epoch_offset: float, since: float = -math.inf) -> str:
+def queued_row(number: int, at: float, prompt_tokens: int, epoch_offset: float) -> dict[str, object]:
+    """Return a request of the admission queue as a line of a trace: its prompt is not known yet, and shares nothing."""
+    row = {"request_id": f"queued-{number}", "timestamp": round((at + epoch_offset) * 1e3, 1)}
+    row |= {"input_length": prompt_tokens, "output_length": 0, "hash_ids": [], "block_size": BLOCK}
+    return row | {"ttft_ms": None, "itl_p99_ms": None, "e2e_ms": None, "finish_reason": ""}
+
+
+def traffic_lines(
+    timelines: Iterable[Timeline],
+    epoch_offset: float,
+    since: float = -math.inf,
+    queued: Iterable[tuple[float, int]] = (),
+) -> str:
     """Return the requests that were received, ran or ended at `since` or later, as JSON lines, the oldest first.
 
     Args:
         since: seconds on the stamps' clock.
+        queued: when each request of the admission queue came, and its prompt tokens.
     """
     rows = [
         (timeline.stamps[Stage.RECEIVED], traffic_row(timeline, epoch_offset))
         for timeline in timelines
         if Stage.RECEIVED in timeline.stamps and timeline.stamps.get(Stage.FINISHED, math.inf) >= since
     ]
+    rows += [(at, queued_row(number, at, tokens, epoch_offset)) for number, (at, tokens) in enumerate(queued)]
     return "".join(json.dumps(row) + "\n" for _, row in sorted(rows, key=itemgetter(0)))

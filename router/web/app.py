@@ -59,7 +59,9 @@ def create_app(
     api_routes = [
         *dialect_routes,
         *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
-        *OperatorEndpoints(backend, metrics_parts, shows_keys, latest_timelines, overview, config.max_n).routes(),
+        *OperatorEndpoints(
+            backend, metrics_parts, shows_keys, latest_timelines, overview, config.max_n, admission.queue.queued
+        ).routes(),
     ]
     _check_distinct(api_routes)
     key_names = _key_names(api_routes, clients, operators)

@@ -38,6 +38,7 @@ class OperatorEndpoints(Endpoints):
         latest_timelines: returns the timelines of the latest requests, at most as many as its argument.
         overview: returns the body of /debug/overview, with or without history.
         max_n: the most choices that one request may have.
+        queued: returns when each request of the admission queue came, and its prompt tokens.
     """
 
     tag = "operation"
@@ -50,6 +51,7 @@ class OperatorEndpoints(Endpoints):
         latest_timelines: Callable[[int], list[Timeline]],
         overview: Callable[..., dict[str, object]],
         max_n: int,
+        queued: Callable[[], Iterable[tuple[float, int]]] = tuple,
     ) -> None:
         self._backend = backend
         self._metrics_parts = metrics_parts
@@ -57,6 +59,7 @@ class OperatorEndpoints(Endpoints):
         self._latest_timelines = latest_timelines
         self._overview = overview
         self._max_n = max_n
+        self._queued = queued
         self._lease = ControllerLease()
         self._made_changes: list[schemas.MadeChange] = []  # by controllers of late
 
@@ -95,8 +98,11 @@ class OperatorEndpoints(Endpoints):
 
     @endpoint("GET", "/debug/overview", Access.OPERATOR)
     async def debug_overview(self, response: Response, history: bool = False) -> dict[str, object]:
-        """Snapshot for the live page; with `history`, also a snapshot of each 15 s of the last 15 minutes."""
-        response.headers["Cache-Control"] = "no-store"
+        """Snapshot for the live page; with `history`, also a snapshot of each 15 s of the last 15 minutes.
+
+        The connection closes: the next one may reach another of the routers that share the address.
+        """
+        response.headers["Cache-Control"], response.headers["Connection"] = "no-store", "close"
         return self._overview(with_history=history)
 
     @endpoint("GET", "/debug/requests", Access.OPERATOR)
@@ -134,7 +140,7 @@ class OperatorEndpoints(Endpoints):
         if not seconds >= 0:
             raise InvalidParameter("seconds", f"seconds={text!r} is not a number of seconds, such as 60")
         now, epoch_offset = time.monotonic(), time.time() - time.monotonic()
-        lines = traffic_lines(self._latest_timelines(MAX_TRAFFIC), epoch_offset, now - seconds)
+        lines = traffic_lines(self._latest_timelines(MAX_TRAFFIC), epoch_offset, now - seconds, self._queued())
         headers = {"Cache-Control": "no-store", TIME_HEADER: f"{(now + epoch_offset) * 1e3:.1f}"}
         return Response(lines, media_type=LINES_TYPE, headers=headers)
 

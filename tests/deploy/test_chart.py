@@ -383,7 +383,7 @@ def test_keda_asks_for_gauges_that_routers_export() -> None:
         for role, scaled in of_kind(rendered("several-nodes"), "ScaledObject").items()
     }
     matchers = 'namespace="prod",service="chat-pdserve-router"'
-    backlog, occupancy = (f"pdserve_{name}" for name, _, _ in LOAD_GAUGES)
+    backlog, occupancy = (f"pdserve_{name}" for name, *_ in LOAD_GAUGES)
     assert queries == {
         "prefill": f'sum(max by (instance) ({backlog}{{role="prefill",{matchers}}}))',
         "decode": f'sum(max by (instance) ({occupancy}{{role="decode",{matchers}}}))',

@@ -11,7 +11,7 @@ from typing import Any
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import Drafter, StepPlan
 from pdserve.reasoning import ReasoningSpan
 from pdserve.request import SamplingParams, TokenLogprobs
 
@@ -48,7 +48,7 @@ def samplings() -> list[SamplingParams]:
 
 
 @dataclass
-class Known:
+class Known(Drafter):
     """Proposes `length` tokens of known answers, of which every `wrong_every`-th ends with a wrong one; 0: none."""
 
     answers: list[Answer]
@@ -69,7 +69,7 @@ class Known:
 
 
 @dataclass
-class Chance:
+class Chance(Drafter):
     """Proposes random tokens."""
 
     length: int

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import Drafter, StepPlan
 from pdserve.request import SamplingParams
 from tests.oracle import Oracle
 
@@ -108,7 +108,7 @@ def test_drafts_take_no_room_of_others(checkpoint: Callable[..., Path], prompts:
     """The plan keeps to the step's tokens, to the request's, and leaves a block for each running sequence."""
     engine = make_engine(checkpoint("llama"), max_num_batched_tokens=len(prompts) + 3)
 
-    class Eager:
+    class Eager(Drafter):
         def propose(self, plan: StepPlan) -> dict[Any, list[int]]:
             return {seq: [1] * 50 for seq in plan.counts if seq.takes_drafts}
 

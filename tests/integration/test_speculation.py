@@ -1,11 +1,18 @@
 """Speculation over HTTP: answers of every kind are the same with it and without, on instances of every role."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pdserve import logits_processors, plugins
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Drafter, StepPlan
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
 KINDS: list[dict[str, Any]] = [
@@ -52,3 +59,66 @@ def test_answers_over_http(
             assert metric(deployment, "spec_decode_num_accepted_tokens_per_pos_total", role=role) == accepted
     for body, one, other in zip(bodies, *found, strict=True):
         assert one == other, body
+
+
+FAILING = """
+def make(arguments):
+    def process(prompt, output, logits_V):
+        if len(output) == arguments["after"]:
+            raise RuntimeError("broken")
+    return process
+"""
+
+
+class Known(Drafter):
+    """Proposes four tokens of a known answer."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self._answer = answer
+
+    def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
+        return {seq: self._answer[(at := seq.output.num_generated) : at + 4] for seq in plan.counts if seq.takes_drafts}
+
+
+def test_a_request_that_fails_has_the_tokens_before_that(
+    make_instance: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "failing_plugin.py").write_text(FAILING)
+    info = tmp_path / "failing_plugin-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing-plugin\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{logits_processors.ENTRY_POINT_GROUP}]\nfail = failing_plugin:make\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins.names.cache_clear()
+    driver = make_instance(model=str(checkpoint("llama", dtype="bfloat16")), num_blocks=64, connector="memory://")
+    prompt, size = [*range(20)], 24
+    driver.submit("whole", prompt, size, pb.BOTH)
+    driver.run_until(lambda outputs: bool(outputs) and outputs[-1].finish_reason is not None)
+    expected = driver.tokens("whole")
+    steps = {}
+    for drafter in (None, Known(expected)):
+        driver.instance.engine.drafter = drafter
+        for after in range(1, 8):
+            spec = json.dumps({"fail": {"after": after}})
+            sampling = SamplingParams(
+                temperature=0, max_tokens=size, ignore_eos=True, logits_processors=spec, logprobs=0
+            )
+            name = f"{after} {drafter is None}"
+            request = Request(prompt=prompt, sampling=sampling).pack()
+            driver.instance.submit("router", pb.Submit(request_id=name, phase=pb.BOTH, request=request))
+            driver.instance.run_once(wait=True)
+            driver.run_until_idle()
+            assert driver.tokens(name) == expected[:after], "the error comes behind them"
+            mine = [output for output in driver.outputs if output.request_id == name]
+            *before, last = [output for output in mine if output.token_ids or output.error]
+            assert (
+                sum(len(output.logprobs) for output in before) == after
+                and last.error
+                and "broken" in last.error.message
+            )
+            steps[name] = len(before)
+    assert steps["7 False"] < steps["7 True"], "several tokens came at once"
+    plugins.names.cache_clear()

@@ -152,7 +152,9 @@ class RoleInstance:
         self.transfers.group_bytes = [group.block_bytes for group in layout.groups]
         self.fetcher = Fetcher(self.engine, connector, self.transfers, self.context)
         self.prefiller = Prefiller(self.engine, self.transfers, self.fetcher, self.context, 30.0)
-        self.decoder = Decoder(self.engine, connector, self.transfers, self.fetcher, self.context, store_generated)
+        self.decoder = Decoder(
+            self.engine, connector, self.transfers, self.fetcher, self.context, store_generated, 30.0
+        )
         self.jobs: dict[object, Job] = {}
 
     def submit(self, phase: "pb.Phase", prompt: list[int], max_tokens: int, *, multi_turn: bool = False) -> Job:

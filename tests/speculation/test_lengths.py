@@ -1,62 +1,106 @@
 """Lengths: as many drafts as pay, by costs and measured acceptance."""
 
+from collections.abc import Callable
+
+import pytest
+
 from pdserve.costs import Costs
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
-from pdserve.speculation.lengths import Acceptance, chances, compare, worthwhile
+from pdserve.speculation.lengths import Acceptance, Step, chances, compare, worthwhile
 from pdserve.speculation.matches import Draft
 
 CHEAP = Costs(decode=(0.01, 1e-4, 0.0))  # a row costs a hundredth of a step
 DEAR = Costs(decode=(0.0, 0.01, 0.0))  # a step costs nothing but its rows
 
 
-def sequence(length: int = 10) -> Sequence:
-    return Sequence.new("a", token_array(range(length)), length, length, SamplingParams(), b"", 16)
+def sequence(length: int = 10, computed: int = -1) -> Sequence:
+    return Sequence.new(
+        "a", token_array(range(length)), length, length, SamplingParams(), b"", 16, num_computed=length + computed
+    )
+
+
+def lengths(
+    expected: dict[Sequence, list[float]],
+    seqs: list[Sequence],
+    costs: Costs,
+    most_seconds: float | None = None,
+    recorded: Callable[[int], bool] = lambda rows: True,
+) -> dict[Sequence, int]:
+    return worthwhile(Step.forecast(dict.fromkeys(seqs, 1), costs, most_seconds, recorded), expected)
 
 
 def test_drafts_are_as_long_as_pays() -> None:
     seq = sequence()
-    assert worthwhile({seq: [0.9, 0.8, 0.7, 0.6]}, [seq], CHEAP, None) == {seq: 4}
-    assert worthwhile({seq: [0.9, 0.8, 0.7]}, [seq], CHEAP, None) == {seq: 2}, "a power of two"
-    assert worthwhile({seq: [0.9, 0.001, 0.001]}, [seq], CHEAP, None) == {seq: 1}
-    assert worthwhile({seq: [0.001]}, [seq], CHEAP, None) == {}
-    assert worthwhile({seq: [0.99] * 3}, [seq], DEAR, None) == {}, "a step of two rows takes as long as two steps"
+    assert lengths({seq: [0.9, 0.8, 0.7, 0.6]}, [seq], CHEAP) == {seq: 4}
+    assert lengths({seq: [0.9, 0.8, 0.7]}, [seq], CHEAP) == {seq: 2}, "a power of two"
+    assert lengths({seq: [0.9, 0.001, 0.001]}, [seq], CHEAP) == {seq: 1}
+    assert lengths({seq: [0.001]}, [seq], CHEAP) == {}
+    assert lengths({seq: [0.99] * 3}, [seq], DEAR) == {}, "a step of two rows takes as long as two steps"
 
 
 def test_drafts_stop_where_a_step_would_take_too_long() -> None:
     seq, other = sequence(), sequence()
-    assert worthwhile({seq: [0.9] * 9}, [seq, other], CHEAP, 0.01062) == {seq: 4}
+    assert lengths({seq: [0.9] * 9}, [seq, other], CHEAP, 0.01062) == {seq: 4}
+    assert Step.forecast({seq: 1}, CHEAP, 0.0101, lambda rows: True).least_chance() == 1
 
 
 def test_likelier_drafts_go_first_and_long_contexts_cost_more() -> None:
     costs, one, other = Costs(decode=(0.01, 0.0, 1e-5)), sequence(), sequence(2000)
-    assert worthwhile({other: [0.9], one: [0.9]}, [one, other], costs, None) == {one: 1}
+    assert lengths({other: [0.9], one: [0.9]}, [one, other], costs) == {one: 1}
     limit = CHEAP.step_seconds(3, 0)
-    assert worthwhile({one: [0.5], other: [0.9]}, [one, other], CHEAP, limit) == {other: 1}
+    assert lengths({one: [0.5], other: [0.9]}, [one, other], CHEAP, limit) == {other: 1}
 
 
 def test_under_load_only_what_is_likely_pays() -> None:
     seqs = [sequence() for _ in range(100)]
-    lengths = worthwhile({seq: [0.3] * 4 for seq in seqs}, seqs, CHEAP, None)
-    assert not lengths, (
+    assert not lengths({seq: [0.3] * 4 for seq in seqs}, seqs, CHEAP), (
         "a hundred rows take as long as the rest of the step, so a draft must be right every second time"
     )
-    assert worthwhile({seqs[0]: [0.9, 0.3]}, seqs, CHEAP, None) == {seqs[0]: 1}
+    assert lengths({seqs[0]: [0.9, 0.3]}, seqs, CHEAP) == {seqs[0]: 1}
+    least = Step.forecast(dict.fromkeys(seqs, 1), CHEAP, None, lambda rows: True).least_chance()
+    assert 0.5 < least < 0.6 and Step.forecast({seqs[0]: 1}, DEAR, None, lambda rows: True).least_chance() > 1
+
+
+def test_steps_that_are_not_recorded_must_give_more() -> None:
+    seq = sequence()
+    known = {1, 2, 5}.__contains__
+    assert lengths({seq: [0.9] * 4}, [seq], CHEAP, recorded=known) == {seq: 4}
+    assert lengths({seq: [0.9] * 2}, [seq], CHEAP, recorded=known) == {seq: 1}, "3 rows are not recorded"
+    assert lengths({seq: [0.9]}, [seq], CHEAP, recorded={1}.__contains__) == {}
+    assert lengths({seq: [0.9] * 16}, [seq], CHEAP, recorded={1}.__contains__) == {seq: 16}, "it pays nevertheless"
+    assert lengths({seq: [0.9]}, [seq], CHEAP, recorded={9}.__contains__) == {seq: 1}, "neither is the step without"
+
+
+def test_beside_a_prompt_a_draft_costs_little() -> None:
+    seq, prompt = sequence(), sequence(900, computed=-500)
+    costs = Costs(prefill=(0.0, 1e-3, 0.0), decode=(0.0, 0.01, 0.0))
+    alone = Step.forecast({seq: 1}, costs, None, lambda rows: False)
+    beside = Step.forecast({seq: 1, prompt: 500}, costs, None, lambda rows: False)
+    assert (alone.seconds, beside.seconds) == pytest.approx((0.01, 0.51)) and beside.num_seqs == 1
+    assert worthwhile(alone, {seq: [0.9]}) == {} and worthwhile(beside, {seq: [0.9]}) == {seq: 1}
 
 
 def test_acceptance_is_measured_by_match_and_forgotten() -> None:
     own, all_of_them = Acceptance(), Acceptance()
     draft = Draft([1, 2, 3], 3, [1.0] * 3)
     before = chances(draft, own, all_of_them)
-    assert before == [0.5, 0.25, 0.125]
+    assert before == [0, 0, 0], "nothing is expected of what has never proved right"
+    predicted = Draft([1, 2], 3, [1.0] * 2, is_predicted=True)
+    assert chances(predicted, own, all_of_them) == [0.5, 0.25]
     for _ in range(20):
         compare(draft, [1, 2, 9], own, all_of_them)
     first, second, third = chances(draft, own, all_of_them)
-    assert first > 0.95 and second > 0.9 and third < 0.1
+    assert 0.5 < first < 0.7 and second == first**2, "two of three tokens behind short matches are right"
+    assert third == first**3 and chances(Draft([1], 6, [1.0]), own, all_of_them) == [0], (
+        "of longer ones nothing is known"
+    )
     for _ in range(20):
         compare(draft, [9, 9, 9], own, all_of_them)
     assert chances(draft, own, all_of_them)[0] < 0.6
-    before_that = own.counts[4]
-    compare(draft, [1], own, all_of_them)
-    assert own.counts[4] == before_that, "what has not followed yet is not compared"
+    long, before_that = Draft([1] * 4, 3, [1.0] * 4), dict(own.counts)
+    compare(long, [1], own, all_of_them)
+    assert own.counts.keys() == before_that.keys(), "what has not followed yet is not compared"
+    compare(long, [1] * 4, own, all_of_them)
+    assert 6 in own.counts

@@ -1,50 +1,81 @@
 """Matches: what is found of a text's last words, and what is taken to follow."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.keys import token_array
 from pdserve.speculation.matches import (
+    LEVELS,
     MAX_VOTES,
+    SEPARATOR,
     Draft,
+    Index,
+    Match,
     continue_by_votes,
     continue_last,
     continue_predicted,
-    occurrences,
 )
 
 
+def find(tokens: list[int], text: list[int] | None = None) -> Match | None:
+    """Return where tokens match best, in a text or in what comes before them."""
+    own = Index(token_array(tokens))
+    own.extend()
+    if text is None:
+        return own.find(own.text, own.gram)
+    other = Index(token_array(text))
+    other.extend()
+    return other.find(own.text, own.gram)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "match", "positions"),
+    ("tokens", "length", "positions"),
     [
         ([1, 2, 3, 4, 5, 1, 2, 3], 3, [3]),
         ([9, 2, 3, 4, 5, 1, 2, 3], 0, []),  # two tokens are too few
         ([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 3, [7, 3]),
-        ([5, 1, 2, 3, 7, 4, 1, 2, 3, 8, 5, 1, 2, 3], 4, [4]),
-        ([6, 6, 6, 6, 6], 4, [4]),
+        ([*range(6), 7, 3, 4, 5, 9, *range(6)], 6, [6]),  # longer matches count alone
+        ([6, 6, 6, 6, 6], 3, [4, 3]),
+        ([0, 0, 1, 0], 0, []),
         ([1], 0, []),
     ],
 )
-def test_the_longest_matches_are_found(tokens: list[int], match: int, positions: list[int]) -> None:
-    assert occurrences(token_array(tokens)) == (match, positions)
+def test_the_longest_matches_are_found(tokens: list[int], length: int, positions: list[int]) -> None:
+    match = find(tokens)
+    assert ((match.length, match.positions) if match else (0, [])) == (length, positions)
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 5), st.integers(5, 9))
-def test_matches_are_those_of_a_plain_search(tokens: list[int], least: int, most: int) -> None:
-    match, positions = occurrences(token_array(tokens), least, most)
-    size = len(tokens)
-    ends = {n: [e for e in range(n, size) if tokens[e - n : e] == tokens[size - n :]] for n in range(1, most + 1)}
-    longest = max((n for n, found in ends.items() if found), default=0)
-    expected = ends[longest][::-1][:MAX_VOTES] if longest >= least else []
-    assert positions == expected and match == (longest if expected else 0)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.lists(st.integers(0, 2), max_size=60))
+def test_matches_are_those_of_a_plain_search(tokens: list[int], text: list[int]) -> None:
+    for found, where, ends in (
+        (find(tokens), tokens, range(len(tokens))),
+        (find(tokens, [*text, SEPARATOR]), text, range(len(text) + 1)),
+    ):
+        latest = [e for e in ends if e >= 3 and where[e - 3 : e] == tokens[-3:]][-MAX_VOTES:]
+        by_level = {n: [e for e in latest if e >= n and where[e - n : e] == tokens[-n:]] for n in LEVELS}
+        longest = max((n for n, positions in by_level.items() if positions and len(tokens) >= n), default=0)
+        if found is None:
+            assert not longest
+        else:
+            assert (found.length, found.positions) == (longest, by_level[longest][::-1])
 
 
-def test_what_reaches_the_end_repeats_itself() -> None:
-    tokens = token_array([1, 2, 3, 1, 2, 3])
-    assert continue_last(tokens, 3, [3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+def test_a_long_text_is_indexed_in_pieces_and_as_it_grows() -> None:
+    text = token_array([1, 2, 3, 4, 5, 6, 1, 2])
+    index = Index(text)
+    assert not index.extend(5) and index.extend(5) and index.extend(5)
+    text.append(3)
+    assert index.extend() and index.find(text, index.gram) == Match(text, 3, [3])
+
+
+def test_what_reaches_the_end_repeats_itself_and_what_reaches_another_answer_ends() -> None:
+    match = Match(token_array([1, 2, 3, 1, 2, 3]), 3, [3])
+    assert continue_last(match, 7).tokens == continue_by_votes(match, 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+    text = token_array([1, 2, SEPARATOR, 1, 2, 3, SEPARATOR, 1, 2, SEPARATOR])
+    assert continue_last(Match(text, 3, [4]), 4).tokens == [2, 3]
+    assert continue_by_votes(Match(text, 3, [8, 4, 1]), 4) == Draft([2], 3, [1.0])
+    assert continue_last(Match(text, 3, [2]), 4).tokens == []
 
 
 @pytest.mark.parametrize(
@@ -60,23 +91,22 @@ def test_what_reaches_the_end_repeats_itself() -> None:
     ],
 )
 def test_what_a_client_has_predicted_is_found(answer: list[int], match: int, drafts: list[int] | None) -> None:
-    prediction, prompt = token_array([1, 2, 3, 4, 5, 1, 2, 3, 4, 6]), [1, 2, 3, 4, 9]
-    draft = continue_predicted(prediction, token_array(prompt + answer), len(prompt), 3)
+    prediction, own = Index(token_array([1, 2, 3, 4, 5, 1, 2, 3, 4, 6])), Index(token_array([1, 2, 3, 4, 9, *answer]))
+    prediction.extend()
+    own.extend()
+    draft = continue_predicted(prediction, own.text, own.gram, 5, 3)
     assert draft == (None if drafts is None else Draft(drafts, match, [1.0] * len(drafts), is_predicted=True))
 
 
 def test_what_follows_most_often_is_proposed() -> None:
     tokens = token_array([1, 5, 6, 1, 5, 7, 1, 5, 6, 1, 8, 9, 1])
-    draft = continue_by_votes(tokens, 3, [10, 7, 4, 1], 3)
+    draft = continue_by_votes(Match(tokens, 3, [10, 7, 4, 1]), 3)
     assert draft.tokens == [5, 6, 1]
     assert draft.shares == [3 / 4, 2 / 3, 1.0] and all(0 < share <= 1 for share in draft.shares)
 
 
 @given(st.lists(st.integers(0, 1), min_size=6, max_size=60), st.integers(1, 16))
 def test_as_many_tokens_as_asked_for_are_found_wherever_there_is_a_match(tokens: list[int], most: int) -> None:
-    array = token_array(tokens)
-    match, positions = occurrences(array)
-    if positions:
-        draft = continue_by_votes(array, match, positions, most)
+    if (match := find(tokens)) is not None:
+        draft = continue_by_votes(match, most)
         assert len(draft.tokens) == len(draft.shares) == most
-        assert all(a > b for a, b in pairwise(positions))

@@ -51,6 +51,10 @@ class PaddedGraphs:
         self._enabled = True
         self.num_replayed = 0
 
+    def has(self, size: int) -> bool:
+        """Return whether steps of so many sequences are replayed: the first one records its size, padded."""
+        return True
+
     @property
     def sizes(self) -> set[tuple[int, int]]:
         """Numbers of sequences and limits of lengths that are recorded."""

@@ -64,7 +64,7 @@ class BlockPool:
         groups: the one of the longest window first.
 
     Attributes:
-        num_promised: free blocks that are promised to sequences, see `SequenceKV.promise`.
+        num_promised: free pages that sequences are promised, see `SequenceKV.promise`.
         num_shared: blocks with several holders.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.

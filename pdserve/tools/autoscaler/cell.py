@@ -51,7 +51,10 @@ def make_cell(situation: Situation, change: Change | None) -> tuple[Situation, C
         waiting=frozenset(numbers[index] for index in situation.waiting if index in numbers),
         expected=chosen[first:],
     )
-    return smaller, change and replace(change, count=max(1, round(change.count * share)))
+    if change is None:
+        return smaller, None
+    count, others = max(1, round(change.count * share)), round(change.others * share)
+    return smaller, replace(change, count=count, others=max(1, others) if change.others else 0)
 
 
 def _members(situation: Situation, share: float) -> set[str]:

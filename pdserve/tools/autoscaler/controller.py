@@ -1,20 +1,22 @@
 """The controller: decides from observations and forecasts whether to change the fleet. Plain decisions: others act.
 
 It holds while a change is under way, and for a cooldown after it. Then it forecasts the fleet as it is. If that would miss
-the SLO, or too many requests, it forecasts role changes and, if there is a budget, one more instance, and takes what promises
-most, if that is clearly more than it has. If the fleet would meet the SLO with one instance fewer and room to spare, that one
-ends.
+the SLO, or too many requests, it forecasts role changes and, if there is a budget, more instances of one role or of both, and
+takes what promises most, if that is clearly more than it has. If the fleet would meet the SLO with one instance fewer and
+room to spare, that one ends. What is decided must hold in a second draw of the expected load, too: requests that come a
+little otherwise decide much where a fleet is about to be too small.
 """
 
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
 from pdserve.tools.autoscaler.cell import cell_share
-from pdserve.tools.autoscaler.change import Change, MadeChange, flips, starts, stops
+from pdserve.tools.autoscaler.change import Change, MadeChange, difference, flips, shifted, starts, stops
 from pdserve.tools.autoscaler.forecast import Rating, rate
 from pdserve.tools.autoscaler.load import (
     answer_lengths,
@@ -38,7 +40,9 @@ SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fe
 PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
 HOUR = 3600.0
 ANSWERED = 90  # percentile of the answers' durations that a forecast is for, if it is more than the horizon
-MAX_LONGER = 2.0  # factor by which it may be more
+MAX_LONGER = 5.0  # factor by which it may be more: a forecast takes the longer to make
+CLIFF = 0.1  # relative distance from what suffices, within which a second draw decides
+LEAST_KEPT_S = 60.0  # seconds for which no change is undone
 REPLAY_S = 20.0  # of the window, with which a forecast begins: it fills caches and batches
 FAILED_START_PAUSE = 600.0  # seconds without another start
 
@@ -49,7 +53,7 @@ class Limits:
 
     Attributes:
         window: seconds of traffic that a forecast is made from.
-        horizon: seconds that it is for; up to twice as many if answers take longer.
+        horizon: seconds that it is for; up to five times as many if answers take longer.
         cooldown: seconds after a change without another one.
         start_timeout: seconds after which a started instance that has not joined is given up.
         least: by role, instances that always remain.
@@ -127,8 +131,9 @@ class Controller:
         self._can_start = can_start
         self._snapshots: deque[tuple[float, dict[str, str]]] = deque()
         self._changes: deque[MadeChange] = deque(maxlen=limits.max_changes)
-        self._is_pending = False  # the newest change has not come about yet
-        self._expected: Counter[str] | None = None  # instances by role, when the newest change has come about
+        self._pending: Change | None = None  # the newest change, as long as it has not come about
+        self._before = Counter[str]()  # instances by role, when it was made
+        self._expected: Counter[str] | None = None  # the same, when it has come about
         self._hold_until = 0.0
         self._hold_reason = ""
         self._rates: deque[float] = deque(maxlen=PEAK_WINDOWS)
@@ -148,17 +153,24 @@ class Controller:
         expected = expected_rate([one.at for one in requests], seen.at, limits.window, limits.horizon)
         situation = self._situation(seen, expected)
         draft = replace(draft, rate=expected, horizon=situation.horizon)
-        now = self._forecast(situation, None)
-        suffices = now.meets and now.attainment >= MIN_GOOD
-        decision = self._shrink(draft, seen, now) if suffices else self._improve(draft, seen, situation, now)
+        again = cache(lambda: self._situation(seen, expected, draw=1))
+        now = judged = self._forecast(situation, None)
+        margin = max(now.ratio, MIN_GOOD / max(now.attainment, 1e-9))
+        if 1 - CLIFF < margin < 1 + CLIFF:
+            judged = _mean(now, self._forecast(again(), None))
+        suffices = judged.meets and judged.attainment >= MIN_GOOD
+        decision = self._shrink(draft, seen, judged) if suffices else self._improve(draft, seen, situation, again, now)
         if decision.change is not None:
             self._begin(seen, decision.change, decision.horizon)
         return decision
 
     def forget(self) -> None:
         """Undo the newest decision, which was not carried out."""
-        self._changes.pop()
-        self._expected, self._is_pending = None, False
+        assert self._pending is not None
+        for _ in self._pending.parts:
+            self._changes.pop()
+        self._expected, self._pending = None, None
+        self._hold(self._seen_at, "after the advice")
 
     @property
     def changes(self) -> Sequence[MadeChange]:
@@ -183,10 +195,14 @@ class Controller:
             self._rates.append(sum(one.at > began_at for one in seen.requests) / self._limits.window)
 
     def _begin(self, seen: Observation, change: Change, horizon: float) -> None:
-        until = seen.at + horizon + self._limits.cooldown
-        self._changes.append(MadeChange(seen.at, change.before, change.after, change.count, until))
-        self._expected, self._is_pending = change.apply(seen.counts), True
+        self._protect(seen.at, change, horizon)
+        self._before, self._expected, self._pending = seen.counts, change.apply(seen.counts), change
         self._hold(seen.at, f"after the change {change}")
+
+    def _protect(self, at: float, change: Change, horizon: float) -> None:
+        """Remember a change, so that it is not undone within the time of its forecast."""
+        until = at + max(LEAST_KEPT_S, horizon + self._limits.cooldown)
+        self._changes.extend(MadeChange(at, one.before, one.after, one.count, until) for one in change.parts)
 
     def _hold(self, at: float, reason: str) -> None:
         self._hold_until, self._hold_reason = at + self._limits.cooldown, reason
@@ -208,36 +224,41 @@ class Controller:
     def _compare_fleet(self, seen: Observation) -> str:
         """Compare the fleet with the expected one, and return why it is not complete; empty if it is."""
         if seen.counts == self._expected:
-            if self._is_pending:
-                self._end_pending()
+            if self._pending is not None:
+                self._end_pending(self._pending)
             return ""
-        if self._is_pending:
-            at, change = self._changes[-1].at, self._changes[-1].change
-            if seen.at < at + self._limits.start_timeout:
+        if (change := self._pending) is not None and self._is_on_the_way(seen.counts):
+            if seen.at < self._changes[-1].at + self._limits.start_timeout:
                 return f"the change {change} is under way"
-            self._is_pending = False
             self._hold(seen.at, f"because the change {change} did not come about in {self._limits.start_timeout:.0f} s")
             if not change.before:
                 self._no_starts_until = seen.at + FAILED_START_PAUSE
-        elif self._expected is None:
-            self._hold(seen.at, "after the beginning")
-        else:
+        elif self._expected is not None:
             self._hold(seen.at, f"because others changed the fleet, which was {_text(self._expected)}")
-        self._expected = seen.counts
+            for theirs in difference(self._expected if change is None else self._before, seen.counts):
+                self._protect(seen.at, theirs, self._limits.horizon)
+        self._expected, self._pending = seen.counts, None
         return ""
 
-    def _end_pending(self) -> None:
+    def _is_on_the_way(self, counts: Counter[str]) -> bool:
+        """Return whether numbers of instances are between those before and after the change under way, and nobody else's."""
+        assert self._expected is not None
+        before, after = self._before, self._expected
+        roles = counts.keys() | before.keys() | after.keys()
+        return all(min(before[one], after[one]) <= counts[one] <= max(before[one], after[one]) for one in roles)
+
+    def _end_pending(self, change: Change) -> None:
         """The newest change has come about. A start is protected for as long from now on as it was from its beginning."""
-        self._is_pending = False
-        newest = self._changes[-1]
-        if not newest.before:
-            self._start_up_s = max(0.0, self._seen_at - newest.at)  # it had not joined at the last observation
-            self._changes[-1] = replace(newest, until=newest.until + self._start_up_s)
+        self._pending = None
+        if not change.before:
+            made = [self._changes.pop() for _ in change.parts]
+            self._start_up_s = max(0.0, self._seen_at - made[0].at)  # it had not joined at the last observation
+            self._changes.extend(replace(one, until=one.until + self._start_up_s) for one in reversed(made))
 
     # ---- what to change -------------------------------------------------------------------------------------------
 
-    def _situation(self, seen: Observation, expected: float) -> Situation:
-        """Return the input of a forecast in which `expected` requests arrive per second."""
+    def _situation(self, seen: Observation, expected: float, draw: int = 0) -> Situation:
+        """Return the input of a forecast in which `expected` requests arrive per second; `draw` is which of several."""
         limits = self._limits
         began_at = seen.at - min(REPLAY_S, limits.window)
         lengths, first = _mix(seen, limits.window)
@@ -253,7 +274,7 @@ class Controller:
         longest = float(np.percentile(answer_seconds(admitted, seen.at) or [0.0], ANSWERED))
         # Long enough for most answers, and for seeing what a started instance is good for.
         horizon = max(limits.horizon, min(longest, MAX_LONGER * limits.horizon), self._start_up_s + limits.horizon / 2)
-        load = expected_load(newer, seen.at, expected, horizon, len(received))
+        load = expected_load(newer, seen.at, expected, horizon, len(received), draw)
         members, moves = self._roles_since(began_at)
         return Situation(began_at, seen.at, members, moves, received, waiting, load, horizon, self._start_up_s)
 
@@ -269,14 +290,16 @@ class Controller:
             before = roles
         return members, moves
 
-    def _improve(self, draft: Decision, seen: Observation, situation: Situation, now: Rating) -> Decision:
-        """Return the change that promises most, if it is clearly better than none."""
+    def _improve(
+        self, draft: Decision, seen: Observation, situation: Situation, again: Callable[[], Situation], now: Rating
+    ) -> Decision:
+        """Return the change that promises most, if it is clearly better than none; `again` returns the second draw."""
         considered = [Considered("none", now)]
         best: tuple[Rating, Change] | None = None
         for changes in self._candidates(seen):
             for change in changes:
                 if best is not None and best[0].meets and not change.is_flip:
-                    break  # a change of roles suffices
+                    break  # a change of roles, or a smaller start, suffices
                 if reason := self._rejection(seen, change):
                     considered.append(Considered(str(change), rejected=reason))
                     break
@@ -286,6 +309,12 @@ class Controller:
                     best = rating, change
                 if rating.meets or not (_is_towards(rating, now) or now.ratio > FAR):
                     break  # more instances at once are not needed, or would not help
+        if best is not None:
+            best = self._best_mix(seen, situation, best, considered)
+            rating = _mean(best[0], self._forecast(again(), best[1]))
+            before = _mean(now, self._forecast(again(), None))
+            considered.append(Considered(f"{best[1]}, in the mean of two draws", rating))
+            best = (rating, best[1]) if _is_better(rating, before) else None
         draft = replace(draft, considered=tuple(considered))
         if best is None:
             within = f" within {self._limits.most} instances" if self._can_start else ""
@@ -293,6 +322,26 @@ class Controller:
         rating, change = best
         reason = f"{now.worst} expected, {now.attainment:.0%} good; with it {rating.worst}, {rating.attainment:.0%}"
         return replace(draft, change=change, reason=reason)
+
+    def _best_mix(
+        self, seen: Observation, situation: Situation, best: tuple[Rating, Change], considered: list[Considered]
+    ) -> tuple[Rating, Change]:
+        """Return a start of as many instances with the roles that promise most."""
+        rating, change = best
+        tried = {change}
+        while not change.before and not rating.meets:
+            options = [one for one in shifted(change, _unit(seen.counts)) if one not in tried]
+            tried.update(options)
+            ratings = {one: self._forecast(situation, one) for one in options if not self._rejection(seen, one)}
+            considered += [Considered(str(one), found) for one, found in ratings.items()]
+            found = max(ratings, key=lambda one: (ratings[one].attainment, -ratings[one].ratio), default=change)
+            if found == change or (ratings[found].attainment, -ratings[found].ratio) <= (
+                rating.attainment,
+                -rating.ratio,
+            ):
+                break
+            rating, change = ratings[found], found
+        return rating, change
 
     def _candidates(self, seen: Observation) -> Iterator[list[Change]]:
         """Yield changes of one kind, small ones first."""
@@ -325,7 +374,8 @@ class Controller:
                 considered.append(Considered(str(change), ratings.get(change), rejected))
             if ratings:
                 change = min(ratings, key=lambda one: ratings[one].ratio)
-                if ratings[change].ratio <= SPARE:
+                again = self._situation(seen, max(draft.rate, *self._rates), draw=1)
+                if ratings[change].ratio <= SPARE and self._forecast(again, change).ratio <= SPARE:
                     reason = f"{ratings[change].worst} expected without it"
                     return replace(draft, change=change, reason=reason, considered=tuple(considered))
         return replace(draft, reason=reason, considered=tuple(considered))
@@ -336,6 +386,13 @@ def _mix(seen: Observation, window: float) -> tuple[list[int], int]:
     first = since_change([one.request.input_tokens for one in seen.requests])
     parts = seen.requests[:first], seen.requests[first:]
     return [length for part in parts for length in answer_lengths(part, seen.at - window, seen.at)], first
+
+
+def _mean(one: Rating, other: Rating) -> Rating:
+    """Return the mean of two ratings, with the words and values of the worse one."""
+    worse = max(one, other, key=lambda rating: rating.ratio)
+    mean = (one.attainment + other.attainment) / 2, (one.ratio + other.ratio) / 2
+    return replace(worse, attainment=mean[0], ratio=mean[1])
 
 
 def _is_better(rating: Rating, other: Rating) -> bool:

@@ -103,8 +103,9 @@ class Forecaster:
 def make(simulation: Simulation, change: Change) -> None:
     """Make a change of a simulated fleet now."""
     if not change.before:
-        for _ in range(change.count):
-            simulation.start(change.after)
+        for part in change.parts:
+            for _ in range(part.count):
+                simulation.start(part.after)
         return
     for name in choose(simulated_members(simulation), change.before, change.count):
         with suppress(Conflict):  # an earlier change is still under way

@@ -24,8 +24,10 @@ def expected_rate(times: Sequence[float], now: float, window: float, horizon: fl
     """Return the mean rate of arrivals expected for the time from `now` to `now + horizon`, in requests per second.
 
     If the rates of the older and the newer half of the window differ by more than chance, it continues the line through them,
-    but no steeper than within the newer half: after a step, the rate is steady again.
+    but no steeper than within the newer half: after a step, the rate is steady again. What is before the first request of
+    the window says nothing: traffic has just begun, or routers keep no more.
     """
+    window = min(window, now - times[0]) if times and times[0] < now else window
     quarter = window / 4
     counts = [
         sum(start < time <= start + quarter for time in times) for start in (now - n * quarter for n in (4, 3, 2, 1))
@@ -109,16 +111,15 @@ def _tokens_at(at: float, one: Seen, now: float) -> float:
 
 
 def answer_seconds(requests: Sequence[tuple[Seen, int]], now: float) -> list[float]:
-    """Return how long requests, given with the lengths of their answers, take from their receipt to the last token.
+    """Return how long requests, given with the lengths of their answers, take from their first token to the last.
 
     Those that still run go on at their speed so far; those without a token are left out.
     """
     seconds = list[float]()
     for one, length in requests:
-        if one.e2e_s is not None:
-            seconds.append(one.e2e_s)
-        elif one.ttft_s is not None:
-            seconds.append(one.ttft_s + (now - one.at - one.ttft_s) * length / max(1, one.request.output_tokens))
+        if one.ttft_s is not None:
+            so_far = now - one.at - one.ttft_s if one.e2e_s is None else one.e2e_s - one.ttft_s
+            seconds.append(so_far * (1 if one.e2e_s is not None else length / max(1, one.request.output_tokens)))
     return seconds
 
 
@@ -138,13 +139,16 @@ def replayed(requests: Sequence[tuple[Seen, int]], began_at: float, now: float) 
 
 
 def expected_load(
-    received: Sequence[Request], now: float, rate: float, horizon: float, first_index: int
+    received: Sequence[Request], now: float, rate: float, horizon: float, first_index: int, draw: int = 0
 ) -> list[Request]:
     """Return requests at a rate from `now` on: received ones drawn again, at random times, numbered from `first_index`.
 
     What several prompts of the window had in common they have in common again; the rest of each prompt is new.
+
+    Args:
+        draw: number of the draw, of several at the same time.
     """
-    drawn = random.Random(int(now))
+    drawn = random.Random(f"{int(now)} {draw}" if draw else int(now))
     uses = Counter(name for request in received for name, _ in request.blocks)
     load = list[Request]()
     at = now + drawn.expovariate(rate) if rate and received else now + horizon

@@ -60,7 +60,8 @@ def rehearse(
         if decision.change is not None:
             make(simulation, decision.change)
             if not decision.change.before:
-                starting.extend([seen.at + simulation.start_up_s] * decision.change.count)
+                count = decision.change.count + decision.change.others
+                starting.extend([seen.at + simulation.start_up_s] * count)
 
     simulation.clock.every(interval, tick)
     rehearsal.samples = simulation.play(loads).samples
@@ -75,5 +76,5 @@ def observe(simulation: Simulation, window: float) -> Observation:
     for router in simulation.routers:
         router.catch_up()
         timelines = router.dispatcher.timelines.latest(MAX_TRAFFIC)
-        parts.append(parse_traffic(traffic_lines(timelines, 0.0, now - window)))
+        parts.append(parse_traffic(traffic_lines(timelines, 0.0, now - window, router.admission.queued())))
     return Observation(now, tuple(simulated_members(simulation)), merge_traffic(parts))

@@ -69,25 +69,26 @@ class RouterClient:
         """
         body = {"holder": holder, "lease_seconds": seconds, "decision": decision}
         body |= {"changes": [asdict(change) for change in changes]}
-        held, kept = list[AdminClient](), dict[float, MadeChange]()
+        held, kept = list[AdminClient](), set[MadeChange]()
         try:
             for router in self._routers:
                 answer = router.post("/admin/autoscaler", body).json()
-                kept |= {row["at"]: MadeChange(**row) for row in answer["changes"]}
+                kept |= {MadeChange(**row) for row in answer["changes"]}
                 held.append(router)
         except StateConflict as refusal:
             for router in held:
                 router.post("/admin/autoscaler", {"holder": holder, "lease_seconds": 0.0})
             return str(refusal)
-        self.changes = [kept[at] for at in sorted(kept)]
+        self.changes = sorted(kept, key=lambda one: one.at)
         return ""
 
     def make(self, change: Change, members: Sequence[Member], launcher: Launcher | None) -> list[str]:
         """Make a change. Returns the names of the instances that change their role or end."""
         if not change.before:
             assert launcher is not None
-            for _ in range(change.count):
-                launcher.start(change.after)
+            for part in change.parts:
+                for _ in range(part.count):
+                    launcher.start(part.after)
             return []
         names = choose(members, change.before, change.count)
         for name in names:

@@ -2,11 +2,11 @@
 
     datasets, traces ──► Request ──► arrivals ──► workers (one process each: load, http_client) ──► Sample
                                                                                                       │
-                     report, page ◄── metrics, breakdown ◄────────────────────────────────────────────┤
+                 report, run_page ◄── metrics, breakdown ◄────────────────────────────────────────────┤
                                   ◄── sweep (many runs, each at one rate) ◄───────────────────────────┘
 
 What decides (datasets, vocabulary, events, metrics, slo, sweep) reads no clock and opens no socket.
 
 In reading order: command, datasets, traces, requests, vocabulary; workers, load, http_client, events, server; metrics,
-slo, sweep, report, page.
+slo, sweep, report, run_page, page, plot.
 """

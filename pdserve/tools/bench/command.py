@@ -6,21 +6,23 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from pdserve.errors import SetupError
-from pdserve.tools.bench import page, report
+from pdserve.tools.bench import report
 from pdserve.tools.bench.datasets import draw_load
 from pdserve.tools.bench.load import Target
 from pdserve.tools.bench.metrics import summarize
 from pdserve.tools.bench.requests import Request, counted
+from pdserve.tools.bench.run_page import run_page, sweep_page
 from pdserve.tools.bench.server import acceptance, find_model, read_breakdown, read_drafts
 from pdserve.tools.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wilson
 from pdserve.tools.bench.sweep import Search, Trial, is_saturated
@@ -48,20 +50,14 @@ class Benchmark:
 
 def run(config: BenchServeConfig) -> bool:
     """Measure, and report in the forms that the settings name. Returns False if no request succeeded."""
-    plotly = page.load_plotly() if config.html else ""
     benchmark = prepare(config)
     warm_up(benchmark)
-    figures, charts, ok = measure_sweep(benchmark) if config.slo_sweep else measure_once(benchmark)
-    text = figures.pop("text")
+    figures, page, ok = measure_sweep(benchmark) if config.slo_sweep else measure_once(benchmark)
     if config.save_result:
         name = config.result_filename or _file_name(config, str(figures["model_id"]))
         report.write_json(Path(config.result_dir) / name, figures)
     if config.html:
-        warnings = [*figures.get("warnings", []), figures.get("client_bottleneck", "")]
-        load = config.dataset_name if math.isinf(config.request_rate) else f"{config.request_rate:g} requests/s"
-        title = f"{figures['model_id']}: {load}"
-        title = f"{figures['model_id']}: rates that meet the SLO" if config.slo_sweep else title
-        report.write_file(Path(config.html), page.page(title, text, list(filter(None, warnings)), charts, plotly))
+        report.write_file(Path(config.html), page())
     return ok
 
 
@@ -131,8 +127,8 @@ def warm_up(benchmark: Benchmark) -> None:
         raise SetupError(f"{target.url}{target.path} does not answer the warm-up request: {failed.error}")
 
 
-def measure_once(benchmark: Benchmark) -> tuple[dict[str, Any], list[page.Chart], bool]:
-    """Play the load once, print the report, and return its figures, charts, and whether any request succeeded."""
+def measure_once(benchmark: Benchmark) -> tuple[dict[str, Any], Callable[[], str], bool]:
+    """Play the load once and print the report. Returns its figures, its page, and whether any request succeeded."""
     config = benchmark.config
     requests = requests_of(benchmark, config.request_rate, config.seed)
     drafts = read_drafts(benchmark.target.url)
@@ -144,17 +140,17 @@ def measure_once(benchmark: Benchmark) -> tuple[dict[str, Any], list[page.Chart]
         figures["ttft_breakdown"] = read_breakdown(benchmark.target.url, played.samples)
         figures |= acceptance(drafts, read_drafts(benchmark.target.url)) or {}
     figures["warnings"] = _warnings(requests, played)
-    text = report.as_text(figures, benchmark.metrics, benchmark.percentiles)
-    print(text)
+    print(report.as_text(figures, benchmark.metrics, benchmark.percentiles))
     if config.csv:
         report.write_csv(config.csv, played.samples, benchmark.objectives)
     if config.save_detailed:
         figures |= report.details(played.samples)
-    charts = page.run_charts(played.samples, benchmark.objectives)
-    return figures | {"text": text}, charts, figures["completed"] > 0
+    load = config.dataset_name if math.isinf(config.request_rate) else f"{config.request_rate:g} requests/s"
+    title, own = f"{figures['model_id']}: {load}", (benchmark.objectives, benchmark.metrics, benchmark.percentiles)
+    return figures, partial(run_page, title, figures, played.samples, *own), figures["completed"] > 0
 
 
-def measure_sweep(benchmark: Benchmark) -> tuple[dict[str, Any], list[page.Chart], bool]:
+def measure_sweep(benchmark: Benchmark) -> tuple[dict[str, Any], Callable[[], str], bool]:
     """Search the highest rates that meet the SLO, several times, and print them with their confidence."""
     config = benchmark.config
     if not benchmark.objectives:
@@ -184,10 +180,11 @@ def measure_sweep(benchmark: Benchmark) -> tuple[dict[str, Any], list[page.Chart
     base = _base(benchmark) | {"goodput": benchmark.objectives, "sweep": rows, "interrupted": stopped}
     figures = base | {"highest_rates": [_highest(share, rates) for share, rates in found.items()]}
     figures["warnings"] = sorted({row["client_bottleneck"] for row in rows if row["client_bottleneck"]})
-    lines = [f"{' Highest rate that meets the SLO ':=^50}", *(_sentence(one) for one in figures["highest_rates"])]
-    text = "\n".join([*lines, *(f"WARNING: {one}" for one in figures["warnings"])])
-    print(text)
-    return figures | {"text": text}, [page.sweep_chart(trials, shares)], bool(trials)
+    found_rates = [_sentence(one) for one in figures["highest_rates"]]
+    print(f"{' Highest rate that meets the SLO ':=^50}", *found_rates, sep="\n")
+    print(*(f"WARNING: {one}" for one in figures["warnings"]), sep="\n")
+    title = f"{figures['model_id']}: rates that meet the SLO"
+    return figures, partial(sweep_page, title, found_rates, trials, shares, figures["warnings"]), bool(trials)
 
 
 def _try_rate(benchmark: Benchmark, rate: float, number: int) -> tuple[dict[str, Any], Trial, bool]:

@@ -1,119 +1,133 @@
-"""The report as one HTML file that needs no other host: verdict and figures, then charts by plotly, which is inlined."""
+"""Pieces of reports, and the report as one HTML file that needs no other host and no script.
 
-import json
-from collections.abc import Sequence
+It has the style sheet of the live page, so it looks like it, in both colour schemes and on a phone.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib import import_module
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-
-from pdserve.errors import SetupError
-from pdserve.tools.bench.requests import Sample
-from pdserve.tools.bench.sweep import Trial
-
-Chart = dict[str, Any]
-POINTS = 200  # of a curve
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:.5rem;color:#222;
-overflow-wrap:anywhere}pre{overflow-x:auto;font-size:.8rem;background:#f6f6f6;padding:.5rem}.chart{height:22rem}
-.warning{background:#fff3cd;padding:.5rem}.verdict{border-left:.25rem solid #2c7bb6;padding-left:.75rem}
-@media(prefers-color-scheme:dark){body{background:#16181c;color:#ddd}pre{background:#22252b}.warning{background:#4d3f10}}"""
-DRAW = """const DARK=matchMedia("(prefers-color-scheme:dark)").matches,GRID={gridcolor:DARK?"#3a3d44":"#e5e5e5"};
-for(const c of CHARTS){const l=c.layout;l.paper_bgcolor=l.plot_bgcolor="rgba(0,0,0,0)";l.font={color:DARK?"#ddd":"#222"};
-for(const s of l.shapes)s.line.color??=l.font.color;
-l.xaxis={...GRID,...l.xaxis};l.yaxis={...GRID,...l.yaxis};Plotly.newPlot(c.id,c.data,l,{responsive:true,displayModeBar:false})}"""
-
-
-def load_plotly() -> str:
-    """Return the text of plotly.js."""
-    try:
-        return str(import_module("plotly.offline").get_plotlyjs())
-    except ImportError:
-        raise SetupError("--html needs plotly, which is not installed: pip install -e '.[bench]'") from None
+STYLES = (Path(__file__).parents[2] / "router/web/page/page.css", Path(__file__).parent / "report.css")
+MAX_RATIO = 3.0  # of a figure to its target, that is drawn
+Section = tuple[str, Sequence[str]]  # heading, and pieces of HTML; without any it is left out
 
 
 def page(
     title: str,
-    text: str,
-    warnings: Sequence[str],
-    charts: Sequence[Chart],
-    plotly: str,
+    verdict: Sequence[str],
+    sections: Sequence[Section],
     *,
-    verdict: Sequence[str] = (),
-    details: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+    is_good: bool | None = None,
 ) -> str:
-    """Return the page: verdict, warnings, `text` as on the terminal, charts, and details."""
-    placed = [{"id": f"chart-{number}", **chart} for number, chart in enumerate(charts)]
-    data = json.dumps(placed).replace("<", "\\u003c")  # no text may end the script
+    """Return the report: verdict, warnings, and sections.
+
+    Args:
+        is_good: whether the verdict is; None: it is neither.
+    """
+    kind = {None: "", True: " good", False: " bad"}[is_good]
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>",
-        *(f'<p class="verdict">{escape(line)}</p>' for line in verdict),
+        f"<title>{escape(title)}</title><style>{''.join(one.read_text() for one in STYLES)}</style>",
+        f"<header><h1>{escape(title)}</h1><p id='about'>pdserve</p></header><main>",
+        f'<section class="card verdict{kind}">{"".join(f"<p>{escape(line)}</p>" for line in verdict)}</section>',
         *(f'<p class="warning">{escape(warning)}</p>' for warning in warnings),
-        f"<pre>{escape(text)}</pre>",
-        *(f'<div class="chart" id="{chart["id"]}"></div>' for chart in placed),
-        *(f"<p>{escape(line)}</p>" for line in details),
-        f"<script>{plotly}</script><script>const CHARTS={data};{DRAW}</script></html>\n",
     ]
-    return "\n".join(parts)
+    for heading, pieces in sections:
+        if shown := list(filter(None, pieces)):
+            parts += [f"<section><h2>{escape(heading)}</h2>", *shown, "</section>"]
+    return "\n".join([*parts, "</main></html>\n"])
 
 
-def run_charts(samples: Sequence[Sample], objectives: dict[str, float]) -> list[Chart]:
-    """Return TTFT and ITL by percentile, TTFT over time, and requests in flight over time."""
-    done = [sample for sample in samples if sample.ok]
-    if not done:
-        return []
-    ttft = [sample.ttft * 1e3 for sample in done]
-    gaps = [gap * 1e3 for sample in done for gap in sample.itls]
-    charts = [
-        _percentiles("TTFT, ms by percentile", ttft, objectives.get("ttft")),
-        *([_percentiles("ITL, ms by percentile", gaps, objectives.get("itl"))] if gaps else []),
+def pair(pieces: Iterable[str]) -> str:
+    """Return pieces side by side, where there is room."""
+    shown = list(filter(None, pieces))
+    return f'<div class="pair">{"".join(shown)}</div>' if shown else ""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], chosen: Iterable[int] = ()) -> str:
+    """Return a table, in which `chosen` rows stand out; empty without rows."""
+    if not rows:
+        return ""
+    marked, head = set(chosen), "".join(f"<th>{escape(one)}</th>" for one in header)
+    lines = [
+        f"<tr{' class=chosen' if number in marked else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for number, row in enumerate(rows)
     ]
-    over_time = {"x": [one.sent for one in done], "y": ttft, "mode": "markers", "marker": {"size": 4}}
-    charts.append(chart("TTFT, ms by second of sending", [over_time], rangemode="tozero"))
-    changes = sorted([(sample.sent, 1) for sample in done] + [(sample.ended, -1) for sample in done])
-    level = np.cumsum([change for _, change in changes]).tolist()
-    flight = {"x": [at for at, _ in changes], "y": level, "mode": "lines", "line": {"shape": "hv"}}
-    charts.append(chart("requests in flight by second", [flight], rangemode="tozero"))
-    return charts
+    thead = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
+    return f'<div class="scroll card"><table class="report">{thead}<tbody>{"".join(lines)}</tbody></table></div>'
 
 
-def sweep_chart(trials: Sequence[Trial], shares: Sequence[float]) -> Chart:
-    """Return the share of requests that meet the SLO against the rate, one point per run."""
-    kinds = ((False, "kept up", "#1f77b4"), (True, "saturated", "#d62728"))
-    points = []
-    for saturated, name, colour in kinds:
-        chosen = sorted((one.rate, one.attainment) for one in trials if one.saturated is saturated)
-        x, y = [rate for rate, _ in chosen], [share for _, share in chosen]
-        points.append({"x": x, "y": y, "mode": "markers", "name": name, "marker": {"color": colour, "size": 8}})
-    lines = [_line(share) for share in shares]
-    return chart("share of requests within the SLO by rate (req/s)", points, shapes=lines, range=[0, 1.03])
+def heat_map(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[float | None]]) -> str:
+    """Return ratios by row and column, coloured by how far below or above 1 they are; empty if there are fewer than two."""
+    if sum(ratio is not None for ratios in rows.values() for ratio in ratios) < 2:
+        return ""
+
+    def cell(ratio: float | None) -> str:
+        if ratio is None:
+            return "<td></td>"
+        share = min(1.0, abs(math.log(max(ratio, 1 / MAX_RATIO))) / math.log(MAX_RATIO))
+        kind = "good" if ratio <= 1 else "bad"
+        return f'<td class="c-{kind}" style="--share:{10 + 60 * share:.0f}%">{format_ratio(ratio)}</td>'
+
+    head = "".join(f"<th>{escape(one)}</th>" for one in (corner, *columns))
+    lines = [f"<tr><td>{escape(name)}</td>{''.join(map(cell, ratios))}</tr>" for name, ratios in rows.items()]
+    return (
+        f'<div class="scroll card"><table class="report heat"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
 
 
-def _percentiles(title: str, values: Sequence[float], limit: float | None) -> Chart:
-    x = np.linspace(0, 100, POINTS)
-    curve = {"x": x.tolist(), "y": np.percentile(values, x).tolist(), "mode": "lines"}
-    return chart(title, [curve], shapes=[_line(limit * 1e3)] if limit else [], rangemode="tozero")
+def ratios(title: str, rows: Mapping[str, tuple[float, str]]) -> str:
+    """Return bars of figures divided by their targets, each with a note; empty if there are fewer than two."""
+    if len(rows) < 2:
+        return ""
+    lines = [
+        f'<li class="c-{"good" if ratio <= 1 else "bad"}"><span>{escape(name)}</span><span class="track">'
+        f'<i style="width:{100 * min(ratio, MAX_RATIO) / MAX_RATIO:.1f}%"></i><b style="left:{100 / MAX_RATIO:.1f}%"></b>'
+        f"</span><span>{format_ratio(ratio)}{escape(f', {note}' if note else '')}</span></li>"
+        for name, (ratio, note) in rows.items()
+    ]
+    return f'<div class="card ratios"><h3>{escape(title)}</h3><ul>{"".join(lines)}</ul></div>'
 
 
-def _line(y: float) -> Chart:
-    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": {"dash": "dot", "width": 1}}
+def shares(title: str, colours: Mapping[str, str], rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
+    """Return a bar per row of its parts, which are amounts of a unit; all have one scale.
+
+    Args:
+        colours: class by name of a part.
+    """
+    longest = max((sum(parts.values()) for parts in rows.values()), default=0.0)
+    if not longest:
+        return ""
+
+    def bar(part: str, amount: float) -> str:
+        tip = f"{escape(part)} {amount:.3g} {unit}"
+        return f'<i class="c-{colours[part]}" style="width:{100 * amount / longest:.2f}%" title="{tip}"></i>'
+
+    lines = [
+        f'<li><span>{escape(name)}</span><span class="track parts">{"".join(map(bar, parts, parts.values()))}</span>'
+        f"<span>{sum(parts.values()):.3g} {unit}</span></li>"
+        for name, parts in rows.items()
+    ]
+    legend = "".join(f'<li class="c-{colour}">{escape(part)}</li>' for part, colour in colours.items())
+    return (
+        f'<div class="card ratios"><h3>{escape(title)}</h3><ol class="legend">{legend}</ol>'
+        f"<ul>{''.join(lines)}</ul></div>"
+    )
 
 
-def is_worth_drawing(drawn: Chart) -> bool:
-    """Return whether a chart has at least two places with something in them."""
-    places = {str(x) for trace in drawn["data"] if "z" not in trace for x in trace.get("x", ())}
-    cells = [cell for trace in drawn["data"] for line in trace.get("z", ()) for cell in line if cell is not None]
-    return len(places) + len(cells) > 1
+def words(lines: Sequence[str]) -> str:
+    """Return sentences, one below the other."""
+    return f'<ul class="card words">{"".join(f"<li>{escape(line)}</li>" for line in lines if line)}</ul>'
 
 
-def chart(title: str, data: list[Chart], shapes: Sequence[Chart] = (), **axis: Any) -> Chart:
-    """Return a chart for `page`. `axis` are settings of its vertical axis."""
-    margin = {"l": 45, "r": 10, "t": 40, "b": 35}
-    legend = {"orientation": "h"}
-    head = {"text": title, "font": {"size": 15}}
-    return {
-        "data": data,
-        "layout": {"title": head, "margin": margin, "legend": legend, "shapes": list(shapes), "yaxis": axis},
-    }
+def listing(lines: Sequence[str]) -> str:
+    """Return lines as they are, such as commands."""
+    return f'<pre class="card">{escape(chr(10).join(lines))}</pre>' if any(lines) else ""
+
+
+def format_ratio(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else "fails" if ratio >= 100 else f"{ratio:.0f}"

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ HEADINGS = {
 
 def as_text(figures: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
     """Return the report of a run."""
-    lines = [f"{' Serving Benchmark Result ':=^50}", *_lines(_totals(figures))]
+    lines = [f"{' Serving Benchmark Result ':=^50}", *_lines(totals(figures))]
     for metric in metrics:
         name, heading = HEADINGS[metric]
         keys = {"Mean": "mean", "Median": "median", **{f"P{p:g}": f"p{p:g}" for p in percentiles}}
         rows = [(f"{label} {name} (ms):", figures[f"{key}_{metric}_ms"]) for label, key in keys.items()]
+        if metric == "itl" and (together := figures["tokens_together_fraction"]) >= SHOWN:
+            rows.append(("Gaps of 0, as tokens came together (%):", 100 * together))
         lines += [f"{heading:-^50}", *_lines(rows)]
     if parts := figures.get("ttft_breakdown"):
         names = ("outside_router", "queue", "prefill", "hand_over")
@@ -51,10 +53,17 @@ def as_text(figures: dict[str, Any], metrics: Sequence[str], percentiles: Sequen
     return "\n".join(lines)
 
 
-def _totals(figures: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the rows about the whole run."""
+def together_sentence(figures: Mapping[str, Any]) -> str:
+    """Say how many tokens came together with the one before, if these make ITL percentiles look short; otherwise empty."""
+    share = figures.get("tokens_together_fraction") or 0.0
+    if share < SHOWN:
+        return ""
+    return f"{share:.0%} of tokens came together with the one before: ITL counts them as gaps of 0, TPOT does not."
+
+
+def totals(figures: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the rows about the whole run, some with None."""
     rate, good = figures.get("request_rate"), figures["good_request_fraction"]
-    together = figures["tokens_together_fraction"]
     return [
         ("Successful requests:", figures["completed"]),
         ("Failed requests:", figures["failed"]),
@@ -73,14 +82,18 @@ def _totals(figures: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Peak concurrent requests:", figures["max_concurrent_requests"]),
         ("Total token throughput (tok/s):", figures["total_token_throughput"]),
         ("Normalized latency (ms per output token):", figures["mean_normalized_latency_ms"]),
-        ("Tokens with a gap of 0, as they came together (%):", 100 * together if together >= SHOWN else None),
     ]
 
 
 def _lines(rows: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the rows that have a value as lines."""
-    known = [(label, value, ".2f" if isinstance(value, float) else "") for label, value in rows if value is not None]
-    return [f"{label:<40} {value:<10{precision}}" for label, value, precision in known]
+    return [f"{label:<40} {text:<10}" for label, text in as_texts(rows)]
+
+
+def as_texts(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """Return the rows that have a value, with it as text."""
+    return [
+        (label, f"{value:{'.2f' if isinstance(value, float) else ''}}") for label, value in rows if value is not None
+    ]
 
 
 def details(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def read_breakdown(url: str, samples: Sequence[Sample]) -> dict[str, Any] | None
                 return None
             if "first_token" in stages:
                 inside = stages["first_token"] - stages.get("received", 0.0)
-                parts.setdefault("outside_router", []).append(sample.ttft * 1e3 - inside)
+                parts.setdefault("outside_router", []).append(max(0.0, sample.ttft * 1e3 - inside))
             for name, (begin, end) in PARTS.items():
                 if begin in stages and end in stages and stages[end] >= stages[begin]:  # decode computed the prompt
                     parts.setdefault(name, []).append(stages[end] - stages[begin])

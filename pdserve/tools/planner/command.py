@@ -5,18 +5,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from pdserve.tools.bench import page
+from pdserve.tools.bench.page import format_ratio
 from pdserve.tools.bench.report import write_file
 from pdserve.tools.bench.requests import counted
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner import deploy
 from pdserve.tools.planner.advice import advise, describe, trade
-from pdserve.tools.planner.charts import charts
+from pdserve.tools.planner.charts import plan_page
 from pdserve.tools.planner.gpus import cheapest, costs, fitting, gpus_by_role
 from pdserve.tools.planner.measured import Correction, load_measured
 from pdserve.tools.planner.plan import CHANGE, Plan, Planner
@@ -24,7 +25,7 @@ from pdserve.tools.planner.search import NOISE, Trial, best
 from pdserve.tools.planner.settings import Dimension
 from pdserve.tools.planner.slo_file import check_groups, load_targets
 from pdserve.tools.planner.targets import Target, thin_sentences
-from pdserve.tools.simulator.command import as_dict, as_table, as_text, console_for_tables
+from pdserve.tools.simulator.command import as_dict, as_table, console_for_tables
 from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes, num_gpus
 
 WORTHLESS_PROFILE, NO_FLEET = 1, 3  # exit codes
@@ -38,15 +39,13 @@ def run(config: PlanConfig) -> int:
         The exit code: 3 if no fleet meets the SLO, 1 if measurements say that the profile is not to be relied on.
     """
     targets = load_targets(config.slo, config.slo_file)
-    plotly = page.load_plotly() if config.html else ""
     degrees = fitting(config) if config.gpu and config.tensor_parallel_size == "auto" else []
     with _progress() as show:
         if degrees:
-
-            def smallest(own: PlanConfig) -> Trial:
-                return Planner(own, load_profile(own), targets, show).smallest()
-
-            config = cheapest(config, degrees, smallest)
+            planner_of = cache(lambda own: Planner(own, load_profile(own), targets, show))
+            config = cheapest(
+                config, degrees, lambda own: planner_of(own).screen(), lambda own, size: planner_of(own).best_of(size)
+            )
         profile = load_profile(config)
         planner = Planner(config, profile, targets, show, degrees)
         requests = counted(draw_requests(config, planner.rate), config.warmup_requests)
@@ -55,22 +54,22 @@ def run(config: PlanConfig) -> int:
         plan = planner.plan()
     verdict = [*correction.sentences(), *verdict_of(plan, targets, planner.rate, config)]
     details = [*sentences(plan, targets, planner.rate, config), *notes(config, profile)]
+    start = [] if plan.chosen is None else deploy.env_lines(plan.chosen, gpus_by_role(config, plan.chosen.fleet))
     print("\n".join(verdict) + "\n")
-    table = as_table([trial.forecast for trials in plan.trials for trial in notable(trials)])
-    console_for_tables().print(table)
+    fleets = [trial for trials in plan.trials for trial in notable(trials)]
+    console_for_tables().print(as_table([trial.forecast for trial in fleets]))
     if config.apply and plan.chosen is not None:
         by_role = gpus_by_role(config, plan.chosen.fleet)
         has_gpus = config.gpu is not None or profile.machine.device not in ("", "cpu")
-        details += ["", *deploy.write(config.apply, plan.chosen, by_role, config.model, has_gpus=has_gpus)]
-    print("\n" + "\n".join(details))
-    lines = [*verdict, *details]
+        start += ["", *deploy.write(config.apply, plan.chosen, by_role, config.model, has_gpus=has_gpus)]
+    print("\n".join(["", *details, *(["", *start] if start else [])]))
+    lines = [*verdict, *details, *start]
     if config.json:
         write_file(Path(config.json), json.dumps(to_json(plan, correction, lines), indent=2) + "\n")
     if config.html:
         slo = ", ".join(filter(None, [config.slo, config.slo_file]))
         title = f"Plan for {slo} at {planner.rate:.3g} requests/s"
-        drawn = charts(plan, correction.before, targets, planner.rate, config.price)
-        text = page.page(title, as_text(table), [], drawn, plotly, verdict=verdict, details=details)
+        text = plan_page(title, plan, fleets, correction.before, planner.rate, config.price, verdict, details, start)
         write_file(Path(config.html), text)
     return WORTHLESS_PROFILE if correction.is_worthless else NO_FLEET if plan.chosen is None else 0
 
@@ -119,7 +118,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     traded = filter(None, [trade(plan.compared)])
     if plan.chosen is None:
         return [*thin_sentences(plan.nearest.counts), advise(last, targets), *traded, *worth]
-    fleet, lines = plan.chosen.fleet, list[str]()
+    lines = list[str]()
     if plan.breaks is None:
         lines.append(f"It holds beyond {plan.highest_rate:.3g} requests/s.")
     else:
@@ -134,7 +133,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     lines += [advise(last, targets), *traded, *worth]
     if config.price:
         lines += [costs(config, one) for one in (plan.chosen, *plan.compared[1:])]
-    return [*lines, "", *deploy.env_lines(plan.chosen, gpus_by_role(config, fleet))]
+    return lines
 
 
 def _above(breaks: Trial) -> str:
@@ -147,7 +146,7 @@ def _worth(dimension: Dimension, trials: Sequence[Trial], chosen: Trial) -> str:
     if max(ratios.values()) - min(ratios.values()) <= NOISE * min(ratios.values()):
         return f"{dimension.flag} is worth nothing here: {', '.join(ratios)}."
     own = dimension.label(chosen.fleet)
-    parts = [f"{label} {ratio:.2f}{' (chosen)' if label == own else ''}" for label, ratio in ratios.items()]
+    parts = [f"{label} {format_ratio(ratio)}{' (chosen)' if label == own else ''}" for label, ratio in ratios.items()]
     return f"Worst figure ÷ target by {dimension.flag}: {', '.join(parts)}."
 
 

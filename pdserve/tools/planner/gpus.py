@@ -26,25 +26,34 @@ def fitting(config: PlanConfig) -> list[int]:
     return found
 
 
-def cheapest(config: PlanConfig, degrees: Sequence[int], smallest: Callable[[PlanConfig], Trial]) -> PlanConfig:
+def cheapest(
+    config: PlanConfig,
+    degrees: Sequence[int],
+    screen: Callable[[PlanConfig], Trial],
+    best_of: Callable[[PlanConfig, int], Trial],
+) -> PlanConfig:
     """Return the settings with the number of GPUs by instance that needs the fewest of them; of equal ones, with the most
     margin. If none meets the SLO, with the one that is nearest to it.
 
     Args:
-        smallest: returns the smallest fleet for some settings, or the nearest if none suffices.
+        screen: returns a fleet of the smallest size that suffices for some settings, or of the largest if none does.
+        best_of: returns the best fleet of a size, which only equal ones need.
     """
-    found: list[tuple[bool, int, float, PlanConfig]] = []
+    found: list[tuple[tuple[bool, int], int, PlanConfig, PlanConfig]] = []
     fewest = config.max_instances * max(degrees)
     for degree in sorted(degrees, reverse=True):  # few large instances set the bound soonest
         most = min(config.max_instances, fewest // degree)
         if config.instances is not None or most < 1:
             most = config.max_instances
         settings = replace(config, tensor_parallel_size=str(degree))
-        trial = smallest(replace(settings, max_instances=most, num_prompts=min(config.num_prompts, SCREENED)))
+        small = replace(settings, max_instances=most, num_prompts=min(config.num_prompts, SCREENED))
+        trial = screen(small)
         gpus = trial.fleet.size * degree
-        found.append((not trial.meets, gpus if trial.meets else 0, trial.ratio, settings))
+        found.append(((not trial.meets, gpus if trial.meets else 0), trial.fleet.size, small, settings))
         fewest = min(fewest, gpus) if trial.meets else fewest
-    return min(found, key=lambda one: one[:3])[3]
+    rank = min(one[0] for one in found)
+    equal = [one for one in found if one[0] == rank]
+    return (equal[0] if len(equal) == 1 else min(equal, key=lambda one: best_of(one[2], one[1]).ratio))[3]
 
 
 def thrifty(config: PlanConfig, trial: Trial, degrees: Sequence[int], simulate: Callable[[Fleet], Trial]) -> Trial:

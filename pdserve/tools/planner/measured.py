@@ -10,6 +10,7 @@ from typing import Any
 
 from pdserve.errors import SetupError
 from pdserve.profile.profile import Knots, Profile
+from pdserve.tools.bench.report import together_sentence
 from pdserve.tools.bench.requests import Request
 from pdserve.tools.planner.search import Trial
 from pdserve.tools.planner.targets import METRICS
@@ -152,6 +153,7 @@ class Correction:
     def sentences(self) -> list[str]:
         """Return how far forecasts were off, and what was done about it."""
         lines = list(map(str, self.before))
+        lines += filter(None, [together_sentence(one.measured.figures) for one in self.before])
         if self.factors:
             parts = " and ".join(f"{kind} steps {factor:.2g}" for kind, factor in self.factors.items())
             error = max(one.error for one in self.after)

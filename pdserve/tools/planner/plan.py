@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdserve.profile.profile import Profile
@@ -12,9 +12,18 @@ from pdserve.tools.planner.here import Here, config_here, is_this_machine, neede
 from pdserve.tools.planner.measured import Comparison, Correction, Measured, compare, correct
 from pdserve.tools.planner.search import Trial, best, best_in_mean, close_to_best, headroom, judge, smallest, try_size
 from pdserve.tools.planner.settings import Dimension, dimensions
-from pdserve.tools.planner.targets import Target
+from pdserve.tools.planner.targets import ALL, Target
 from pdserve.tools.planner.tuning import tune_sizes
-from pdserve.tools.simulator.fleet import Fleet, check_fits, mean_rate, parse_itl_targets, simulate_all
+from pdserve.tools.simulator.fleet import (
+    Fleet,
+    Forecast,
+    check_fits,
+    mean_rate,
+    parse_itl_targets,
+    simulate,
+    simulate_all,
+)
+from pdserve.tools.simulator.verdict import Limit
 
 CURVE = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the rate, at which attainment is reported
 CHANGE = 0.2  # of rate and lengths, whose effect is reported
@@ -93,14 +102,19 @@ class Planner:
         config, rate = config or self._config, rate or self.rate
         new = [fleet for fleet in dict.fromkeys(fleets) if (config, fleet, rate) not in self._trials]
         for forecast in simulate_all(config, self._profile, {}, [(fleet, rate) for fleet in new]):
-            self._trials[config, forecast.fleet, rate] = judge(self._targets, forecast)
-            self._count += 1
-            elapsed = time.monotonic() - self._started
-            self._show(f"{self._stage}: run {self._count} was {forecast.fleet}, {elapsed:.0f} s")
+            self._trials[config, forecast.fleet, rate] = self._judge(forecast)
         return [self._trials[config, fleet, rate] for fleet in fleets]
+
+    def _judge(self, forecast: Forecast) -> Trial:
+        self._count += 1
+        elapsed = time.monotonic() - self._started
+        self._show(f"{self._stage}: run {self._count} was {forecast.fleet}, {elapsed:.0f} s")
+        return judge(self._targets, forecast)
 
     def correct(self, measured: Sequence[Measured]) -> Correction:
         """Compare forecasts with measurements, and go on with a profile that they correct."""
+        if not measured:
+            return Correction(self._profile, [], [], {})
         self._stage = "measured"
 
         def forecast(profile: Profile) -> list[Comparison]:
@@ -110,15 +124,37 @@ class Planner:
 
         correction = correct(self._profile, forecast)
         self._trials.clear()
-        self._profile = correction.profile
+        self._profile, self._stage = correction.profile, "fleets"
         return correction
 
-    def smallest(self) -> Trial:
-        """Return the best fleet of the smallest size that suffices, or of the largest, before its settings are tuned."""
+    def screen(self) -> Trial:
+        """Return a fleet of the smallest size that suffices, or one of the largest, with the settings tried first.
+
+        What else a size has to offer is not simulated, nor what a fleet does once it misses the SLO.
+        """
+        limits = [
+            Limit(one.metric, one.percentile, one.seconds)
+            for one in self._targets
+            if one.group == ALL and one.metric in ("ttft", "itl")
+        ]
+        screened: dict[Fleet, Trial] = {}
+
+        def screen(fleets: Sequence[Fleet]) -> Iterator[Trial]:
+            for fleet in fleets:
+                if fleet not in screened:
+                    screened[fleet] = self._judge(simulate(self._config, self._profile, {}, fleet, self.rate, limits))
+                yield screened[fleet]
+                if screened[fleet].meets:
+                    return
+
         config, itl_targets = self._config, self._itl_targets()
         if config.instances is not None:
-            return best(try_size(config.instances, itl_targets, self.simulate))
-        return best(smallest(config.max_instances, itl_targets, self.simulate)[-1])
+            return best(try_size(config.instances, itl_targets, screen))
+        return best(smallest(config.max_instances, itl_targets, screen)[-1])
+
+    def best_of(self, size: int) -> Trial:
+        """Return the best fleet of a size, before its settings are tuned."""
+        return best(try_size(size, self._itl_targets(), self.simulate))
 
     def plan(self) -> Plan:
         """Find the fleet and its settings, its headroom, and what changes of the load do to it."""

@@ -73,6 +73,8 @@ def judge(targets: Sequence[Target], forecast: Forecast) -> Trial:
     if failed := forecast.figures["failed"]:
         share = failed / (failed + forecast.figures["completed"])
         ratio, failure = max(ratio, FAILED * (1 + share)), f"refuses or loses {failed} requests"
+    elif forecast.is_given_up:
+        ratio, failure = max(ratio, FAILED), "misses the SLO"
     elif forecast.saturated and (cause := bottleneck(forecast.busy)):
         ratio, failure = max(ratio, FAILED), f"does not keep up: {cause}"
     share = attainment(targets, forecast.samples)

@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -86,31 +85,34 @@ def parse_fleets(config: SimulateConfig) -> list[Fleet]:
 def as_table(forecasts: Sequence[Forecast]) -> Table:
     """Return a table with a row per fleet, times in ms."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    good = any(forecast.figures["good_request_fraction"] is not None for forecast in forecasts)
-    columns = ["fleet", *(["good"] if good else []), "req/s", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "busy"]
+    columns, rows = as_rows(forecasts)
     for name in columns:
         table.add_column(name, justify="left" if name == "fleet" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def as_rows(forecasts: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of columns, and a row of cells per fleet; times in ms."""
+    good = any(forecast.figures["good_request_fraction"] is not None for forecast in forecasts)
+    columns = ["fleet", *(["good"] if good else []), "req/s", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "busy"]
+    rows = []
     for forecast in forecasts:
         figures = forecast.figures
         times = [figures[f"p{p}_{metric}_ms"] for metric in ("ttft", "itl") for p in (50, 90, 99)]
         remarks = [f"{figures['failed']} failed"] if figures["failed"] else []
         remarks += ["saturated"] if forecast.saturated else []
-        table.add_row(
-            ", ".join([str(forecast.fleet), *remarks]),
-            *([f"{figures['good_request_fraction']:.1%}"] if good else []),
-            f"{figures['request_throughput']:.2f}",
-            *(f"{one:.0f}" for one in times),
-            " ".join(f"{name[0].upper()} {share:.0%}" for name, share in shown_busy(forecast).items()),
+        rows.append(
+            [
+                ", ".join([str(forecast.fleet), *remarks]),
+                *([f"{figures['good_request_fraction']:.1%}"] if good else []),
+                f"{figures['request_throughput']:.2f}",
+                *(f"{one:.0f}" for one in times),
+                " ".join(f"{name[0].upper()} {share:.0%}" for name, share in shown_busy(forecast).items()),
+            ]
         )
-    return table
-
-
-def as_text(table: Table) -> str:
-    """Return a table as lines."""
-    console = Console(width=WIDTH, file=StringIO(), color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
+    return columns, rows
 
 
 def shown_busy(forecast: Forecast) -> dict[str, float]:

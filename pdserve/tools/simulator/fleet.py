@@ -27,6 +27,7 @@ from pdserve.tools.simulator.breakdown import breakdown
 from pdserve.tools.simulator.cores import SharedCores, cores_needed
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.simulation import MODEL, Deployment, Simulation
+from pdserve.tools.simulator.verdict import Limit
 
 PERCENTILES = (50, 90, 95, 99)
 CHARS_PER_TOKEN = 4  # of texts, which are not tokenized
@@ -82,6 +83,7 @@ class Forecast:
             threads ("router") and the way to the KV store ("link") were busy.
         saturated: the requests in flight kept growing while requests arrived.
         samples: one per request that counts.
+        is_given_up: a limit of the run was exceeded; the figures are of the requests until then.
     """
 
     fleet: Fleet
@@ -90,6 +92,7 @@ class Forecast:
     preemptions: int
     saturated: bool
     samples: list[Sample]
+    is_given_up: bool = False
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:
@@ -315,15 +318,21 @@ def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deploy
 
 
 def simulate(
-    config: FleetConfig, profile: Profile, objectives: dict[str, float], fleet: Fleet, rate: float
+    config: FleetConfig,
+    profile: Profile,
+    objectives: dict[str, float],
+    fleet: Fleet,
+    rate: float,
+    limits: Sequence[Limit] = (),
 ) -> Forecast:
-    """Simulate a fleet under the load that the settings describe, at a mean rate."""
+    """Simulate a fleet under the load that the settings describe, at a mean rate, as long as the limits can be met."""
     config = replace(config, **dict(fleet.settings))
     requests, model = draw_requests(config, rate), instance_model(config, profile)
     deployment = deployment_of(config, profile, fleet)
     cores, warmup = shared_cores(config, profile, fleet), config.warmup_requests
     simulation = Simulation(deployment, model, config.seed, cores=cores, models=role_models(config, fleet))
-    outcome = simulation.play(requests, is_chat=config.chat, think_s=config.think_time, warmup=warmup)
+    limits = limits if not warmup else ()  # which are of the requests that count
+    outcome = simulation.play(requests, is_chat=config.chat, think_s=config.think_time, warmup=warmup, limits=limits)
     samples = counted(outcome.samples, warmup)
     figures = summarize(samples, objectives, METRICS, PERCENTILES, [])
     figures["ttft_parts_ms"] = breakdown(samples, outcome.stamps)
@@ -337,6 +346,7 @@ def simulate(
         outcome.preemptions,
         is_saturated(outcome.samples, warmup),
         samples,
+        outcome.is_given_up,
     )
 
 
@@ -360,10 +370,14 @@ def fleet_roles(fleet: Fleet) -> list[str]:
 
 
 def simulate_all(
-    config: FleetConfig, profile: Profile, objectives: dict[str, float], runs: list[tuple[Fleet, float]]
+    config: FleetConfig,
+    profile: Profile,
+    objectives: dict[str, float],
+    runs: list[tuple[Fleet, float]],
+    limits: Sequence[Limit] = (),
 ) -> Iterator[Forecast]:
     """Simulate (fleet, rate) pairs side by side, and yield the forecasts in order."""
-    one = partial(_simulate_pair, config, profile, objectives)
+    one = partial(_simulate_pair, config, profile, objectives, limits)
     if config.jobs == 1 or len(runs) == 1:
         yield from map(one, runs)
         return
@@ -374,6 +388,10 @@ def simulate_all(
 
 
 def _simulate_pair(
-    config: FleetConfig, profile: Profile, objectives: dict[str, float], run: tuple[Fleet, float]
+    config: FleetConfig,
+    profile: Profile,
+    objectives: dict[str, float],
+    limits: Sequence[Limit],
+    run: tuple[Fleet, float],
 ) -> Forecast:
-    return simulate(config, profile, objectives, *run)
+    return simulate(config, profile, objectives, *run, limits)

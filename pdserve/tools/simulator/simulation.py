@@ -19,10 +19,12 @@ from pdserve.tools.simulator.instance import SimulatedInstance
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.router import SimulatedClient, SimulatedRouter
 from pdserve.tools.simulator.store import SimulatedStore
+from pdserve.tools.simulator.verdict import Limit, is_hopeless
 from pdserve.tools.simulator.virtual_clock import VirtualClock
 
 MODEL = "model"
 COLLECTION_OBJECTS = 200_000
+CHECK_S = 0.5  # between two looks at the limits of a run
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Outcome:
             store ("link"), which is the link itself or the streams of an instance, whichever are busier.
         preemptions: over all instances.
         stamps: of the timelines, by the index of the request.
+        is_given_up: a limit was exceeded, and what followed was not simulated.
     """
 
     samples: list[Sample]
@@ -66,6 +69,7 @@ class Outcome:
     shared_busy: dict[str, float]
     preemptions: int
     stamps: dict[int, Stamps] = field(default_factory=dict)
+    is_given_up: bool = False
 
 
 @contextmanager
@@ -161,28 +165,40 @@ class Simulation:
         for router in self.routers:
             router.lose(name)
 
-    def play(self, loads: Sequence[Load], *, is_chat: bool = False, think_s: float = 0.0, warmup: int = 0) -> Outcome:
+    def play(
+        self,
+        loads: Sequence[Load],
+        *,
+        is_chat: bool = False,
+        think_s: float = 0.0,
+        warmup: int = 0,
+        limits: Sequence[Limit] = (),
+    ) -> Outcome:
         """Send all requests at their times and wait for the answers. A later turn waits for the previous one.
 
         Args:
             is_chat: the requests are chats, whose generated KV is stored for the next turn.
             think_s: between an answer and the next turn.
             warmup: first requests, during whose arrival busy shares do not count yet.
+            limits: given up as soon as one of them is exceeded, whatever follows.
         """
         player = _Player(self.clock, self.routers, self._model, loads, is_chat, think_s)
+        if limits:
+            self.clock.every(CHECK_S, partial(player.check, limits, loads))
         with _rare_collections(), _errors_only():
-            self.clock.run(until=lambda: player.num_begun >= min(warmup + 1, len(loads)))
+            self.clock.run(until=lambda: player.num_begun >= min(warmup + 1, len(loads)) or player.is_hopeless)
             began_at, before = self.clock.time, self._busy_seconds()
-            self.clock.run(until=lambda: player.num_begun == len(loads))
+            self.clock.run(until=lambda: player.num_begun == len(loads) or player.is_hopeless)
             arriving = self._busy_shares(began_at, before)
-            self.clock.run(until=lambda: player.num_ended == len(loads))
+            self.clock.run(until=lambda: player.num_ended == len(loads) or player.is_hopeless)
         # An instance may have started since the last request.
         busy = {
             name: max(share, arriving.get(name, 0.0)) for name, share in self._busy_shares(began_at, before).items()
         }
         shared = {name: busy.pop(name) for name in ("router", "link")}
         preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
-        return Outcome(player.samples, self.clock.time, busy, shared, preemptions, player.stamps)
+        own = (player.stamps, player.is_hopeless)
+        return Outcome(player.samples, self.clock.time, busy, shared, preemptions, *own)
 
     def _busy_seconds(self) -> dict[str, float]:
         """Return for how long each instance, the routers and the link have been busy."""
@@ -223,6 +239,8 @@ class _Player:
         think_s: float,
     ) -> None:
         self.samples: list[Sample] = []
+        self.sent: list[Sample] = []  # those that run, too
+        self.is_hopeless = False
         self.stamps: dict[int, Stamps] = {}
         self.num_begun = self.num_ended = 0
         self._clock = clock
@@ -243,6 +261,10 @@ class _Player:
             else:
                 self._next_turns.setdefault(load.after, []).append(load)
 
+    def check(self, limits: Sequence[Limit], loads: Sequence[Load]) -> None:
+        """See whether the limits can still be met."""
+        self.is_hopeless = self.is_hopeless or is_hopeless(limits, loads, self.sent, self._clock.time)
+
     def _sender(self, load: Load) -> Callable[[], None]:
         return lambda: self._send(load)
 
@@ -257,6 +279,7 @@ class _Player:
         router = self._routers[next(self._turn) % len(self._routers)]
         sample = Sample(load.index, self._clock.time, key=load.key)
         self.num_begun += 1
+        self.sent.append(sample)
         SimulatedClient(router, request_id, load, prompt, keys, packed, sample, self._on_end, self._is_chat).send()
 
     def _on_end(self, client: SimulatedClient) -> None:

@@ -63,6 +63,9 @@ class Candidates:
     forecasts: Mapping[Fleet, float]
     measured: dict[Fleet, list[float]] = field(default_factory=dict)
 
+    def num_runs(self, fleet: Fleet) -> int:
+        return len(self.measured.get(fleet, ()))
+
     def add(self, fleet: Fleet, ratio: float) -> None:
         self.measured.setdefault(fleet, []).append(ratio)
 
@@ -86,7 +89,7 @@ class Candidates:
 
     def _most_promising(self) -> Fleet | None:
         """Return the best fleet of those not measured yet; None if it would hardly be better than the measured ones."""
-        left = [fleet for fleet in self.forecasts if fleet not in self.measured]
+        left = [fleet for fleet in self.forecasts if not self.num_runs(fleet)]
         first = min(left, key=self.expected, default=None)
         if first is None or not self.measured:
             return first
@@ -96,8 +99,8 @@ class Candidates:
     def _to_repeat(self) -> Fleet | None:
         """Return the least measured one of the best; None if each was measured often enough."""
         best = [one for one in self.ranked()[:FINALISTS] if self.ratio(one) <= PROMISING * self.ratio(self.ranked()[0])]
-        few = [one for one in best if len(self.measured[one]) < REPETITIONS]
-        return min(few, key=lambda one: len(self.measured[one]), default=None)
+        few = [one for one in best if self.num_runs(one) < REPETITIONS]
+        return min(few, key=self.num_runs, default=None)
 
     def ratio(self, fleet: Fleet) -> float:
         """Return the measured ratio of a fleet."""

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pdserve.tools.planner.targets import FAILED, Target, compare
 from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, check_fits, load_profile, mean_rate, simulate_all
 from pdserve.tools.tuner.candidates import Candidates, grid
 
-Measure = Callable[[Fleet], Sequence[Sample]]  # empty if Ctrl-C ended the run
+Measure = Callable[[Fleet, int], Sequence[Sample]]  # of a repetition, from 0; empty if Ctrl-C ended the run
 NOT_PASSED_ON = ("port", "slo", "prefill", "decode", "both")  # of UpConfig's fields: each run has its own
 TRIED = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 SHOWN = 10  # of the fleets that were not measured
@@ -41,7 +42,7 @@ def run(config: BenchTuneConfig, measure: Measure | None = None, now: Callable[[
     targets = load_targets(config.slo, config.slo_file)
     fleets = grid(config.instances, config.try_itl_target_ms, {name: getattr(config, f"try_{name}") for name in TRIED})
     tuning = Tuning(config, targets, fleets, now)
-    tuning.search(measure or (lambda fleet: measure_fleet(config, fleet)))
+    tuning.search(measure or partial(measure_fleet, config))
     if not tuning.has_measured:
         raise SetupError("interrupted before a fleet was measured")
     print("\n".join(tuning.report()))
@@ -95,7 +96,7 @@ class Tuning:
             if self._candidates.measured and self._spent + self._longest > budget:
                 return
             began = self._now()
-            if not (samples := measure(fleet)):
+            if not (samples := measure(fleet, self._candidates.num_runs(fleet))):
                 return
             figures = summarize(samples, {}, METRICS, PERCENTILES, [])
             values, _, ratio = compare(self._targets, figures, samples)
@@ -179,8 +180,11 @@ def fleet_config(config: BenchTuneConfig) -> FleetConfig:
     return FleetConfig(**settings, cores=None if config.paced else machine.num_cores())
 
 
-def measure_fleet(config: BenchTuneConfig, fleet: Fleet) -> Sequence[Sample]:
-    """Start a fleet, play the load against it, and return the requests that count; none if Ctrl-C ended the run."""
+def measure_fleet(config: BenchTuneConfig, fleet: Fleet, repetition: int) -> Sequence[Sample]:
+    """Start a fleet, play the load against it, and return the requests that count; none if Ctrl-C ended the run.
+
+    Each repetition has other requests and arrivals, the same for all fleets.
+    """
     from pdserve.cli.deployment import free_port
     from pdserve.offline.llm import Fleet as Started
 
@@ -192,7 +196,7 @@ def measure_fleet(config: BenchTuneConfig, fleet: Fleet) -> Sequence[Sample]:
         load = {one.name: getattr(config, one.name) for one in fields(LoadConfig)}
         benchmark = prepare(BenchServeConfig(**load, base_url=started.url, ignore_eos=True))
         warm_up(benchmark)
-        requests = requests_of(benchmark, config.request_rate, config.seed)
+        requests = requests_of(benchmark, config.request_rate, config.seed + repetition)
         with progress(str(fleet), len(requests)) as show:
             played = play(requests, benchmark.target, 1, show)
         return [] if played.stopped else counted(played.samples, config.warmup_requests)

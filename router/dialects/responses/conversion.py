@@ -53,6 +53,7 @@ def to_chat_body(body: ResponseBody, earlier: Sequence[Json] = ()) -> ChatBody:
         tools=[Tool(type="function", function=_function(tool)) for tool in body.tools or ()] or None,
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
+        store=body.store,
         **{name: getattr(body, name) for name in GenerationBody.model_fields},
     )
 

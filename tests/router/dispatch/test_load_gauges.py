@@ -3,8 +3,11 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.config import RouterConfig
 from pdserve.costs import Costs
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.limits.admission_queue import AdmissionQueue
+from pdserve.router.limits.key_file import ANONYMOUS
 from tests.router.dispatch.conftest import Cluster
 
 COSTS = Costs(prefill=(1.0, 0.5, 0.0), decode=(0.1, 0.0, 0.0))
@@ -37,3 +40,17 @@ def test_kv_occupancy_counts_reservations_and_what_waits_for_room(make_cluster: 
     cluster.open("a", prompt=[1] * 90)
     decode.update_other_load(pb.Load(requests=9, context_tokens=2 * 99))
     assert gauges(cluster, "pdserve_kv_occupancy")[decode.id] == pytest.approx((90 + 198) / 198)
+
+
+def test_the_admission_queue_counts_for_the_instances_that_will_serve_it(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "prefill", "decode")
+    first, second, decode = cluster.instances
+    for instance in cluster.instances:
+        instance.candidate.update_costs(COSTS)
+    queue = AdmissionQueue([], RouterConfig(model="m", max_requests=1), cluster.dispatcher._metrics, lambda: 7.0)
+    for tokens in (5, 30, 10):
+        queue.enter(ANONYMOUS, tokens, 100)
+    assert queue.queued() == [(7.0, 30), (7.0, 10)]
+    assert gauges(cluster, "pdserve_prefill_backlog_seconds") == {first.id: 10, second.id: 10, decode.id: 0}
+    occupancy = gauges(cluster, "pdserve_kv_occupancy")
+    assert occupancy[decode.id] == pytest.approx(40 / decode.candidate.capacity_tokens) and occupancy[first.id] == 0

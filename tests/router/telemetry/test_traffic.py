@@ -7,6 +7,7 @@ from pdserve.keys import block_keys, root_key
 from pdserve.lifetime import Stage
 from pdserve.router.telemetry.timeline import BLOCK, Timeline, prompt_ids
 from pdserve.router.telemetry.traffic import traffic_lines
+from pdserve.tools.autoscaler.observation import parse_traffic
 from pdserve.tools.bench.traces import read_mooncake
 
 ROOT = root_key(model_digest=b"m")
@@ -40,6 +41,14 @@ def test_rows_say_what_clients_saw() -> None:
         ("w", None, None, ""),
     ]
     assert json.loads(traffic_lines([waiting, one], 0.0, since=1.5))["request_id"] == "w"
+
+
+def test_requests_of_the_admission_queue_are_demand_that_waits() -> None:
+    lines = traffic_lines([timeline("a", 1.0, [1])], 100.0, queued=[(0.5, 30), (2.0, 30)])
+    first, received, second = parse_traffic(lines)
+    assert (first.at, received.at, second.at) == (100.5, 101.0, 102.0) and first.ttft_s is None
+    assert first.request.input_tokens == 30 and first.request.blocks != second.request.blocks
+    assert first.sample(103.0) is not None
 
 
 def test_ids_stand_for_whole_blocks_of_any_size() -> None:

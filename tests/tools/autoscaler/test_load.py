@@ -69,7 +69,7 @@ def test_answers_are_neither_taken_to_be_short_as_those_that_ended_nor_long_as_t
 
 def test_answers_that_still_run_go_on_at_their_speed() -> None:
     requests = [(seen(0, 10, 1.0, 6.0), 10), (seen(1, 20, 1.0), 80), (seen(5, 0, None), 50), (seen(9, 0, 1.0), 5)]
-    assert answer_seconds(requests, 12.0) == [6.0, 1.0 + 10.0 * 80 / 20, 1.0 + 2.0 * 5]
+    assert answer_seconds(requests, 12.0) == [5.0, 10.0 * 80 / 20, 2.0 * 5]
 
 
 def test_a_change_of_the_prompts_is_seen_after_a_few_seconds() -> None:

@@ -1,33 +1,84 @@
-"""The HTML report."""
+"""The HTML report, its charts, and what it says of a run."""
 
 import re
+from collections.abc import Sequence
 
-from pdserve.tools.bench.page import chart, is_worth_drawing, page, run_charts, sweep_chart
+import pytest
+
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.page import heat_map, page, ratios, shares, table
+from pdserve.tools.bench.plot import Curve, axis, plot
 from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.run_page import run_charts, run_page, sweep_page
+from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.bench.sweep import Trial
 
-
-def test_the_page_needs_no_other_host_and_escapes_what_servers_say() -> None:
-    samples = [Sample(i, i, sent=i, ended=i + 2, token_times=[i + 1, i + 1.5], status=200) for i in range(5)]
-    charts = [*run_charts(samples, {"itl": 0.05}), sweep_chart([Trial(1, 9, 10), Trial(2, 1, 10, True)], [0.9])]
-    assert len(charts) == 5
-    text = page("a </script> b", "x < y", ["<b>"], charts, "/*plotly*/")
-    assert not re.search(r"(?:src|href)=", text) and "//" not in text.replace("/*plotly*/", "")
-    assert text.count("</script>") == 2 and "&lt;b&gt;" in text and "width=device-width" in text
+SAMPLES = [Sample(i, i, sent=i, ended=i + 2, token_times=[i + 1, i + 1.5], status=200) for i in range(5)]
 
 
-def test_a_page_begins_with_its_verdict_and_its_figures() -> None:
-    text = page("t", "figures", [], [chart("c", [])], "", verdict=["it <holds>"], details=["more"])
-    order = [text.index(part) for part in ("it &lt;holds&gt;", "<pre>figures", 'class="chart"', "<p>more", "<script>")]
-    assert order == sorted(order) and "prefers-color-scheme:dark" in text
+def report_of(samples: Sequence[Sample], objectives: dict[str, float]) -> str:
+    figures = summarize(samples, objectives, METRICS, (50, 99), [])
+    figures["warnings"] = ["<b> & more"]
+    return run_page("a </script> b", figures, samples, objectives, METRICS, (50, 99))
+
+
+def test_a_report_needs_no_other_host_no_script_and_little_room() -> None:
+    text = report_of(SAMPLES, {"itl": 0.6})
+    assert not re.search(r"(?:src|href|url\()=?", text) and "://" not in text and "<script" not in text
+    assert "&lt;b&gt; &amp; more" in text and "width=device-width" in text
+    assert "@media (prefers-color-scheme: dark)" in text and len(text) < 60_000
+    assert text.count("<figure") == 4
+
+
+def test_a_report_begins_with_its_verdict_and_its_figures() -> None:
+    text = report_of(SAMPLES, {"itl": 0.6})
+    order = [text.index(part) for part in ("100.0% of requests within ITL 600 ms", "<table", "<figure")]
+    assert order == sorted(order) and "verdict good" in text
+    assert "verdict bad" in report_of(SAMPLES, {"itl": 0.4})
+    text = page("t", ["it <holds>"], [("Shown", ["<p>more</p>"]), ("Empty", ["", ""])])
+    assert "it &lt;holds&gt;" in text and "Shown" in text and "Empty" not in text
+
+
+def test_tokens_that_came_together_are_said_in_the_verdict() -> None:
+    together = [Sample(0, 0, sent=0, ended=2, token_times=[1, 1, 1, 2], status=200)]
+    assert "67% of tokens came together" in report_of(together, {})
+    assert "came together" not in report_of(SAMPLES, {})
+
+
+def test_a_search_of_rates_is_a_table_and_a_chart() -> None:
+    text = sweep_page("t", ["99 % good: 3"], [Trial(1, 9, 10), Trial(2, 1, 10, True)], [0.9], [])
+    assert "90.0%" in text and "saturated" in text and text.count("<figure") == 1
 
 
 def test_a_single_point_is_not_drawn() -> None:
-    assert not is_worth_drawing(chart("", [{"x": [1, 1], "y": [2, 3]}, {"x": [], "y": []}]))
-    assert is_worth_drawing(chart("", [{"x": ["1P+1D"], "y": [2]}, {"x": ["2 both"], "y": [3]}]))
-    heat = {"x": ["1D", "2D"], "z": [[0.5, None]]}
-    assert not is_worth_drawing(chart("", [heat])) and is_worth_drawing(chart("", [heat | {"z": [[0.5, 0.6]]}]))
+    assert not plot("", [Curve([1, 1], [2, 2]), Curve([], [])], "x")
+    assert plot("", [Curve([1, 2], [2, 2])], "x") and plot("", [Curve([1, 1], [2, 3])], "x")
+    assert not heat_map("", ["1D", "2D"], {"1P": [0.5, None]}) and heat_map("", ["1D", "2D"], {"1P": [0.5, 0.6]})
+    assert not ratios("", {"one": (1.0, "")}) and ratios("", {"one": (1.0, ""), "two": (2.0, "")})
+    assert not table((), []) and not shares("", {"a": "prefill"}, {"row": {"a": 0.0}}, "ms")
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0, 97], (0, 20, 40, 60, 80, 100)),
+        ([10.78, 10.79], (10.78, 10.782, 10.784, 10.786, 10.788, 10.79)),
+        ([0.5, 0.5], (0.5, 0.505, 0.51, 0.515, 0.52, 0.525, 0.53)),
+        ([-3, 4], (-2, 0, 2, 4)),
+    ],
+)
+def test_axes_have_round_ticks(values: list[float], ticks: tuple[float, ...]) -> None:
+    found = axis(values)
+    assert found.low <= min(values) and found.high >= max(values) and found.ticks == pytest.approx(ticks)
+
+
+def test_names_that_would_cover_others_are_left_out() -> None:
+    names = ["first", "second", "covers a dot", "last"]
+    crowd = Curve([0, 1, 50, 55, 100], [1, 2, 50, 53, 100], labels=[*names[:3], "dot", names[3]], is_named=True)
+    text = plot("", [crowd], "x")
+    assert re.findall(r'class="name"[^>]*>(\w+)', text) == ["second", "dot", "last"]
+    assert re.findall(r"<title>(\w+)", text) == ["first", "second", "covers", "dot", "last"]
 
 
 def test_a_run_without_answers_has_no_charts() -> None:
-    assert run_charts([Sample(0, 0, error="refused")], {}) == []
+    assert not any(run_charts([Sample(0, 0, error="refused")], {}))

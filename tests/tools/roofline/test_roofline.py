@@ -129,14 +129,19 @@ CONFIG = PlanConfig(model=SMALL, gpu="h100", tensor_parallel_size="4", slo="ttft
         ({1: (5, 0.9), 2: (2, 0.9), 4: (2, 0.5)}, "2"),
         ({1: (4, 0.9), 4: (1, 0.5)}, "4"),
         ({1: (9, 1.4), 2: (9, 1.2)}, "2"),
+        ({1: (4, 0.8), 2: (2, 0.9)}, "1"),
     ],
 )
 def test_the_fewest_gpus_are_chosen(sizes: dict[int, tuple[int, float]], expected: str) -> None:
-    def smallest(config: PlanConfig) -> Trial:
+    def screen(config: PlanConfig) -> Trial:
         size, ratio = sizes[int(config.tensor_parallel_size)]
-        return trial(Fleet(both=size), ratio if size <= config.max_instances else 2.0)
+        return trial(Fleet(both=size), 1.0 if ratio <= 1 and size <= config.max_instances else 2.0)
 
-    assert cheapest(CONFIG, sorted(sizes), smallest).tensor_parallel_size == expected
+    def best_of(config: PlanConfig, size: int) -> Trial:
+        assert size == sizes[int(config.tensor_parallel_size)][0]
+        return trial(Fleet(both=size), sizes[int(config.tensor_parallel_size)][1])
+
+    assert cheapest(CONFIG, sorted(sizes), screen, best_of).tensor_parallel_size == expected
 
 
 def test_a_role_gets_fewer_gpus_while_the_slo_is_met() -> None:
@@ -169,7 +174,7 @@ def test_ten_times_the_rate_needs_more_instances() -> None:
         config = PlanConfig(
             **load, model=SMALL, gpu="h100", slo="ttft.p90=150ms", request_rate=rate, itl_target_ms="off"
         )
-        return Planner(config, load_profile(config), parse_targets(config.slo), lambda text: None).smallest().fleet.size
+        return Planner(config, load_profile(config), parse_targets(config.slo), lambda text: None).screen().fleet.size
 
     assert size(6) < size(60)
 

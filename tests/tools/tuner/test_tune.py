@@ -82,10 +82,12 @@ def tune(tiny_profile: Path, tmp_path: Path) -> Callable[..., tuple[list[Fleet],
         )
         measured = list[Fleet]()
         clock = count(0, RUN_S)
+        is_resumed = Path(config.state).exists()
 
-        def measure(fleet: Fleet) -> list[Sample]:
+        def measure(fleet: Fleet, repetition: int) -> list[Sample]:
             if len(measured) == interrupted:
                 return []
+            assert is_resumed or repetition == measured.count(fleet), "each has requests of its own"
             measured.append(fleet)
             slow = 0.05 if fleet.both else 0.2
             return [
