@@ -72,6 +72,7 @@ ELSEWHERE = {
     "prefill/layer_stores.py": "integration/test_layer_stores.py",
     "ranks/*.py": "ranks/test_engine.py ranks/test_followers.py integration/test_ranks.py",
     "roles/rank_tickets.py": "ranks/test_followers.py",
+    "router/dialects/adapters.py": "integration/test_adapters.py",
     "router/dialects/embeddings.py": "integration/test_embeddings.py",
     "router/kv_events/sources.py": "integration/test_zmq_events.py",
     # values: names and types that others use, and functions of a few lines

@@ -87,6 +87,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     loop.add_signal_handler(signal.SIGTERM, links.drain_requests.put_nowait, "")
+    instance.on_adapters_changed = lambda found: loop.call_soon_threadsafe(links.announce_adapters, hello, found)
     thread = threading.Thread(target=_run_engine, args=(instance, links, loop), name="engine")
     thread.start()
     serving = asyncio.create_task(links.run(instance, hello))
