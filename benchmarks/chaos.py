@@ -36,6 +36,7 @@ class Settings(report.Settings):
     dtype: str = flag("of the model and its KV: bfloat16, float16, float32", "bfloat16")
     tensor_parallel_size: int = flag("ranks of each instance; with 2, one of the faults is to kill the second one", 1)
     async_scheduling: str = flag("of the instances: auto, on, off", "auto")
+    speculate: str = flag("of the instances: suffix, ngram, auto, off", "suffix")
     seed: int = flag("of the order of faults, and of the requests", 0)
 
 
@@ -48,7 +49,14 @@ EXPECTED_EXITS = (
 LOST_RANK_EXIT = "exit code 70"
 ENDED = re.compile(r"\[(\S+)\] exited \((.+)\)")
 MOVED = re.compile(r"(chaos-\d+)\S* migrated to ")
-COUNTED = ("migrations_total", "fallbacks_total", "instances_lost_total", "requests_total", "prompt_tokens_by_source")
+COUNTED = (
+    "migrations_total",
+    "fallbacks_total",
+    "instances_lost_total",
+    "requests_total",
+    "prompt_tokens_by_source",
+    "spec_",
+)
 
 
 def chaos(settings: Settings) -> None:
@@ -69,7 +77,8 @@ def chaos(settings: Settings) -> None:
 
 def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     """Run the benchmark and return the content of its JSON report."""
-    with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size, settings.async_scheduling) as at:
+    of_instances = {"async_scheduling": settings.async_scheduling, "speculate": settings.speculate}
+    with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size, **of_instances) as at:
         traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)
         before, left, after, seconds = asyncio.run(_play(at, traffic, monkey))
         metrics = {name: n for name, n in sorted(totals(at.deployment).items()) if any(one in name for one in COUNTED)}

@@ -28,6 +28,7 @@ from pdserve.engine.model_runner import ModelRunner, StepInputs
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.warm_up import warm_up
+from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -60,16 +61,14 @@ class Task:
 
 
 class Chance:
-    """Proposes four random tokens for each sequence, through what `auto` makes of any draft."""
+    """Follows each sequence in a random text, in place of one in which its last tokens have stood."""
 
     def __init__(self, vocabulary: int) -> None:
-        self._drawn, self._vocabulary = random.Random(0), vocabulary
+        self._drawn = random.Random(0)
+        self._text = token_array([self._drawn.randrange(vocabulary) for _ in range(4096)])
 
-    def __call__(self, seq: Sequence, followed: object, most: int) -> Any:
-        from pdserve.speculation.matches import LEVELS, Draft
-
-        count = min(4, most)
-        return Draft([self._drawn.randrange(self._vocabulary) for _ in range(count)], LEVELS[0], [1.0] * count)
+    def __call__(self, seq: Sequence, followed: Any) -> None:
+        followed.follow(self._text, self._drawn.randrange(1, 2048), 3)
 
 
 class Timed:
@@ -94,7 +93,8 @@ class Machine:
     """Engines of all modes over one model, whose answers are those of the task."""
 
     def __init__(self, path: Path, settings: Settings, blocks: int) -> None:
-        config = EngineConfig(model=str(path), dtype=settings.dtype, device=settings.device, num_blocks=blocks)
+        device, dtype = settings.device, settings.dtype
+        config = EngineConfig(model=str(path), dtype=dtype, device=device, num_blocks=blocks, speculate="off")
         self.engines = {"off": Engine(config)}
         runner = self.engines["off"].runner
         assert isinstance(runner, ModelRunner)
@@ -128,7 +128,7 @@ class Machine:
         engine.scheduler.costs = self._meter.costs(report.now())
         if engine.drafter is not None:
             engine.drafter = timed = Timed(getattr(engine.drafter, "drafter", engine.drafter))
-            timed.drafter.find = Chance(2048) if task.drafts else type(timed.drafter).find.__get__(timed.drafter)
+            timed.drafter.meet = Chance(2048) if task.drafts else type(timed.drafter).meet.__get__(timed.drafter)
         waiting = set()
         for i, (prompt, answer) in enumerate(zip(task.prompts, task.answers, strict=True)):
             self._texts[str(i)] = [*prompt, *answer]

@@ -102,7 +102,7 @@ class Stage:
 
 
 @contextmanager
-def stage(kind: str, dtype: str, make: Make, ranks: int = 1, async_scheduling: str = "auto") -> Iterator[Stage]:
+def stage(kind: str, dtype: str, make: Make, ranks: int = 1, **of_instances: Any) -> Iterator[Stage]:
     """`kind` of store: redis or shm; `ranks` of each instance."""
     left_out: dict[str, str] = {} if ranks > 1 else {"rank": "instances have one rank"}
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def stage(kind: str, dtype: str, make: Make, ranks: int = 1, async_scheduling: s
             model=str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),
             dtype=dtype,
             tensor_parallel_size=ranks,
-            async_scheduling=async_scheduling,
+            **of_instances,
             port=free_port(),
             prefill=2,
             decode=2,

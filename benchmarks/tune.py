@@ -85,7 +85,8 @@ class Fleets:
     virtual_s: float = 0.0
 
     def now(self) -> float:
-        return time.monotonic() + self.virtual_s
+        """Return the seconds since some time; with simulated fleets, only those of their runs count."""
+        return self.virtual_s if self.simulated else time.monotonic()
 
     def measure(self, fleet: Fleet, repetition: int) -> Sequence[Sample]:
         if not self.simulated:

@@ -13,6 +13,9 @@ are kept. The blocks that it does not have yet are promised to it: only running 
 then its KV waits in the store. If every layer has an attention window, it gets no blocks but those that the window of the
 last prompt token reaches.
 
+While a prompt waits for room, the leases of what is stored are prolonged in good time. With a connector that cannot do that,
+the store may evict blocks once their leases have ended; they are computed here.
+
 Of several choices of one prompt, the first one loads it. The others share its KV when it joins the engine, and join once they
 have their own first tokens. If it ends before, the next one takes its place.
 
@@ -40,13 +43,14 @@ from pdserve.kv_transfer.connector import Connector, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import InstanceContext, Job
-from pdserve.roles.transfers import Fetcher, Transfers
+from pdserve.roles.transfers import Fetcher, Tails, Transfers
 
 STEPS_PER_REPORT = 16  # of a beam search, so that routers see its progress
 TOO_FEW_ANSWERS = (
     "the beam search has found {found} of {due} answers: what the request allows leaves too few tokens; lower n and "
     "beam_width, or exclude less"
 )
+LEASE_PARTS = 3  # of a lease, after each of which it is prolonged
 STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step starts few stores
 
 
@@ -78,6 +82,7 @@ class _DecodeState:
         followers: states of the other choices of the prompt that this one loads.
         loader: state of the choice that loads the prompt of this one, or has loaded it.
         has_heir: it has ended, and one of its followers loads the prompt instead.
+        unprolonged: how often its leases should have been prolonged while it waited, and could not be.
     """
 
     job: Job
@@ -91,6 +96,7 @@ class _DecodeState:
     followers: "list[_DecodeState]" = field(default_factory=list)
     loader: "_DecodeState | None" = None
     has_heir: bool = False
+    unprolonged: int = 0
 
     def lead(self, followers: "list[_DecodeState]") -> None:
         self.followers = followers
@@ -104,6 +110,7 @@ class Decoder:
     Args:
         store_generated: which blocks to store back: `on` (all), `off` (none), or `auto` (those of the prompt, and of the
             output if another turn may follow).
+        lease_seconds: for which the leases of KV that waits in the store are prolonged.
 
     Attributes:
         waiting: requests that have no blocks yet, by sequence; of several choices the one that loads the prompt.
@@ -119,6 +126,7 @@ class Decoder:
         fetcher: Fetcher,
         context: InstanceContext,
         store_generated: str,
+        lease_seconds: float,
     ) -> None:
         self._engine = engine
         self._connector = connector
@@ -126,6 +134,8 @@ class Decoder:
         self._fetcher = fetcher
         self._context = context
         self._store_generated = store_generated
+        self._lease_seconds = lease_seconds
+        self._leases_due_at = -math.inf
         self._states: dict[Job, _DecodeState] = {}
         self.waiting: dict[Sequence, _DecodeState] = {}
         self.unreserved: dict[Sequence, _DecodeState] = {}
@@ -205,13 +215,14 @@ class Decoder:
         while seqs := self.unreserved if self._engine.adapters is None else self._with_slots():
             seq = scheduler.unreserved = min(seqs, key=scheduler.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
-            first = scheduler.num_out_of_window(seq.kv.num_initial - 1)
+            coming = seq.kv.num_initial - 1
+            first = scheduler.num_out_of_window(coming)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
             max_hit_blocks = seq.kv.num_initial // seq.kv.block_size
             state, num_tokens = self.unreserved[seq], seq.kv.num_initial + 1
             now = max(1, state.loading.wanted)
             if not scheduler.reserve(
-                seq, max_hit_blocks, num_tokens, first_block=first, respect_queue=True, num_now=now
+                seq, max_hit_blocks, num_tokens, first_block=first, respect_queue=True, num_now=now, num_coming=coming
             ):
                 return
             del self.unreserved[seq], self.waiting[seq]
@@ -219,6 +230,22 @@ class Decoder:
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.kv.num_registered, len(seq.kv.block_ids)))
         scheduler.unreserved = None
+
+    def prolong_leases(self) -> None:
+        """Prolong the leases of KV that waits for room here, thrice in their time. To be called often."""
+        now = self._context.now()
+        if now < self._leases_due_at or not self._lease_seconds:
+            return
+        self._leases_due_at = now + self._lease_seconds / LEASE_PARTS
+        for state in (*self.cramped.values(), *self.unreserved.values()):
+            keys = state.job.keys[: state.loading.available]
+            if not self._connector.capabilities.prolongs or state.converted is not None:
+                state.unprolonged += 1
+                if state.unprolonged == LEASE_PARTS + 1:
+                    self._context.count("kv_lease_overruns", 1)
+            elif keys:
+                self._connector.prolong(keys, lease_s=self._lease_seconds, tickets=tuple(state.tickets))
+                self._context.count("kv_leases_prolonged", len(keys))
 
     def _with_slots(self) -> list[Sequence]:
         """Return those of which there is KV, without those that wait for the slots of their adapters."""
@@ -237,6 +264,10 @@ class Decoder:
         state.submitted_blocks = max(state.submitted_blocks, seq.kv.num_shared // seq.kv.block_size)
         # Blocks that are about to leave the attention window must be stored now, even one at a time.
         is_urgent = self._engine.scheduler.num_out_of_window(seq.kv.num_computed) > state.submitted_blocks
+        if seq.kv.tails:
+            is_urgent |= seq.kv.tails.drop_soon(
+                self._engine.pool, state.submitted_blocks, seq.kv.num_initial, seq.kv.num_computed
+            )
         is_urgent |= seq.group is not None and seq.kv.num_uncomputed == 0  # the search is about to release them
         self._store_back(state, 1 if is_urgent else STORE_BACK_BLOCKS)
         if seq.group is not None and seq.group.search.num_steps:
@@ -306,10 +337,12 @@ class Decoder:
                 continue
             keys, blocks = job.keys[action.first : action.stop], job.seq.kv.blocks(action.first, action.stop)
             on_done = partial(self._on_loaded, state, action)
+            tails = job.seq.kv.tails.blocks(action.first, action.stop) if job.seq.kv.tails else ()
             if action.follows:
-                self._transfers.follow(job, keys, blocks, on_done)
+                self._transfers.follow(job, keys, blocks, on_done, tails)
             else:
-                self._transfers.load(job, keys, blocks, on_done, tuple(state.tickets), source=state.converted)
+                tickets = tuple(state.tickets)
+                self._transfers.load(job, keys, blocks, on_done, tickets, source=state.converted, tails=tails)
 
     def _on_loaded(self, state: _DecodeState, load: Load, result: Result) -> None:
         job, leading = state.job, result.leading
@@ -329,7 +362,8 @@ class Decoder:
         job, seq = state.job, state.job.seq
         self._end_leases(state, state.tickets)  # all loads have ended
         num_tokens = min(start.num_blocks * seq.kv.block_size, seq.kv.num_initial)
-        if self._engine.scheduler.num_out_of_window(num_tokens) < seq.kv.num_dropped:
+        lacks_window = seq.kv.tails and seq.kv.tails.lack(self._engine.pool, num_tokens)
+        if lacks_window or self._engine.scheduler.num_out_of_window(num_tokens) < seq.kv.num_dropped:
             num_tokens = 0  # the next token attends to blocks that were not reserved
             seq.kv.give_up_blocks(self._engine.pool)
         seq.kv.mark_loaded(num_tokens)
@@ -348,7 +382,7 @@ class Decoder:
         seq.kv.register_full_blocks(self._engine.pool)
         if state.first_token is not None:
             seq.output.append(state.first_token)
-        job.report_transfers(self._engine.layout.bytes_on_all_ranks)
+        job.report_transfers(self._engine.layout)
         job.stamp(Stage.KV_READY, self._context.now())
         job.count_prompt_sources(self._context)
         self._engine.add(seq)
@@ -391,7 +425,11 @@ class Decoder:
             return
         state.submitted_blocks = stop
         keys, blocks = seq.kv.full_keys()[first:stop], seq.kv.blocks(first, stop)
-        self._transfers.store(job, first, keys, blocks, 0.0, lambda result: self._on_stored_back(state, result))
+        tails: Tails = ()
+        if seq.kv.tails:
+            tails = seq.kv.tails.prompt_blocks(self._engine.pool, first, stop, seq.kv.num_initial)
+        on_done = partial(self._on_stored_back, state)
+        self._transfers.store(job, first, keys, blocks, 0.0, on_done, tails=tails)
 
     def _on_stored_back(self, state: _DecodeState, result: Result) -> None:
         if result.leading < len(result.outcomes):

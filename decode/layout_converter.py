@@ -13,27 +13,40 @@ pool. If this instance has ranks, too, each of them loads what its pool needs.
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import groupby
 from typing import Final, Protocol
 
 import torch
 
 from pdserve.config import DTYPES
-from pdserve.engine.memory.kv_memory import section_views
+from pdserve.engine.memory.kv_memory import group_views, section_views
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
 from pdserve.keys import Layout, block_ends
 from pdserve.kv_transfer.cancellation import Cancellation, submit
-from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, PoolMemory, Result, Stats, first_failure
+from pdserve.kv_transfer.connector import (
+    PROBE_KEY,
+    Connector,
+    OperationFuture,
+    Outcome,
+    PoolMemory,
+    Result,
+    Stats,
+    first_failure,
+    request_cancel,
+)
+from pdserve.kv_transfer.grouped import when_all
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import host_rows
+from pdserve.kv_transfer.tickets import tickets_of_rank
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.roles.rank_tickets import tickets_of_rank
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +68,13 @@ class LayoutConverter:
     """Loads KV of all other layouts into one pool. Each source layout gets a loader when a request first needs it.
 
     Args:
-        pool: contiguous blocks [num_blocks, …].
+        pool: contiguous pages [num_pages, …]; blocks, if the layers are one group.
         target: layout of the pool's blocks.
         url: URL of the instance's connector; None disables conversion.
         on_all_ranks: makes a loader for the pools of all ranks from that for this pool; None if there is one rank.
 
     Attributes:
-        loaders: by the namespace of the source layout.
+        loaders: by the namespace of the source layout of a group.
     """
 
     def __init__(
@@ -71,11 +84,11 @@ class LayoutConverter:
         url: str | None,
         on_all_ranks: Callable[["SourceLoader", Layout], Loader] | None = None,
     ) -> None:
-        self._pool = pool
+        self._views = [] if url is None else group_views(pool, target)  # pools of simulated instances have no bytes
         self._target = target
         self._url = url
         self._on_all_ranks = on_all_ranks
-        self.loaders: dict[bytes, Loader] = {}  # by namespace of the source layout
+        self.loaders: dict[bytes, Loader] = {}
 
     def open_prompt(self, seq: TokenSequence, message: pb.Layout) -> "ConvertedPrompt":
         """Return access to a sequence's prompt as an instance with the layout of `message` stores it.
@@ -91,13 +104,19 @@ class LayoutConverter:
         is_valid = is_known and source.block_size >= 1 and source.is_divisible
         if not source.is_convertible_to(self._target) or not is_valid:
             raise ValueError("the KV is of another model, and cannot be converted")
-        loader = self.loaders.get(source.namespace)
-        if loader is None:
-            loader = own = SourceLoader(self._pool, self._target, source, self._url)
+        loaders = [self._loader(source, at) for at in range(len(self._views))]
+        return ConvertedPrompt(loaders, seq, self._target, source, [len(view_NX) for view_NX in self._views])
+
+    def _loader(self, source: Layout, at: int) -> Loader:
+        namespace = source.groups[at].namespace
+        if namespace not in self.loaders:
+            assert self._url is not None
+            loader: Loader
+            loader = own = SourceLoader(self._views[at], self._target, source, self._url, at)
             if self._on_all_ranks is not None:
                 loader = self._on_all_ranks(own, source)
-            self.loaders[source.namespace] = loader
-        return ConvertedPrompt(loader, seq, self._target, source)
+            self.loaders[namespace] = loader
+        return self.loaders[namespace]
 
     def stats(self) -> Stats:
         """Return the summed statistics of all loaders, of which there are some."""
@@ -117,12 +136,20 @@ class LayoutConverter:
 class ConvertedPrompt:
     """One prompt as another instance stores it. Has the connector methods that a load needs.
 
+    Args:
+        loaders: of each group of layers.
+        sizes: blocks of each group in the pool.
+
     Attributes:
         exact: the values are, bit for bit, those that this instance would compute.
     """
 
-    def __init__(self, loader: Loader, seq: TokenSequence, target: Layout, source: Layout) -> None:
-        self._loader = loader
+    def __init__(
+        self, loaders: list[Loader], seq: TokenSequence, target: Layout, source: Layout, sizes: list[int]
+    ) -> None:
+        self._loaders = loaders
+        self._first_ids = [sum(sizes[:at]) for at in range(len(sizes))]
+        self._windows = [group.window for group in target.groups]
         self._target_block_size = target.block_size
         self._source_block_size = source.block_size
         self._num_tokens = seq.kv.num_initial
@@ -136,15 +163,43 @@ class ConvertedPrompt:
         return len(self._block_index) if tokens >= self._num_tokens else tokens // self._target_block_size
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        """Load target blocks, as `Connector.load`. `keys` are target keys of consecutive blocks."""
+        """Load target blocks, as `Connector.load`. Of each group, `keys` are target keys of consecutive blocks."""
+        groups = [bisect_right(self._first_ids, block) - 1 for block in block_ids]
+        loads, begin = list[Future[Result]](), 0
+        for at, of_group in groupby(groups):
+            stop = begin + len([*of_group])
+            loads.append(self._load(at, keys[begin:stop], block_ids[begin:stop], tickets))
+            begin = stop
+        return loads[0] if len(loads) == 1 else when_all(loads, _one_after_another, _cancelling(loads))
+
+    def _load(
+        self, at: int, keys: Sequence[bytes], block_ids: Sequence[int], tickets: Sequence[bytes]
+    ) -> Future[Result]:
         start = self._block_index[keys[0]] * self._target_block_size
-        tokens = range(start, min(start + len(keys) * self._target_block_size, self._num_tokens))
-        first, stop = tokens.start // self._source_block_size, -(-tokens.stop // self._source_block_size)
-        return self._loader.load(self._source_keys[first:stop], tokens, list(block_ids), list(tickets))
+        stop = min(start + len(keys) * self._target_block_size, self._num_tokens)
+        if at:  # what the last token does not reach is not in the store
+            start = max(start, self._num_tokens - self._windows[at])
+            first_id = self._first_ids[at]
+            block_ids = [block - first_id for block in block_ids]
+        first, last = start // self._source_block_size, -(-stop // self._source_block_size)
+        return self._loaders[at].load(self._source_keys[first:last], range(start, stop), list(block_ids), list(tickets))
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         """End the leases of all of the prompt's source blocks."""
-        self._loader.release(self._source_keys, tickets)
+        for loader in self._loaders:
+            loader.release(self._source_keys, tickets)
+
+
+def _one_after_another(results: list[Result]) -> Result:
+    return Result([outcome for one in results for outcome in one.outcomes], max(one.seconds for one in results))
+
+
+def _cancelling(loads: Sequence[Future[Result]]) -> OperationFuture[Result]:
+    def cancel() -> None:
+        for load in loads:
+            request_cancel(load)
+
+    return OperationFuture(cancel)
 
 
 @dataclass(frozen=True)
@@ -193,9 +248,16 @@ def _load_nothing(connector: Connector) -> None:
 
 
 class SourceLoader:
-    """Loads KV of one source layout. A thread of its own executes everything in order, attaching included."""
+    """Loads KV of one source layout. A thread of its own executes everything in order, attaching included.
 
-    def __init__(self, pool: torch.Tensor, target: Layout, source: Layout, url: str) -> None:
+    Args:
+        pool: blocks of one group.
+        at: the group's index.
+    """
+
+    def __init__(self, pool: torch.Tensor, target: Layout, source: Layout, url: str, at: int = 0) -> None:
+        self.at, self._num_groups = at, len(source.groups)
+        source, target = source.groups[at], target.groups[at]
         self._sections = section_views(pool, target)
         self._target = target
         self._source = source
@@ -212,7 +274,7 @@ class SourceLoader:
 
         Args:
             keys: source keys of the blocks that contain the tokens, in order.
-            tokens: positions in the prompt, from the first token of the first target block on.
+            tokens: positions in the prompt, from the first token on that is needed of the first target block.
             blocks: ids of the target blocks.
         """
         queued_at = time.perf_counter()
@@ -243,7 +305,11 @@ class SourceLoader:
 
     def _release(self, keys: Sequence[bytes], tickets: Sequence[bytes]) -> None:
         for connector, one in zip(self._connectors, self._slices, strict=False):
-            connector.release(keys, tickets=tickets_of_rank(tickets, one.layout.rank, one.layout.ranks))
+            connector.release(keys, tickets=self._tickets(tickets, one))
+
+    def _tickets(self, tickets: Sequence[bytes], one: _Slice) -> list[bytes]:
+        of_rank = tickets_of_rank(tickets, one.layout.rank, one.layout.ranks)
+        return tickets_of_rank(of_rank, self.at, self._num_groups)
 
     def _post(self, work: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # closed
@@ -266,11 +332,7 @@ class SourceLoader:
                 outcomes += [Outcome.UNAVAILABLE] * len(batch)
                 continue
             loads = [
-                connector.load(
-                    batch,
-                    range(len(batch)),
-                    tickets=tickets_of_rank(tickets, one.layout.rank, one.layout.ranks),
-                )
+                connector.load(batch, range(len(batch)), tickets=self._tickets(tickets, one))
                 for connector, one in zip(connectors, self._slices, strict=True)
             ]
             results = [cancellation.wait(load).outcomes for load in loads]
@@ -299,8 +361,8 @@ class SourceLoader:
         """Return one outcome per target block: the first failure among the source blocks that contain its tokens, or OK."""
         source_size, target_size = self._source.block_size, self._target.block_size
         first, outcomes = tokens.start // source_size, []
-        for begin in range(tokens.start, tokens.start + num_blocks * target_size, target_size):
-            end = min(begin + target_size, tokens.stop)
+        for index in range(tokens.start // target_size, tokens.start // target_size + num_blocks):
+            begin, end = max(tokens.start, index * target_size), min((index + 1) * target_size, tokens.stop)
             parts = source_outcomes[begin // source_size - first : -(-end // source_size) - first]
             outcomes.append(first_failure(parts))
         return outcomes

@@ -114,6 +114,8 @@ class PagedBatch:
         starts: index of each sequence's first new token in the flattened batch, then T: integers [S + 1] on the device.
         kernel: the back end that all layers use.
         on_layer: is told of each layer that has written its KV, on CPUs; a replayed step tells it nothing.
+        tails: the same batch in the blocks of each further group of layers, which differs in slots and tables.
+        group_of: of each layer, its group: 0, whose slots and tables are in this batch, or 1 + an index of `tails`.
 
     The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
@@ -127,6 +129,13 @@ class PagedBatch:
     starts: torch.Tensor
     kernel: Kernel
     on_layer: Callable[[int], None] | None = None
+    tails: "tuple[PagedBatch, ...]" = ()
+    group_of: Sequence[int] = ()
+
+    def of_layer(self, layer: int) -> "PagedBatch":
+        """Return the batch in the blocks of a layer's group."""
+        at = self.group_of[layer]
+        return self.tails[at - 1] if at else self
 
     @property
     def block_size(self) -> int:

@@ -7,10 +7,12 @@
 //   more cache lines in flight than the hardware prefetcher does.
 //   Many rows: compute-bound if operands come from the caches. x is packed into tiles, as many rows as fit the L2 cache; DEPTH
 //   tiles of two runs of weights stay in L1 while GROUP_BLOCKS × 32 rows pass, and the next weights are prefetched meanwhile.
+// Low-bit weights are unpacked to tiles, two or four runs at a time, before the rows pass.
 // The order of summation over K is the same for any number of rows, so a row's result does not depend on the rest of the batch.
 
 #include <algorithm>
 
+#include "low_bit.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -22,14 +24,26 @@ constexpr i64 PREFETCH_TILES = 4;  // tiles prefetched ahead of their use
 constexpr i64 RUNS = 2;            // runs that are always computed together
 constexpr i64 BLOCK = 2 * SIDE, DEPTH = 8, GROUP_BLOCKS = 8;
 constexpr i64 PACKED_ELEMENTS = 1 << 18, MIN_PACKED_ROWS = 128;  // elements of x packed at a time; minimum in rows
+constexpr i64 UNPACKED_FOR = 8;                                  // times as many rows pass once weights are unpacked
 constexpr i64 MIN_THREAD_ROWS = 256;                             // a thread with fewer rows shares them with others, by columns
 
-// y = x · wᵀ + bias; with `up`, y = activation(x · wᵀ) · (x · upᵀ), both factors rounded before the product.
+// y = x · wᵀ + bias; with `up`, y = activation(x · wᵀ) · (x · upᵀ), both factors rounded before the product. With `low`, the
+// weights are those from its run `first_run` on, and w only says that there are some.
 struct Layer {
     const char *w, *up;
     const bf16* bias;
     i64 activation, K, N;
+    const low_bit::Weight* low;
+    i64 first_run;
 };
+
+// Return the tiles of `width` columns from n on, unpacked into `scratch` if they are in low bits.
+const char* tiles_of(const Layer& a, const char* w, i64 n, i64 width, bf16* scratch) {
+    if (!a.low) return w + n / SIDE * a.K / TILE_K * TILE_BYTES;
+    for (i64 i = 0; i < width / SIDE; i++)
+        low_bit::unpack(scratch + i * SIDE * a.K, *a.low, a.first_run + n / SIDE + i, 0, a.K);
+    return (const char*)scratch;
+}
 
 // Tile registers: 0, 1 and 4 for the first 16 rows, 2, 3 and 5 for the second, 6 and 7 for weights.
 void configure(i64 first_rows, i64 second_rows) {
@@ -128,12 +142,13 @@ void few_rows(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 e
     const i64 second_rows = rows > SIDE ? rows - SIDE : rows;
     const bf16* const x_second = rows > SIDE ? x + SIDE * a.K : x;
     alignas(64) float c[4 * SIDE * SIDE];
+    const amx::Buffer<bf16> scratch(a.low ? 2 * unit * a.K : 1);
     configure(std::min(rows, SIDE), second_rows);
     for (i64 n = first, width; n < end; n += width) {
         width = rows <= SIDE && n + 2 * unit <= end ? 2 * unit : unit;
         for (const char* const w : {a.w, a.up}) {
             if (!w) continue;
-            const char* const weights = w + n / SIDE * run;
+            const char* const weights = tiles_of(a, w, n, width, scratch);
             if (width > unit) multiply_16x64(c, x, 2 * a.K, weights, run, tiles);
             else multiply_32x32(c, x, x_second, 2 * a.K, weights, run, tiles);
             write_out(a, w, y, c, width, rows, n);
@@ -186,18 +201,19 @@ void multiply_packed(float* c, const bf16* x, const char* w, i64 run, i64 tiles,
 // Columns [first, end) of y, as in few_rows, for any number of rows.
 void many_rows(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
     const i64 K = a.K, tiles = K / TILE_K, run = tiles * TILE_BYTES;
-    const i64 max_packed_rows = std::max(MIN_PACKED_ROWS, PACKED_ELEMENTS / K / BLOCK * BLOCK);
+    const i64 max_packed_rows = (a.low ? UNPACKED_FOR : 1) * std::max(MIN_PACKED_ROWS, PACKED_ELEMENTS / K / BLOCK * BLOCK);
     const amx::Buffer<bf16> packed(std::min(max_packed_rows, (rows + BLOCK - 1) / BLOCK * BLOCK) * K);
     alignas(64) float c[GROUP_BLOCKS * BLOCK * BLOCK];
+    const amx::Buffer<bf16> scratch(a.low ? BLOCK * K : 1);
     configure(SIDE, SIDE);
     for (i64 top = 0; top < rows; top += max_packed_rows) {
         const i64 packed_rows = std::min(max_packed_rows, rows - top);
-        const i64 lines = (BLOCK * BLOCK + packed_rows - 1) / packed_rows;
+        const i64 lines = a.low ? 0 : (BLOCK * BLOCK + packed_rows - 1) / packed_rows;
         pack(packed, x + top * K, packed_rows, K);
         for (i64 n = first; n < end; n += BLOCK)
             for (const char* const w : {a.w, a.up}) {
                 if (!w) continue;
-                const char *const weights = w + n / SIDE * run, *const next_weights = a.up && w == a.w ? a.up : a.w;
+                const char *const weights = tiles_of(a, w, n, BLOCK, scratch), *const next_weights = a.up && w == a.w ? a.up : a.w;
                 const char* prefetch =
                     next_weights + (next_weights == a.up ? n : n + BLOCK < end ? n + BLOCK : first) / SIDE * run;
                 for (i64 group = 0, group_rows; group < packed_rows; group += group_rows) {
@@ -245,10 +261,26 @@ void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64
     if (rows == 0) return;
     const i64 bytes = (N + BLOCK - 1) / BLOCK * BLOCK * K * sizeof(bf16);
     const auto product = [&](i64 i, i64 threads) {
-        const Layer layer{(const char*)w + i * bytes, (const char*)up, (const bf16*)bias, activation, K, N};
+        const Layer layer{(const char*)w + i * bytes, (const char*)up, (const bf16*)bias, activation, K, N, nullptr, 0};
         multiply(layer, (bf16*)y + i * rows * N, (const bf16*)x + i * rows * K, rows, threads);
     };
     if (batch == 1) return product(0, threads);  // within a parallel region, threads would be created anew
+#pragma omp parallel for num_threads((int)threads) schedule(static)
+    for (i64 i = 0; i < batch; i++) product(i, 1);
+#endif
+}
+
+// The same without `up`, with weights of 4 or 8 bits as in low_bit.h; scales in float32 (0), bfloat16 (1) or float16 (2).
+void pdserve_linear_low_bits(void* y, const void* x, const void* codes, const void* scales, const void* zeros, i64 bits,
+                             i64 scale_dtype, i64 group, const void* bias, i64 rows, i64 K, i64 N, i64 batch, i64 threads) {
+#ifdef PDSERVE_AMX
+    if (rows == 0) return;
+    const low_bit::Weight w{(const uint32_t*)codes, scales, (const uint8_t*)zeros, bits, scale_dtype, group, K};
+    const auto product = [&](i64 i, i64 threads) {
+        const Layer layer{(const char*)codes, nullptr, (const bf16*)bias, 0, K, N, &w, i * ((N + BLOCK - 1) / BLOCK) * RUNS};
+        multiply(layer, (bf16*)y + i * rows * N, (const bf16*)x + i * rows * K, rows, threads);
+    };
+    if (batch == 1) return product(0, threads);
 #pragma omp parallel for num_threads((int)threads) schedule(static)
     for (i64 i = 0; i < batch; i++) product(i, 1);
 #endif

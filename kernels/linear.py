@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pdserve.kernels import memory, native
 from pdserve.kernels.elementwise import ACTIVATIONS
 
-_TILE_K, _UNIT_N, _RUN = 32, 32, 16  # K and N are padded with zeros to multiples of the first two; a run is 16 rows
+TILE_K, UNIT_N, _RUN = 32, 32, 16  # K and N are padded with zeros to multiples of the first two; a run is 16 rows
 _PAIRING = ("amx", "avx512bf16")  # instructions that multiply pairs along K
 MATMUL = tuple(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("matmul", "mm", "bmm"))
 
@@ -22,6 +22,11 @@ MATMUL = tuple(getattr(owner, name) for owner in (torch, torch.Tensor) for name 
 def has_amx() -> bool:
     """Return whether compiler, processor and operating system all support AMX. native.py logs if only the processor does."""
     return native.is_available() and bool(native.library().pdserve_amx())
+
+
+def multiplies_pairs(dtype: torch.dtype) -> bool:
+    """Return whether products in this dtype read pairs of weights along K."""
+    return dtype == torch.bfloat16 and native.instructions() in _PAIRING
 
 
 class PackedWeight:
@@ -53,7 +58,23 @@ class PackedWeight:
     def __getitem__(self, index: Any) -> "PackedWeight":
         if len(self.shape) != 3 or getattr(index, "ndim", 0) > 0:
             raise TypeError("a packed weight is indexed by one number")
-        return PackedWeight(self.data[int(index)], self.shape[1:], self.is_transposed)
+        return self.item(int(index))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what is read in each product."""
+        return [self.data]
+
+    def item(self, index: int) -> "PackedWeight":
+        """Return one [N, K] of [B, N, K]."""
+        return PackedWeight(self.data[index], self.shape[1:], self.is_transposed)
+
+    def multiply(self, y: torch.Tensor, x: torch.Tensor, bias_N: torch.Tensor | None, rows: int, batch: int) -> None:
+        """Write x · weightᵀ + bias to y. Both are contiguous, [B, rows, K] and [B, rows, N], and K is padded."""
+        _multiply(self, y, x, bias_N, rows, batch)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
@@ -73,11 +94,11 @@ def pack(weight: torch.Tensor, *, transposed: bool = False) -> PackedWeight:
         transposed: the weight is [K, N] or [B, K, N].
     """
     rows = weight.mT if transposed else weight
-    padding = (0, -rows.shape[-1] % _TILE_K, 0, -rows.shape[-2] % _UNIT_N)
+    padding = (0, -rows.shape[-1] % TILE_K, 0, -rows.shape[-2] % UNIT_N)
     rows = (F.pad(rows, padding) if any(padding) else rows).contiguous()
     packed = torch.empty(rows.shape, dtype=rows.dtype).flatten(-2)
     memory.huge_pages(packed)
-    pairs = rows.dtype == torch.bfloat16 and native.instructions() in _PAIRING
+    pairs = multiplies_pairs(rows.dtype)
     runs, in_features = rows[..., 0].numel() // _RUN, rows.shape[-1]
     native.library().pdserve_pack(packed.data_ptr(), rows.data_ptr(), runs, in_features, pairs, torch.get_num_threads())
     return PackedWeight(packed, tuple(weight.shape), transposed)
@@ -89,7 +110,15 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = 
     Args:
         x: [..., K], or [B, ..., K] if the weight is [B, N, K].
     """
-    return _linear(x, weight, bias_N, None, 0)
+    in_features, out_features = weight.features
+    bias_N = _checked_bias(bias_N, out_features, x.dtype)
+    assert x.dtype == weight.dtype and x.shape[-1] == in_features
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    x = F.pad(x, (0, padding)) if (padding := -in_features % TILE_K) else x.contiguous()
+    batch = weight.shape[0] if len(weight.shape) == 3 else 1
+    assert batch == 1 or x.shape[0] == batch
+    weight.multiply(y, x, bias_N, x.numel() // x.shape[-1] // batch, batch)
+    return y
 
 
 def gated(x: torch.Tensor, gate: PackedWeight, up: PackedWeight, activation: str) -> torch.Tensor:
@@ -98,7 +127,14 @@ def gated(x: torch.Tensor, gate: PackedWeight, up: PackedWeight, activation: str
     Equals `linear` of each and `elementwise.gate` bit for bit, but intermediate results stay in the processor's caches.
     """
     assert has_amx() and up.dtype == x.dtype == torch.bfloat16 and up.shape == gate.shape and len(up.shape) == 2
-    return _linear(x, gate, None, up, ACTIVATIONS.index(activation))
+    assert type(gate) is type(up) is PackedWeight
+    in_features, out_features = gate.features
+    assert x.shape[-1] == in_features
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    x = F.pad(x, (0, padding)) if (padding := -in_features % TILE_K) else x.contiguous()
+    rows = x.numel() // x.shape[-1]
+    _multiply(gate, y, x, None, rows, 1, up, ACTIVATIONS.index(activation))
+    return y
 
 
 def plain(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,21 +163,20 @@ def _checked_bias(bias_N: torch.Tensor | None, out_features: int, dtype: torch.d
     return None if bias_N is None else bias_N.contiguous()
 
 
-def _linear(
-    x: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None, up: PackedWeight | None, activation: int
-) -> torch.Tensor:
-    in_features, out_features = weight.features
-    bias_N = _checked_bias(bias_N, out_features, x.dtype)
-    assert x.dtype == weight.dtype and x.shape[-1] == in_features
-    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
-    x = F.pad(x, (0, padding)) if (padding := -in_features % _TILE_K) else x.contiguous()
-    batch = weight.shape[0] if len(weight.shape) == 3 else 1
-    assert batch == 1 or x.shape[0] == batch
+def _multiply(
+    weight: PackedWeight,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    rows: int,
+    batch: int,
+    up: PackedWeight | None = None,
+    activation: int = 0,
+) -> None:
     operands = (y.data_ptr(), x.data_ptr(), weight.data.data_ptr(), None if bias_N is None else bias_N.data_ptr())
-    sizes = (x.numel() // x.shape[-1] // batch, x.shape[-1], out_features, batch, torch.get_num_threads())
+    sizes = (rows, x.shape[-1], y.shape[-1], batch, torch.get_num_threads())
     if x.dtype == torch.bfloat16 and has_amx():
         up_data = None if up is None else up.data.data_ptr()
         native.functions().pdserve_linear(*operands, *sizes, up_data, activation)
     else:
         native.functions().pdserve_packed(native.DTYPES.index(x.dtype), *operands, *sizes)
-    return y

@@ -1,4 +1,4 @@
-"""Native library of CPU kernels: C++ compiled for this processor at first use and cached on disk.
+"""Native library of CPU kernels: C++ compiled for this processor at first use and cached on disk, or beforehand.
 
 It contains the functions of cpu.py, elementwise.py, linear.py, lora.py and draw.py behind a plain C interface that takes
 addresses, so that it needs no torch headers and does not depend on torch's version. It runs on the OpenMP runtime that torch
@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
+from pdserve.kernels import prebuilt
+
 log = logging.getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("c++", "g++", "clang++")
 # Without contraction: the compiler would fuse products and sums in one kernel and not in another that must give the same.
-FLAGS = [
-    *("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"),
-    *shlex.split(os.environ.get("PDSERVE_KERNEL_FLAGS", "")),  # for tests of other instruction sets
-]
+COMMON_FLAGS = ["-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"]
+TEST_FLAGS = shlex.split(os.environ.get("PDSERVE_KERNEL_FLAGS", ""))  # for tests of other instruction sets
+FLAGS = ["-O3", "-march=native", *COMMON_FLAGS, *TEST_FLAGS]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the index is the constant in the C++ sources
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -60,8 +61,10 @@ _ARGUMENT_TYPES = {
     "pdserve_argmax": (_I, _P, _P, _I, _I, _I),
     "pdserve_draw": (_I, _P, _P, _I, _P, _P, _P, _P, _I, _I),
     "pdserve_linear": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _P, _I),
+    "pdserve_linear_low_bits": (*(_P,) * 5, _I, _I, _I, _P, *(_I,) * 5),
     "pdserve_pack": (_P, _P, _I, _I, _I, _I),
     "pdserve_packed": (_I, _P, _P, _P, _P, _I, _I, _I, _I, _I),
+    "pdserve_low_bits": (_I, *(_P,) * 5, _I, _I, _I, _P, *(_I,) * 5),
     "pdserve_plain": (_I, _P, _P, _P, _P, _I, _I, _I, _I),
     "pdserve_shrink": (_I, _P, _P, _P, _P, _I, _P, _I, _I, _I),
     "pdserve_expand": (_I, _P, _P, _I, _P, _P, _I, _P, _I, _I),
@@ -117,13 +120,14 @@ def functions() -> Any:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the library, after compiling it unless an earlier process has done so.
+    """Load the library: one of the folder PDSERVE_KERNELS, or one compiled now, unless an earlier process has done so.
 
     Raises:
         BuildError: no compiler, a compiler error, no OpenMP runtime of torch, or no writable cache directory.
     """
     try:
-        loaded = ctypes.CDLL(str(_build(_torch_openmp())))
+        openmp = _torch_openmp()  # first, so that the library finds it loaded
+        loaded = ctypes.CDLL(str(_prebuilt() or _build(openmp)))
     except OSError as error:
         raise BuildError(str(error)) from error
     for name, types in _ARGUMENT_TYPES.items():
@@ -166,30 +170,62 @@ def cpu_features() -> str:
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(fields)}))
 
 
+def sources_hash() -> str:
+    """Return the hash of the sources, of which a library must have been made."""
+    key = hashlib.blake2b(digest_size=10)
+    for path in (*SOURCES, *HEADERS):
+        key.update(path.read_bytes() + b"\0")
+    return key.hexdigest()
+
+
+def _prebuilt() -> Path | None:
+    """Return the library that was compiled beforehand for a processor like this, or None."""
+    folder = os.environ.get(prebuilt.VARIABLE)
+    if not folder or TEST_FLAGS:
+        return None
+    return prebuilt.find(Path(folder), sources_hash(), set(cpu_features().split()))
+
+
 def _build(openmp: Path) -> Path:
     """Return the library's file, built if missing. Its name is a hash of everything it depends on, so it is never stale."""
-    command = compiler()
-    if command is None:
-        raise BuildError(f"no C++ compiler on the path ({', '.join(COMPILERS)})")
+    command = _compiler_or_error()
     key = hashlib.blake2b(digest_size=10)
-    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    for part in (*texts, _run_compiler(command, "--version"), cpu_features(), " ".join(FLAGS), str(openmp)):
+    version = _run_compiler(command, "--version")
+    for part in (sources_hash(), version, cpu_features(), " ".join(FLAGS), str(openmp)):
         key.update(part.encode() + b"\0")
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve" / "kernels"
     target = folder / f"paged-{key.hexdigest()}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # Instances may build at the same time: the last one wins.
-        with tempfile.TemporaryDirectory(dir=folder) as build:
-            library_file = Path(build) / "library.so"
-            objects = [f"{build}/{source.stem}.o" for source in SOURCES]
-            for source, object_file in zip(SOURCES, objects, strict=True):
-                _run_compiler(command, *FLAGS, "-c", str(source), "-o", object_file)
-            # Linked without -fopenmp, which would add the compiler's own runtime.
-            libraries = (str(openmp), "-Wl,-z,defs", "-lm")
-            _run_compiler(command, "-shared", *objects, *libraries, "-o", str(library_file))
-            os.replace(library_file, target)
+        compile_library(target, FLAGS)
     return target
+
+
+def compile_library(target: Path, flags: list[str]) -> None:
+    """Compile the library into a file of an existing folder. Several processes may do so at the same time: the last one wins.
+
+    Raises:
+        BuildError: no compiler, a compiler error, or no OpenMP runtime of torch.
+    """
+    command, openmp = _compiler_or_error(), _torch_openmp()
+    with tempfile.TemporaryDirectory(dir=target.parent) as build:
+        library_file = Path(build) / "library.so"
+        objects = [f"{build}/{source.stem}.o" for source in SOURCES]
+        for source, object_file in zip(SOURCES, objects, strict=True):
+            _run_compiler(command, *flags, "-c", str(source), "-o", object_file)
+        # Linked without -fopenmp, which would add the compiler's own runtime.
+        libraries = (str(openmp), "-Wl,-z,defs", "-lm")
+        _run_compiler(command, "-shared", *objects, *libraries, "-o", str(library_file))
+        os.replace(library_file, target)
+
+
+def _compiler_or_error() -> str:
+    if command := compiler():
+        return command
+    reason = f"no C++ compiler on the path ({', '.join(COMPILERS)})"
+    if folder := os.environ.get(prebuilt.VARIABLE):
+        reason += f", and none of the libraries in {folder} is for this processor"
+    raise BuildError(reason)
 
 
 def _run_compiler(*command: str) -> str:

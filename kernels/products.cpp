@@ -11,12 +11,14 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "low_bit.h"
 #include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr i64 RUN = 16, UNIT = 64, BLOCK_ROWS = 96;  // a task is up to BLOCK_ROWS rows × UNIT columns
+constexpr i64 DEPTH = 128;                           // terms of low-bit weights that are unpacked at a time, for the L1 cache
 constexpr int TILE_ROWS = 6, TILE_VECTORS = W == 16 ? 4 : 2;
 constexpr int PLAIN_ROWS = 2, PLAIN_COLUMNS = 4;
 
@@ -47,20 +49,35 @@ template <class T>
 using Terms = Single<T>;
 #endif
 
+// Terms [first, end) of K for the columns from `origin` on. Sums over a part of K are kept in between, [rows][UNIT].
 template <class T>
 struct Layer {
     const T *w, *bias;
-    i64 K, N;
+    i64 K, N, first, end, origin;
+    float* sums;
 };
+template <class T>
+Layer<T> dense(const T* w, const T* bias, i64 K, i64 N) { return {w, bias, K, N, 0, K, 0, nullptr}; }
 
-// Columns [n, n + VECTORS · W) of ROWS rows of y. Columns from N on are padding.
+// Columns [n, n + VECTORS · W) of the rows [row, row + ROWS) of y. Columns from N on are padding.
 template <int ROWS, int VECTORS, class T>
-inline void multiply(const Layer<T>& a, T* y, const typename Terms<T>::X* x, i64 n) {
+[[gnu::noinline]] void multiply(const Layer<T>& a, T* y, const typename Terms<T>::X* x, i64 row, i64 n) {
     using M = Terms<T>;
+    const i64 depth = a.end - a.first;
     const T* w[VECTORS];
-    for (int v = 0; v < VECTORS; v++) w[v] = a.w + (n + v * W) / RUN * RUN * a.K + (n + v * W) % RUN * M::TERMS;
+    for (int v = 0; v < VECTORS; v++) {
+        const i64 column = n - a.origin + v * W;
+        w[v] = a.w + column / RUN * RUN * depth + column % RUN * M::TERMS;
+    }
+    const auto kept = [&](int r, int v) { return a.sums + (row + r) * UNIT + n - a.origin + v * W; };
     vf sums[ROWS][VECTORS] = {};
-    for (i64 k = 0; k < a.K; k += M::TERMS) {
+    if (a.first)
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = load(kept(r, v));
+    y += row * a.N, x += row * a.K + a.first;
+    for (i64 k = 0; k < depth; k += M::TERMS) {
         decltype(M::weights(w[0])) weights[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) weights[v] = M::weights(w[v] + k * RUN);
@@ -68,6 +85,13 @@ inline void multiply(const Layer<T>& a, T* y, const typename Terms<T>::X* x, i64
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) sums[r][v] = M::add(sums[r][v], x + r * a.K + k, weights[v]);
+    }
+    if (a.end < a.K) {
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) store(kept(r, v), sums[r][v]);
+        return;
     }
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
@@ -77,16 +101,17 @@ inline void multiply(const Layer<T>& a, T* y, const typename Terms<T>::X* x, i64
                 store(y + r * a.N + first, a.bias ? sums[r][v] + load(a.bias + first, a.N - first) : sums[r][v], a.N - first);
 }
 
-// Columns [n, end) of `rows` rows, ROWS at a time, then of the rest.
+// Columns [n, end) of the rows [row, rows), ROWS at a time, then of the rest.
 template <int ROWS, class T>
-inline void multiply_rows(const Layer<T>& a, T* y, const typename Terms<T>::X* x, i64 rows, i64 n, i64 end) {
-    for (; rows >= ROWS; rows -= ROWS, y += ROWS * a.N, x += ROWS * a.K) {
+inline void multiply_rows(const Layer<T>& a, T* y, const typename Terms<T>::X* x, i64 row, i64 rows, i64 n, i64 end) {
+    for (; rows - row >= ROWS; row += ROWS) {
         i64 column = n;
-        for (; column + TILE_VECTORS * W <= end; column += TILE_VECTORS * W) multiply<ROWS, TILE_VECTORS>(a, y, x, column);
-        for (; column < end; column += 2 * W) multiply<ROWS, 2>(a, y, x, column);
+        for (; column + TILE_VECTORS * W <= end; column += TILE_VECTORS * W)
+            multiply<ROWS, TILE_VECTORS>(a, y, x, row, column);
+        for (; column < end; column += 2 * W) multiply<ROWS, 2>(a, y, x, row, column);
     }
     if constexpr (ROWS > 1)
-        if (rows) multiply_rows<ROWS - 1>(a, y, x, rows, n, end);
+        if (row < rows) multiply_rows<ROWS - 1>(a, y, x, row, rows, n, end);
 }
 
 inline const bf16* widened(const bf16* x, i64, bf16*) { return x; }
@@ -96,8 +121,9 @@ const float* widened(const T* x, i64 count, float* to) {
     return to;
 }
 
-template <class T>
-void packed(T* y, const T* x, const T* w, const T* bias, i64 rows, i64 K, i64 N, i64 batch, int threads) {
+// y = x · wᵀ + bias, in tasks: `compute(y, x, item, rows, first column, end)` for up to BLOCK_ROWS rows and UNIT columns.
+template <class T, class Compute>
+void for_each_task(T* y, const T* x, i64 rows, i64 K, i64 N, i64 batch, int threads, const Compute& compute) {
     using X = typename Terms<T>::X;
     const i64 padded = (N + 31) / 32 * 32, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, units = (N + UNIT - 1) / UNIT;
 #pragma omp parallel num_threads(threads)
@@ -107,11 +133,35 @@ void packed(T* y, const T* x, const T* w, const T* bias, i64 rows, i64 K, i64 N,
         for (i64 t = 0; t < batch * blocks * units; t++) {
             const i64 item = t / units / blocks, top = t / units % blocks * BLOCK_ROWS, n = t % units * UNIT;
             const i64 count = std::min(BLOCK_ROWS, rows - top), first = item * rows + top;
-            const Layer<T> layer{w + item * padded * K, bias, K, N};
-            const X* const x_block = widened(x + first * K, count * K, scratch);
-            multiply_rows<TILE_ROWS>(layer, y + first * N, x_block, count, n, std::min(n + UNIT, padded));
+            compute(y + first * N, widened(x + first * K, count * K, scratch), item, count, n, std::min(n + UNIT, padded));
         }
     }
+}
+
+template <class T>
+void packed(T* y, const T* x, const T* w, const T* bias, i64 rows, i64 K, i64 N, i64 batch, int threads) {
+    const i64 padded = (N + 31) / 32 * 32;
+    const auto compute = [&](T* y, const auto* x, i64 item, i64 count, i64 n, i64 end) {
+        multiply_rows<TILE_ROWS>(dense(w + item * padded * K, bias, K, N), y, x, 0, count, n, end);
+    };
+    for_each_task(y, x, rows, K, N, batch, threads, compute);
+}
+
+// The same with low-bit weights, of which each task unpacks DEPTH terms at a time.
+template <class T>
+void low_bits(T* y, const T* x, const low_bit::Weight& w, const T* bias, i64 rows, i64 N, i64 batch, int threads) {
+    const i64 runs = (N + 31) / 32 * 2;
+    const auto compute = [&](T* y, const auto* x, i64 item, i64 count, i64 n, i64 end) {
+        alignas(64) T unpacked[UNIT * DEPTH];
+        alignas(64) float sums[BLOCK_ROWS * UNIT];
+        for (i64 first = 0, stop; first < w.K; first = stop) {
+            stop = std::min(w.K, first + DEPTH);
+            for (i64 run = n / RUN; run < end / RUN; run++)
+                low_bit::unpack(unpacked + (run - n / RUN) * RUN * (stop - first), w, item * runs + run, first, stop);
+            multiply_rows<TILE_ROWS>(Layer<T>{unpacked, bias, w.K, N, first, stop, n, sums}, y, x, 0, count, n, end);
+        }
+    };
+    for_each_task(y, x, rows, w.K, N, batch, threads, compute);
 }
 
 // Columns [n, n + COLUMNS) of ROWS rows of y, of plain weights [N][K].
@@ -152,7 +202,7 @@ void plain(T* y, const T* x, const T* w, const T* bias, i64 rows, i64 K, i64 N, 
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 t = 0; t < blocks * units; t++) {
         const i64 top = t / units * BLOCK_ROWS;
-        multiply_plain_rows<PLAIN_ROWS>(Layer<T>{w, bias, K, N}, y + top * N, x + top * K, std::min(BLOCK_ROWS, rows - top),
+        multiply_plain_rows<PLAIN_ROWS>(dense(w, bias, K, N), y + top * N, x + top * K, std::min(BLOCK_ROWS, rows - top),
                                         t % units * PLAIN_COLUMNS);
     }
 }
@@ -184,6 +234,14 @@ void pdserve_packed(i64 dtype, void* y, const void* x, const void* w, const void
                     i64 threads) {
     if (dtype == 1) packed((bf16*)y, (const bf16*)x, (const bf16*)w, (const bf16*)bias, rows, K, N, batch, (int)threads);
     else packed((fp16*)y, (const fp16*)x, (const fp16*)w, (const fp16*)bias, rows, K, N, batch, (int)threads);
+}
+
+// As pdserve_packed, with weights of 4 or 8 bits as in low_bit.h; scales in float32 (0), bfloat16 (1) or float16 (2).
+void pdserve_low_bits(i64 dtype, void* y, const void* x, const void* codes, const void* scales, const void* zeros, i64 bits,
+                      i64 scale_dtype, i64 group, const void* bias, i64 rows, i64 K, i64 N, i64 batch, i64 threads) {
+    const low_bit::Weight w{(const uint32_t*)codes, scales, (const uint8_t*)zeros, bits, scale_dtype, group, K};
+    if (dtype == 1) low_bits((bf16*)y, (const bf16*)x, w, (const bf16*)bias, rows, N, batch, (int)threads);
+    else low_bits((fp16*)y, (const fp16*)x, w, (const fp16*)bias, rows, N, batch, (int)threads);
 }
 
 // y[rows][N] = x[rows][K] · w[N][K]ᵀ + bias[N] in float32 (dtype 0), bfloat16 (1) or float16 (2).

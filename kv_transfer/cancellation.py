@@ -1,7 +1,9 @@
-"""Cancellation of work that consists of several operations of connectors."""
+"""Work that ends early: cancelled between operations of connectors, or waited for until a deadline only."""
 
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from typing import Any, TypeVar
 
 from pdserve.kv_transfer.connector import OperationFuture, request_cancel
@@ -45,3 +47,25 @@ def submit(threads: Executor, work: Callable[[Cancellation], T]) -> OperationFut
 
     threads.submit(work, cancellation).add_done_callback(complete)
     return future
+
+
+def run_until(deadline: float, work: Callable[[], None], name: str) -> bool:
+    """Run `work` in a thread of its own until the deadline, on the monotonic clock. Returns False if it goes on then.
+
+    Raises:
+        Exception: that of `work`.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    wait([done], max(0.0, deadline - time.monotonic()))
+    if done.done():
+        done.result()
+    return done.done()

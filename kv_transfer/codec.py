@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, install
 from pdserve.keys import KEY_BYTES, Layout
 from pdserve.kv_transfer.header import Buffer, Row
 
@@ -248,5 +248,5 @@ def _import_library(module: str, codec: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise SetupError(
-            f"codec={codec} needs the package {package}, which is not installed: pip install -e '.[codecs]'."
+            f"codec={codec} needs the package {package}, which is not installed: {install('codecs')}."
         ) from None

@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     behaviour.content_stays,
     behaviour.clean_close,
     # These fill the store, and so come last.
+    leases.prolonged_lease,
     leases.leases_under_pressure,
     leases.capacity,
 )

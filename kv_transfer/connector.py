@@ -127,6 +127,7 @@ class Capabilities:
         in_place: peers read the pool's rows directly; see `Result.held`. Such a connector has no store and no tiers.
         follows: `follow` is supported.
         stores_growing: `store_growing` is supported.
+        prolongs: `prolong` is supported.
         cancels: stores and loads return an `OperationFuture`.
         keeps_leases: the store does not evict a block before its lease ends. Only the conformance kit reads it.
         skips_hanging: the connector has circuit breakers of its own, so instances put none in front of it.
@@ -139,6 +140,7 @@ class Capabilities:
     in_place: bool = False
     follows: bool = False
     stores_growing: bool = False
+    prolongs: bool = False
     cancels: bool = False
     keeps_leases: bool = True
     skips_hanging: bool = False
@@ -218,7 +220,7 @@ class Stats:
 class Connector(ABC):
     """Interface of one instance to the KV store. Created by `kv_transfer.registry.connect(url)`.
 
-    `store`, `load`, `match` and `release` are called from a single thread, and return without waiting for the store.
+    `store`, `load`, `match`, `release` and `prolong` are called from a single thread, and do not wait for the store.
     """
 
     API_VERSION: ClassVar[int] = API_VERSION
@@ -284,6 +286,14 @@ class Connector(ABC):
     @abstractmethod
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         """End the leases of these keys and tickets early, so that the store may evict the blocks."""
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        """Let the leases of these keys and tickets end in `lease_s` seconds at the earliest.
+
+        Called only if `capabilities.prolongs`, for KV that waits until decode has room. Without it the store may evict such
+        blocks once their leases have ended, and decode computes them. A lease that was released may stay so.
+        """
+        raise NotImplementedError(f"{self.scheme}:// does not support prolong()")
 
     @abstractmethod
     def stats(self) -> Stats:

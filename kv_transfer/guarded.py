@@ -92,6 +92,10 @@ class GuardedConnector(ForwardingConnector):
         if not self._breaker.is_open:  # otherwise the leases expire
             self._inner.release(keys, tickets=tickets)
 
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        if not self._breaker.is_open:
+            self._inner.prolong(keys, lease_s=lease_s, tickets=tickets)
+
     def stats(self) -> Stats:
         stats = self._inner.stats()
         return replace(stats.plus(self._skipped), parts=stats.parts, is_out=self._breaker.is_out)

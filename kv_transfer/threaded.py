@@ -22,7 +22,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -31,6 +32,7 @@ from typing import Any, ClassVar, TypeVar
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import GOES_ON, Block, Expired, GrowingOperation, Incoming, Operation, Outgoing
 from pdserve.kv_transfer.breaker import StoreBreaker
+from pdserve.kv_transfer.cancellation import run_until
 from pdserve.kv_transfer.codec import CODECS, Undecodable
 from pdserve.kv_transfer.connector import (
     DEFAULT_TIMEOUT_S,
@@ -180,6 +182,10 @@ class BatchedConnector(Connector):
     def release_many(self, keys: Sequence[bytes]) -> None:
         """End leases early. Does nothing by default, for stores without leases."""
 
+    def prolong_many(self, keys: Sequence[bytes], lease_s: float) -> None:
+        """Let leases end in `lease_s` seconds at the earliest, with the capability `prolongs`."""
+        raise NotImplementedError
+
     def is_sound(self, key: bytes, header: bytes, payload: Buffer | Row) -> bool:
         """Return True if a load would accept this stored value."""
         if not (self.header_format.matches(header, key) and is_intact(header, payload)):
@@ -256,6 +262,10 @@ class BatchedConnector(Connector):
         operation: Operation[int] = Operation("release", keys, [], self._deadline(0))
         self._submit(operation, partial(self.release_many, operation.keys))
 
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        operation: Operation[int] = Operation("prolong", keys, [], self._deadline(0))
+        self._submit(operation, partial(self.prolong_many, operation.keys, min(lease_s, MAX_LEASE_S)))
+
     def stats(self) -> Stats:
         with self._lock:
             now, is_out = self._stats, self.__breaker is not None and self.__breaker.is_out
@@ -284,7 +294,7 @@ class BatchedConnector(Connector):
         if any(worker.is_alive() for worker in self._workers):
             # Disconnecting under a thread that hangs in the store would crash; it is freed when the process ends.
             log.warning("%s: closed while the store still does not respond", self.scheme)
-        elif not _run_until(deadline, self.shut, f"kv-{self.scheme}-shut"):
+        elif not run_until(deadline, self.shut, f"kv-{self.scheme}-shut"):
             log.warning("%s: closed while background work still waits for the store", self.scheme)
 
     # Execution.
@@ -435,7 +445,7 @@ class BatchedConnector(Connector):
         breaker, probe, was_open, is_open = self.__breaker, None, False, False
         with self._lock:
             self._pending_blocks -= len(operation.outcomes)
-            if breaker is not None and operation.kind != "release":
+            if breaker is not None and operation.kind not in ("release", "prolong"):
                 was_open, seconds, now = breaker.is_open, time.perf_counter() - operation.started, time.monotonic()
                 if result is None:  # a programming error, which the caller gets, and no time-out
                     breaker.record(True, seconds, now)
@@ -502,28 +512,6 @@ class _Watchdog:
                 self._changed.wait(wait)
 
 
-def _run_until(deadline: float, work: Callable[[], None], name: str) -> bool:
-    """Run `work` in a thread of its own until the deadline, on the monotonic clock. Returns False if it goes on then.
-
-    Raises:
-        Exception: that of `work`.
-    """
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except Exception as error:  # noqa: BLE001 - raised below
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    wait([done], max(0.0, deadline - time.monotonic()))
-    if done.done():
-        done.result()
-    return done.done()
-
-
 class ThreadedConnector(BatchedConnector):
     """Base for connectors over a plain key-value transport: implement `put`, `get`, `contains` and `delete`.
 
@@ -540,6 +528,11 @@ class ThreadedConnector(BatchedConnector):
     def renew(self, name: str, lease_s: float) -> bool:
         """Extend the lease of a stored value. If it returns False, the default, the value is put again."""
         return False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the base class. Leases can be prolonged if `renew` is implemented."""
+        return replace(super().capabilities, prolongs=type(self).renew is not ThreadedConnector.renew)
 
     @abstractmethod
     def get(self, name: str) -> Buffer | None:
@@ -564,6 +557,10 @@ class ThreadedConnector(BatchedConnector):
                 block.stored()
             except Full:
                 block.failed(Outcome.FULL)
+
+    def prolong_many(self, keys: Sequence[bytes], lease_s: float) -> None:
+        for key in keys:
+            self.renew(self._name(key), lease_s)
 
     def get_many(self, blocks: Sequence[Incoming]) -> None:
         for block in blocks:

@@ -20,7 +20,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
-SPECULATE = ("off", "auto", "ngram", "suffix")
+SPECULATE = ("auto", "off", "ngram", "suffix")
 # Of vLLM's speculative_config. The last two say there which matches to look for, and have no effect here.
 SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 AUTO_ON_OFF = ("auto", "on", "off")
@@ -122,6 +122,11 @@ class EngineConfig(ModelConfig):
         choices=SCHEDULING_POLICIES,
     )
     kernel: str = flag("attention kernel", "auto", choices=("auto", *KERNELS), plugins="pdserve.kernels")
+    quantization: str = flag(
+        "round 16-bit weights as they are loaded, in groups of 32; KV is exchanged with instances that do the same",
+        "none",
+        choices=("none", "int8", "int4"),
+    )
     batch_invariant: str = flag(
         "in 16 bits, give a token the same bits in any batch and phase; auto: on CPUs",
         "auto",
@@ -134,7 +139,8 @@ class EngineConfig(ModelConfig):
     )
     speculate: str = flag(
         "compute tokens that may follow, and keep those that the model samples itself: what has followed the same words in"
-        " prompt or answer, last (ngram) or most often (suffix), or as much of that as pays (auto); answers stay the same",
+        " prompt or answer, last (ngram) or most often (suffix, also in earlier answers of the same key), or as much of that"
+        " as pays (auto; off where steps are launched ahead, as on GPUs); answers stay the same",
         "off",
         choices=SPECULATE,
     )

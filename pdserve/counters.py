@@ -16,6 +16,9 @@ HELP = {
     "prefix_cache_queries": "prompt tokens looked up in the pool",
     "prefix_cache_hits": "prompt tokens found in the pool",
     "num_pauses": "sequences that lost their slots to another API key, and kept their blocks",
+    "grammar_mask_seconds": "CPU time of processes that compute which tokens grammars allow",
+    "grammar_masks_late": "sequences left out of a step since the mask of their grammar was not there",
+    "grammars_given_up": "requests that failed since the masks of their grammar exceed a limit",
     "num_preemptions": "preemptions: sequences that lost their blocks",
     "recomputed_tokens": "tokens computed again after a preemption",
     "swap_seconds": "time in which steps waited for blocks that were copied to host memory or back",
@@ -28,6 +31,8 @@ HELP = {
     "kv_transfer_bytes_in_flight": "KV bytes that the connector is moving",
     "kv_transfer_bytes_waiting": "KV bytes queued until fewer are in flight",
     "kv_transfer_given_up_blocks": "KV blocks of queued transfers that failed because the store did not answer",
+    "kv_leases_prolonged": "KV blocks whose leases were prolonged because their prompts wait for room on decode",
+    "kv_lease_overruns": "prompts that wait for room on decode for longer than a lease that cannot be prolonged",
     "prefill_steps_held_back": "steps that excluded prefill because stores were queued",
     "store_skipped_blocks": "KV blocks of prompts not stored because they left the attention window before",
     "store_back_skipped_blocks": "KV blocks not stored back because too many bytes were in flight",
@@ -50,11 +55,14 @@ HELP = {
     "kv_cache_blocks_shared": "blocks with several holders",
     "kv_cache_slots_behind_kv": "tokens for which there is room behind the KV in the last blocks of sequences",
     "kv_cache_blocks_pinned": "blocks of --warm-prompts, which are not evicted",
+    "kv_cache_blocks_of_key": "blocks that requests of an API key hold, shared ones counted for each; instances tell keys by "
+    "number, routers by name",
     "kv_cache_usage_perc": "share of the pool's blocks that are held, 0 to 1",
     "profile_ratio": "median of the time of a step, divided by that of the profile, by phase",
 }
 # Metric name → its labels, sorted; without an entry it has none.
 LABELS: dict[str, tuple[str, ...]] = {
+    "kv_cache_blocks_of_key": ("key",),
     "kv_store_out": ("connector",),
     "profile_ratio": ("phase",),
     "prompt_tokens_by_source": ("source",),
@@ -77,6 +85,7 @@ GAUGES = frozenset(
         "kv_cache_blocks_shared",
         "kv_cache_slots_behind_kv",
         "kv_cache_blocks_pinned",
+        "kv_cache_blocks_of_key",
         "kv_cache_usage_perc",
         "kv_store_out",
         "kv_transfer_bytes_in_flight",

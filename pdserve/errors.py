@@ -19,13 +19,16 @@ Who reports a RequestError to its client drops its traceback, `error.with_traceb
 the request, and one of them, or what it holds, often the error: only the garbage collector would free them, minutes later.
 """
 
-_EXTRAS = {  # package → the sentence without it
-    "grpc": "--grpc-port and --grpc-health-port need gRPC: pip install -e '.[grpc]'",
-    "python_multipart": "--batch-folder needs python-multipart: pip install -e '.[batches]'",
-    "redis": "--registry, --response-store and redis:// need Redis' client: pip install -e '.[redis]'",
-    "zmq": "--kv-events-config and --kv-events-subscribe need pyzmq: pip install -e '.[kv-events]'",
+from pathlib import Path
+
+_EXTRAS = {  # package → the sentence without it, and the extra
+    "grpc": ("--grpc-port and --grpc-health-port need gRPC", "grpc"),
+    "python_multipart": ("--batch-folder needs python-multipart", "batches"),
+    "redis": ("--registry, --response-store and redis:// need Redis' client", "redis"),
+    "zmq": ("--kv-events-config and --kv-events-subscribe need pyzmq", "kv-events"),
 }
 _EXTRAS["grpc_health"] = _EXTRAS["grpc_reflection"] = _EXTRAS["grpc"]
+IS_CHECKOUT = (Path(__file__).parents[1] / "pyproject.toml").exists()  # and not an installed wheel
 
 
 class PdserveError(Exception):
@@ -102,7 +105,15 @@ class Unavailable(RequestError):
 def not_imported(what: str, error: Exception) -> SetupError:
     """Return the error of `what` after a failed import. If an extra is missing, it says how to install that."""
     package = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
-    return SetupError(_EXTRAS.get(package) or f"{what} cannot be imported: {error}")
+    if package in _EXTRAS:
+        sentence, extra = _EXTRAS[package]
+        return SetupError(f"{sentence}: {install(extra)}")
+    return SetupError(f"{what} cannot be imported: {error}")
+
+
+def install(extra: str) -> str:
+    """Return the command that adds an extra to this installation."""
+    return f"pip install -e '.[{extra}]'" if IS_CHECKOUT else f"pip install 'pdserve[{extra}]'"
 
 
 def _as_pickled(cls: type[RequestError], message: str, attributes: dict[str, object]) -> RequestError:

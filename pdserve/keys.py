@@ -43,13 +43,15 @@ class Section:
     num_kv_heads: int
     head_dim: int
     latent: bool = False  # one row per token, from which all heads' K and V follow, instead of K and V
+    window: int = 0  # tokens that may attend to a row of a group of its own, see `Layout.groups`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Byte format of one block. Two pools exchange KV directly only if their layouts, and so their namespaces, are equal.
 
-    Most models have one section, which the fields name. `more` has those of layers with other rows, behind it in the block.
+    Most models have one section, which the fields name. `more` has those of layers with other rows, behind it in the block,
+    or with another window, in blocks of their own.
     """
 
     model_fingerprint: str
@@ -64,7 +66,18 @@ class Layout:
     rank: int = 0  # tensor parallelism: the block has the KV heads of this one of `ranks` devices
     ranks: int = 1
     latent: bool = False
+    window: int = 0
     more: tuple[Section, ...] = ()
+
+    @cached_property
+    def groups(self) -> "tuple[Layout, ...]":
+        """The layouts of the blocks of each group: of the sections that have one window, in order. Most models have one."""
+        parts = dict[int, list[Section]]()
+        for part in self.sections:
+            parts.setdefault(part.window, []).append(part)
+        if len(parts) == 1:
+            return (self,)
+        return tuple(replace(self, **asdict(first), more=tuple(more)) for first, *more in parts.values())
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
@@ -94,9 +107,10 @@ class Layout:
 
     @property
     def is_divisible(self) -> bool:
-        """True if all ranks have as many heads. Otherwise there are no such blocks, nor of several sections on ranks."""
+        """True if all ranks have as many heads. Otherwise there are no such blocks, nor of several shapes on ranks."""
         heads, ranks = self.num_kv_heads, self.ranks
-        return 0 <= self.rank < ranks and not (heads % ranks and ranks % heads) and not (self.more and ranks > 1)
+        shapes = {(part.num_kv_heads, part.head_dim, part.latent) for part in self.sections}
+        return 0 <= self.rank < ranks and not (heads % ranks and ranks % heads) and not (len(shapes) > 1 < ranks)
 
     @cached_property
     def block_numbers(self) -> int:
@@ -121,6 +135,9 @@ class Layout:
             del values["latent"]
         if not self.more:  # as before there were several sections
             del values["more"]
+        for part in (values, *values.get("more", ())):  # as before there were windows
+            if not any(one.window for one in self.sections):
+                del part["window"]
         return _digest(json.dumps(values, sort_keys=True).encode())
 
     @cached_property

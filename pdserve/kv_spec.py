@@ -4,6 +4,7 @@ The model states it, through its attention or an adapter (`engine/architectures/
 (`sections`, `keys.Layout`), and so do the tensors that layers read and write (`places`).
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -52,17 +53,28 @@ class KVSpec:
         return sum(len(group.layers) for group in self.groups) + len(self.reads)
 
     @property
+    def windows(self) -> list[int | None]:
+        """The windows of the layers, the longest first. Layers of one window are a group of the pool."""
+        return sorted({group.window for group in self.groups}, key=lambda window: -(window or math.inf))
+
+    @property
     def window(self) -> int | None:
         """The longest window, in tokens; None if some layer attends to all tokens."""
-        windows = [group.window for group in self.groups if group.window is not None]
-        return max(windows) if len(windows) == len(self.groups) else None
+        return next(iter(self.windows), None)
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The parts of a block. Groups whose rows have one shape share a section, in the order of their layers."""
+        """The parts of a block. Groups whose rows have one shape and one window share a section, in the order of layers."""
+        has_groups = len(self.windows) > 1
         return tuple(
-            Section(num_layers=len(layers), num_kv_heads=heads, head_dim=size, latent=latent)
-            for (heads, size, latent), layers in self._layers_by_shape()
+            Section(
+                num_layers=len(layers),
+                num_kv_heads=heads,
+                head_dim=size,
+                latent=latent,
+                window=window or 0 if has_groups else 0,
+            )
+            for (window, heads, size, latent), layers in self._layers_by_kind()
         )
 
     def layout(self, **others: Any) -> Layout:
@@ -75,14 +87,17 @@ class KVSpec:
         """Of each layer, where its KV is: the section, and the layer within."""
         places = {
             layer: (section, at)
-            for section, (_, layers) in enumerate(self._layers_by_shape())
+            for section, (_, layers) in enumerate(self._layers_by_kind())
             for at, layer in enumerate(layers)
         }
         return [places[self.reads.get(layer, layer)] for layer in range(self.num_layers)]
 
-    def _layers_by_shape(self) -> Iterator[tuple[tuple[int, int, bool], list[int]]]:
-        """Yield each shape of rows with its layers, the shape of the first layer first."""
-        layers = dict[tuple[int, int, bool], list[int]]()
-        for group in sorted(self.groups, key=lambda group: group.layers):
-            layers.setdefault((group.num_heads, group.head_dim, group.latent), []).extend(group.layers)
-        yield from ((shape, sorted(of_shape)) for shape, of_shape in layers.items())
+    def _layers_by_kind(self) -> Iterator[tuple[tuple[int | None, int, int, bool], list[int]]]:
+        """Yield each window and shape of rows with its layers: the longest window first, then the one of the first layer."""
+        for window in self.windows:
+            layers = dict[tuple[int | None, int, int, bool], list[int]]()
+            for group in sorted(self.groups, key=lambda group: group.layers):
+                if group.window == window:
+                    kind = window, group.num_heads, group.head_dim, group.latent
+                    layers.setdefault(kind, []).extend(group.layers)
+            yield from ((kind, sorted(of_kind)) for kind, of_kind in layers.items())

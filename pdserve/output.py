@@ -73,8 +73,8 @@ class Output(Struct, omit_defaults=True, forbid_unknown_fields=True):
         embedding: float32 numbers, little-endian, with the finish reason.
         request_id: as in its `Submit`.
         error: the request is over on this instance and its blocks are free.
-        stamps: stage (`pdserve.lifetime.Stage`, or RELEASED) → its age in seconds when the frame was sent, so that no clocks
-            need to be synchronised.
+        stamps: stage (`pdserve.lifetime.Stage`, or RELEASED) → its age in seconds, so that no clocks need to be
+            synchronised: when this was packed, and in the router when the frame was written (`InstanceFrame.waited`).
         stored: from prefill: what it has stored.
         sources: of the prompt's KV.
         moved: total transfers of this request on this instance.

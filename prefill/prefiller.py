@@ -30,7 +30,7 @@ from pdserve.kv_transfer.connector import GrowingStore, Result
 from pdserve.lifetime import Stage
 from pdserve.prefill.layer_stores import LayerStores
 from pdserve.roles.job import InstanceContext, Job
-from pdserve.roles.transfers import Fetcher, Transfers
+from pdserve.roles.transfers import Fetcher, Tails, Transfers
 
 
 @dataclass(eq=False)
@@ -217,14 +217,18 @@ class Prefiller:
             state.has_gap = True
             return
         if is_complete and seq.kv.num_initial % seq.kv.block_size:
-            self._engine.runner.kv.clear_tail(seq.kv.block_ids[ready - 1], seq.kv.num_initial % seq.kv.block_size)
+            for block in (seq.kv.block_ids[ready - 1], *(tail.ids[ready - 1] for tail in seq.kv.tails)):
+                self._engine.runner.kv.clear_tail(block, seq.kv.num_initial % seq.kv.block_size)
         blocks = seq.kv.blocks(first, ready)
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
             part, keys = _StorePart(stop - start), job.keys[start:stop]
             on_done = partial(self._on_stored, state, part, keys)
             store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
-            future = self._transfers.store(*store, growing=coming > 0)
+            tails: Tails = ()
+            if seq.kv.tails:
+                tails = seq.kv.tails.prompt_blocks(self._engine.pool, start, stop, seq.kv.num_initial)
+            future = self._transfers.store(*store, growing=coming > 0, tails=tails)
             if isinstance(future, GrowingStore):
                 state.growing.append(future)
             elif coming:
@@ -249,7 +253,7 @@ class Prefiller:
             if result.ticket:
                 one.pending_stored().tickets.append(result.ticket)
         if job.ended and state.stores_are_over and not state.has_gap:  # decode followed, and finished before this
-            job.report_transfers(self._engine.layout.bytes_on_all_ranks)
+            job.report_transfers(self._engine.layout)
             job.stamp(Stage.KV_STORED, self._context.now())
         self._announce(state)
 
@@ -264,7 +268,7 @@ class Prefiller:
             state.announced_blocks = coming
             for job in state.running:
                 if job.transferred_blocks:
-                    job.report_transfers(self._engine.layout.bytes_on_all_ranks)
+                    job.report_transfers(self._engine.layout)
                 announcement = job.pending_stored()
                 announcement.num_blocks, announcement.coming = stored, coming
                 announcement.final = final

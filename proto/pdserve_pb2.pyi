@@ -17,7 +17,7 @@ PREFILL: Phase
 DECODE: Phase
 
 class InstanceFrame(_message.Message):
-    __slots__ = ("hello", "outputs", "heartbeat", "draining", "blocks", "failed", "adapter_changed", "others", "token")
+    __slots__ = ("hello", "outputs", "heartbeat", "draining", "blocks", "failed", "adapter_changed", "others", "token", "waited")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class InstanceFrame(_message.Message):
     ADAPTER_CHANGED_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     outputs: bytes
     heartbeat: Heartbeat
@@ -36,7 +37,8 @@ class InstanceFrame(_message.Message):
     adapter_changed: AdapterChanged
     others: Load
     token: str
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., outputs: _Optional[bytes] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., adapter_changed: _Optional[_Union[AdapterChanged, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+    waited: float
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., outputs: _Optional[bytes] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., adapter_changed: _Optional[_Union[AdapterChanged, _Mapping]] = ..., others: _Optional[_Union[Load, _Mapping]] = ..., token: _Optional[str] = ..., waited: _Optional[float] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -117,7 +119,7 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., path: _Optional[str] = ..., loaded_at: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "itemsize", "version", "numerics", "rank", "ranks", "latent", "more")
+    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "itemsize", "version", "numerics", "rank", "ranks", "latent", "more", "window")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +133,7 @@ class Layout(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     LATENT_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     num_layers: int
     num_kv_heads: int
@@ -144,19 +147,22 @@ class Layout(_message.Message):
     ranks: int
     latent: bool
     more: _containers.RepeatedCompositeFieldContainer[Section]
-    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., itemsize: _Optional[int] = ..., version: _Optional[int] = ..., numerics: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., latent: _Optional[bool] = ..., more: _Optional[_Iterable[_Union[Section, _Mapping]]] = ...) -> None: ...
+    window: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., itemsize: _Optional[int] = ..., version: _Optional[int] = ..., numerics: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., latent: _Optional[bool] = ..., more: _Optional[_Iterable[_Union[Section, _Mapping]]] = ..., window: _Optional[int] = ...) -> None: ...
 
 class Section(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "latent")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "latent", "window")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     LATENT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
     latent: bool
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., latent: _Optional[bool] = ...) -> None: ...
+    window: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., latent: _Optional[bool] = ..., window: _Optional[int] = ...) -> None: ...
 
 class AdapterChanged(_message.Message):
     __slots__ = ("number", "error")

@@ -26,7 +26,7 @@ from pdserve import plugins
 from pdserve.config import INTERRUPT_GRACE_S, RouterConfig
 from pdserve.control.certificates import check_key_pair, server_context
 from pdserve.control.registry import Registry
-from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.compiler import START_AFTER_S, GrammarCompiler
 from pdserve.keys import root_key
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.instances.control_server import ControlServer
@@ -234,6 +234,7 @@ async def _start_grammars(grammars: GrammarChecker, dispatcher: Dispatcher) -> N
     """Have grammars ready to be checked, once there is an instance to tell the vocabulary."""
     while (info := dispatcher.model) is None:
         await asyncio.sleep(0.05)
+    await asyncio.sleep(START_AFTER_S)
     grammars.start(info)
     await asyncio.Event().wait()
 

@@ -80,9 +80,8 @@ class ForkServer:
 
 
 def main() -> None:
-    load(IMPORTED)
     with socket.socket(fileno=int(sys.argv[1])) as listener:
-        arguments = Server([], listener).wait_for_command()
+        arguments = Server([], listener).wait_for_command(load(IMPORTED))
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     import pdserve.grammars.compiler
     import pdserve.ranks.followers

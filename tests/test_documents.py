@@ -285,6 +285,7 @@ def test_the_site_has_every_document() -> None:
     assert not [name for name in named if f" {name}\n" not in settings]
 
 
+@pytest.mark.until_recorded("scripts/build_site.py", "scripts/site", "mkdocs.yml", "tests/test_documents.py")
 def test_the_site_is_built_without_other_hosts(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="MkDocs is not installed: pip install -e '.[docs]'")
     built = subprocess.run([ROOT / "scripts/site", tmp_path], capture_output=True, text=True, check=False)

@@ -34,7 +34,7 @@ CORE = names("""
 EXTENSIONS = names("""
     __main__ cli offline admin_client batch launchers ranks
     tools
-    kernels.gpu engine.gpu speculation adapters
+    kernels.gpu engine.gpu engine.low_bit speculation adapters
     interop router.dialects router.rpc router.kv_events
     kv_transfer.connectors.redis kv_transfer.connectors.nixl kv_transfer.connectors.mooncake kv_transfer.connectors.tiered
     kv_transfer.rules kv_transfer.conformance kv_transfer.bench kv_transfer.check_command kv_transfer.pytest_plugin

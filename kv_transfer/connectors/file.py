@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 from urllib.parse import unquote
 
@@ -31,7 +31,7 @@ import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Expired, Incoming, Outgoing
-from pdserve.kv_transfer.connector import Outcome, Stats
+from pdserve.kv_transfer.connector import Capabilities, Outcome, Stats
 from pdserve.kv_transfer.header import HEADER_BYTES, payload_length
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector
@@ -54,6 +54,10 @@ class FileConnector(BatchedConnector):
     """Stores each block in a file."""
 
     scheme: ClassVar[str] = "file"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, prolongs=True)
 
     def configure(self, query: Query) -> None:
         parts = split(self.url)
@@ -125,6 +129,10 @@ class FileConnector(BatchedConnector):
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterable[bool]:
         return (self._get_mtime(self._path(key)) is not None for key in keys)
+
+    def prolong_many(self, keys: Sequence[bytes], lease_s: float) -> None:
+        for key in keys:
+            self._renew(self._path(key), lease_s)
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         for key in keys:

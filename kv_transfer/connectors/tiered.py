@@ -160,6 +160,7 @@ class TieredConnector(Connector):
         return Capabilities(
             timeout_s=sum(front.timeout_s for front in fronts),
             keeps_leases=all(front.keeps_leases for front in fronts),
+            prolongs=any(front.prolongs for front in fronts),
             skips_hanging=True,
             relayable=all(front.relayable for front in fronts),
             codec=fronts[0].codec,
@@ -197,6 +198,9 @@ class TieredConnector(Connector):
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         self._submit(self._release(list(keys)))
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        self._submit(self._prolong(list(keys), lease_s))
 
     def stats(self) -> Stats:
         """Return the counters. `bytes` excludes background copies; `parts` has all counters by tier."""
@@ -307,6 +311,11 @@ class TieredConnector(Connector):
         for tier in self._tiers:
             if tier.attached:
                 tier.front.release(keys)
+
+    async def _prolong(self, keys: list[bytes], lease_s: float) -> None:
+        for tier in self._tiers:
+            if tier.attached and tier.front.capabilities.prolongs:
+                tier.front.prolong(keys, lease_s=lease_s)
 
     async def _try_tiers(
         self,

@@ -1,7 +1,7 @@
 """Rules about leases and eviction: how long blocks stay, and what a full store does."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import Row
@@ -65,7 +65,7 @@ def _check_while_leased(pool: AttachedPool, keys: list[bytes], lease_end: float)
 def longer_lease(context: RuleContext) -> str:
     """Storing a block that is already there prolongs its lease, if the new one ends later."""
     pool = context.attach()
-    renewed = _store_with_two_leases(pool)
+    renewed = _store_with_two_leases(pool, lambda keys: pool.must_store(keys, range(4), LEASE_S))
     pool.connector.release(new_keys(2))
     seen = pool.match(renewed)
     expected = "blocks to stay for the longer of two leases"
@@ -74,13 +74,13 @@ def longer_lease(context: RuleContext) -> str:
     return ""
 
 
-def _store_with_two_leases(pool: AttachedPool) -> list[bytes]:
-    """Store rows 0 to 3 with a short lease, again with a long one, and wait for the end of the short one."""
+def _store_with_two_leases(pool: AttachedPool, renew: Callable[[list[bytes]], None]) -> list[bytes]:
+    """Store rows 0 to 3 with a short lease, have that renewed, and wait for the end of the short one."""
     keys = new_keys(4)
     started = time.monotonic()
     pool.must_store(keys, range(4), SHORT_LEASE_S)
     pool.context.require_shared_store()
-    pool.must_store(keys, range(4), LEASE_S)
+    renew(keys)
     time.sleep(max(0.0, started + SHORT_LEASE_S + 0.1 - time.monotonic()))
     return keys
 
@@ -98,10 +98,28 @@ def release(context: RuleContext) -> str:
     return ""
 
 
+def prolonged_lease(context: RuleContext) -> str:
+    """With the capability `prolongs`, a full store does not evict blocks whose leases were prolonged."""
+    filler = _Filler(context, lease_s=0.0)
+    connector = filler.pool.connector
+    if not connector.capabilities.prolongs:
+        raise NotChecked("the connector does not declare `prolongs`")
+    filler.store_with_two_leases(lambda keys: connector.prolong(keys, lease_s=LEASE_S))
+    prolonged = filler.stored[:]
+    filler.fill()
+    for _ in filler.store_batches(len(filler.stored) // 2 * MiB):
+        pass
+    kept = filler.pool.match(prolonged)
+    expected = f"all {len(prolonged)} blocks with prolonged leases to stay in a full store"
+    _expect_leased(context, kept, len(prolonged), expected, f"{kept} left")
+    connector.release(prolonged)
+    return ""
+
+
 def leases_under_pressure(context: RuleContext) -> str:
     """A full store refuses new blocks instead of evicting leased ones, also those whose first lease was shorter."""
     filler = _Filler(context, lease_s=LEASE_S)
-    filler.store_with_two_leases()
+    filler.store_with_two_leases(lambda keys: filler.pool.must_store(keys, range(4), LEASE_S))
     filler.fill()
     filler.require_space()
     kept = filler.load_all()
@@ -142,12 +160,12 @@ class _Filler:
         self._numbers: dict[bytes, int] = {}
         self._stored_bytes = 0
 
-    def store_with_two_leases(self) -> None:
-        """Store the first blocks with a short lease and again with a long one, and wait for the end of the short one."""
+    def store_with_two_leases(self, renew: Callable[[list[bytes]], None]) -> None:
+        """Store the first blocks with a short lease, have that renewed, and wait for the end of the short one."""
         for row in range(4):
             self.pool.rows[row] = self._base_rows[row]
             stamp(self.pool.rows[row], row)
-        self.stored = _store_with_two_leases(self.pool)
+        self.stored = _store_with_two_leases(self.pool, renew)
         self._numbers = {key: row for row, key in enumerate(self.stored)}
         self._stored_bytes = len(self.stored) * MiB
 

@@ -22,19 +22,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from pdserve import parent
 from pdserve.cli.signals import exit_on_signals
 
-# What routers and instances import.
-MODULES = [
-    *("pdserve.cli.commands", "pdserve.instance.process", "pdserve.engine.model_runner", "pdserve.router.server"),
+# What routers import, and what instances do besides. A router that needs no torch does not wait for the latter.
+OF_ROUTERS = ["pdserve.cli.commands", "pdserve.router.server", "pydantic.v1"]  # FastAPI's applications need the last
+OF_INSTANCES = [
+    *("torch", "transformers.modeling_utils", "pdserve.engine.model_runner", "pdserve.instance.process"),
     *("transformers.models.llama.modeling_llama", "pdserve.kv_transfer.connectors.shm.connector"),
-    "pydantic.v1",  # by FastAPI when it makes an application
 ]
 TITLE_BYTES = 4000
 MAX_REQUEST_BYTES = 1 << 20
@@ -159,6 +159,26 @@ class ForkServer:
         self.process.wait()
 
 
+_early: list[ForkServer] = []  # the one that loads while this process still imports what reads its flags
+
+
+def start_early() -> None:
+    """Start the fork server for `take`, unless this machine has GPUs: CUDA does not survive a fork."""
+    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
+        _early.append(ForkServer())
+
+
+def take() -> ForkServer:
+    """Return a fork server: the early one, or a new one."""
+    return _early.pop() if _early else ForkServer()
+
+
+def discard_early() -> None:
+    """End the early fork server, which is not needed."""
+    while _early:
+        _early.pop().close()
+
+
 def request(connection: socket.socket, arguments: list[str], environment: Mapping[str, str], *descriptors: int) -> int:
     """Send a request to a fork server, and return the reading end of the process's status pipe."""
     stdout, stderr, *inherited = descriptors
@@ -169,6 +189,14 @@ def request(connection: socket.socket, arguments: list[str], environment: Mappin
     finally:
         os.close(written)
     return status
+
+
+class _Request(NamedTuple):
+    """A process to be forked; its descriptors are stdout, stderr, its status pipe, and those that it inherits."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    descriptors: list[int]
 
 
 class Server:
@@ -182,29 +210,55 @@ class Server:
         self._connections, self._listener = connections, listener
         self._statuses: dict[int, int] = {}  # status pipes of running processes, by pid
 
-    def wait_for_command(self) -> list[str]:
-        """Serve requests until all clients have left. In each forked process, return its arguments."""
-        gc.freeze()  # otherwise each child spends a second at exit on collecting, and copying, the imported modules
+    def wait_for_command(self, loading: Iterable[object]) -> list[str]:
+        """Serve requests until all clients have left. In each forked process, return its arguments.
+
+        Args:
+            loading: imports, in steps. Between them routers that need no torch are forked, and all else when it ends.
+        """
         signal.signal(signal.SIGCHLD, self._reap)
+        early: list[_Request] = []
+        for _ in loading:
+            for request in self._receive(timeout_s=0):
+                if not _is_light(request.arguments):
+                    early.append(request)
+                elif not self._fork(request):
+                    return self._become(request, early)
         while True:
-            listening = [self._listener] if self._listener else []
-            for ready in select.select([*listening, *self._connections], [], [])[0]:
-                if ready is self._listener:
-                    self._connections.append(ready.accept()[0])
-                    continue
-                message, descriptors, _, _ = socket.recv_fds(ready, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
-                if not message:
-                    ready.close()
-                    self._connections.remove(ready)
-                    if not self._connections:
-                        os._exit(0)
-                elif not self._fork(descriptors):
-                    for one in (*listening, *self._connections):
-                        one.close()
-                    arguments, environment = json.loads(message)
-                    output, errors, _, *inherited = descriptors
-                    _become(arguments, environment, output, errors)
-                    return [*arguments, *map(str, inherited)]
+            for request in early or self._receive():
+                early = early[1:]
+                if not self._fork(request):
+                    return self._become(request, early)
+
+    def _receive(self, timeout_s: float | None = None) -> "list[_Request]":
+        """Return requests that have arrived, after waiting for one or for new and leaving clients."""
+        requests = []
+        listening = [self._listener] if self._listener else []
+        for ready in select.select([*listening, *self._connections], [], [], timeout_s)[0]:
+            if ready is self._listener:
+                self._connections.append(ready.accept()[0])
+                continue
+            message, descriptors, _, _ = socket.recv_fds(ready, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+            if message:
+                arguments, environment = json.loads(message)
+                requests.append(_Request(arguments, environment, descriptors))
+                continue
+            ready.close()
+            self._connections.remove(ready)
+            if not self._connections:
+                os._exit(0)
+        return requests
+
+    def _become(self, request: "_Request", others: "list[_Request]") -> list[str]:
+        """Make a forked process the one that was asked for, without what belongs to others, and return its arguments."""
+        gc.enable()
+        for one in (*filter(None, [self._listener]), *self._connections):
+            one.close()
+        for descriptor in (one for other in others for one in other.descriptors):
+            os.close(descriptor)
+        output, errors, _, *inherited = request.descriptors
+        _become(request.arguments, request.environment, output, errors)
+        return [*request.arguments, *map(str, inherited)]
 
     def _reap(self, *_: object) -> None:
         with suppress(ChildProcessError):  # a signal in here reaps another, perhaps the last
@@ -213,9 +267,10 @@ class Server:
                 with suppress(BrokenPipeError), os.fdopen(self._statuses.pop(pid), "wb", 0) as status:
                     status.write(f"{os.waitstatus_to_exitcode(code)}\n".encode())
 
-    def _fork(self, descriptors: list[int]) -> int:
+    def _fork(self, request: "_Request") -> int:
         """Fork a process for a request, and return its pid; in the process itself 0."""
-        output, errors, status, *inherited = descriptors
+        output, errors, status, *inherited = request.descriptors
+        gc.freeze()  # otherwise each child spends a second at exit on collecting, and copying, the imported modules
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until its status pipe is known
         server, pid = os.getpid(), os.fork()
         if pid:
@@ -233,6 +288,17 @@ class Server:
         for descriptor in unused:
             os.close(descriptor)
         return pid
+
+
+def _is_light(arguments: list[str]) -> bool:
+    """Return whether a command is that of a router that needs no torch."""
+    if arguments[:1] != ["router"]:
+        return False
+    from pdserve.model_path import DEMO
+    from pdserve.router.text.tokenizer import needs_torch
+
+    model = arguments[arguments.index("--model") + 1] if "--model" in arguments else "demo"
+    return not needs_torch(DEMO if model == "demo" else model)
 
 
 def _become(arguments: list[str], environment: Mapping[str, str], output: int, errors: int) -> None:
@@ -265,8 +331,7 @@ def main() -> None:
     parent.end_with_parent()
     descriptor = int(sys.argv[1])
     _set_title([sys.executable, "-m", "pdserve.cli.fork_server", str(descriptor)])
-    load()
-    arguments = Server([socket.socket(fileno=descriptor)]).wait_for_command()
+    arguments = Server([socket.socket(fileno=descriptor)]).wait_for_command(load())
     from pdserve.cli.commands import main as run
 
     sys.argv[:] = ["pdserve", *arguments]
@@ -274,16 +339,19 @@ def main() -> None:
     run()
 
 
-def load(more: Sequence[str] = ()) -> None:
-    """Import what routers and instances need, and more. What cannot be imported is left to them, who report it."""
+def load(more: Sequence[str] = ()) -> Iterator[None]:
+    """Import what routers need and, in steps, what instances need and more. What cannot be imported they will report."""
     gc.disable()  # while all that is made stays
-    with suppress(ImportError):
-        for name in (*MODULES, *more):
+    with suppress(ImportError, OSError):
+        for name in OF_ROUTERS:
+            importlib.import_module(name)
+        importlib.import_module("pdserve.router.web.dialect").load_dialects()
+        for name in (*OF_INSTANCES, *more):
+            yield
             importlib.import_module(name)
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")  # fills a cache of transformers
-        importlib.import_module("pdserve.router.web.dialect").load_dialects()
     gc.enable()
 
 

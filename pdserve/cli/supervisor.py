@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import IO, Protocol, Self
 
 from pdserve import parent
-from pdserve.cli.fork_server import ForkServer
+from pdserve.cli.fork_server import ForkServer, discard_early, take
 from pdserve.config import INTERRUPT_GRACE_S
 from pdserve.errors import SetupError
 from pdserve.settings import Settings
@@ -102,6 +102,8 @@ class Supervisor:
         self.children = children
         self._on_line = on_line
         self._preload = preload
+        if not preload:
+            discard_early()
         self._fork_server: ForkServer | None = None
         self._was_ready = False  # once it was, a start-up error may be temporary, and the child is restarted
 
@@ -226,7 +228,7 @@ class Supervisor:
             self._fork_server.close()
             self._fork_server = None
         if self._fork_server is None:
-            self._fork_server = ForkServer()
+            self._fork_server = take()
             output = ("preload", self._fork_server.process)
             threading.Thread(target=self._forward_output, args=output, daemon=True).start()
         return self._fork_server

@@ -98,9 +98,16 @@ class FrameConnection(asyncio.Protocol, ABC, Generic[In, Out]):
     def receive(self, frame: In) -> None:
         """Handle one frame. An exception ends the connection."""
 
-    def send(self, frame: Out) -> None:
-        """Queue a frame; drop it if the connection has ended."""
+    def send(self, frame: Out, queued_at: float | None = None) -> None:
+        """Queue a frame; drop it if the connection has ended.
+
+        Args:
+            queued_at: of an `InstanceFrame` with outputs, when another thread passed it on, on the event loop's clock. It is
+                told how long that thread, which then computes, has kept it waiting.
+        """
         if self._transport is not None and not self._transport.is_closing():
+            if queued_at is not None:
+                cast(Any, frame).waited = max(0.0, self._loop.time() - queued_at)
             data = frame.SerializeToString()
             self._transport.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 

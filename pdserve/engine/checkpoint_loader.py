@@ -35,6 +35,7 @@ from pdserve.pooling import read_pooling
 log = logging.getLogger(__name__)
 
 MIN_FP8_CAPABILITY = (8, 9)
+LOW_BIT_METHODS = ("awq", "gptq", "compressed-tensors")
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -54,7 +55,7 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     text_config = hf_config.get_text_config()
     model, spec = _load_model(path, hf_config, dtype, device, config, group)
     layout = spec.layout(
-        model_fingerprint=fingerprint(path),
+        model_fingerprint=fingerprint(path, config.quantization),
         block_size=config.block_size,
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
@@ -94,9 +95,12 @@ def _context_length(text_config: Any) -> int:
     return context
 
 
-def fingerprint(path: Path) -> str:
-    """Return a digest of config.json and all weights. Instances with different digests never exchange KV."""
-    digest = xxhash.xxh3_128()
+def fingerprint(path: Path, quantization: str = "none") -> str:
+    """Return a digest of config.json, all weights and what these are rounded to.
+
+    Instances with different digests never exchange KV.
+    """
+    digest = xxhash.xxh3_128(b"" if quantization == "none" else quantization.encode())
     for file in [path / "config.json", *sorted(path.glob("*.safetensors"))]:
         with file.open("rb") as handle:
             while chunk := handle.read(1 << 24):
@@ -183,20 +187,28 @@ def _load_model(
     if _quantization(hf_config) == "mxfp4":
         log.info("weights in MXFP4 are computed in %s, and take as much memory", str(dtype).removeprefix("torch."))
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    if is_quantized := _check_quantization(hf_config, device, invariant):
-        if group is not None:
-            raise SetupError("quantized weights are not divided among ranks: leave out --tensor-parallel-size")
+    is_low_bit, rounds = _quantization(hf_config) in LOW_BIT_METHODS, config.quantization != "none"
+    if is_quantized := not is_low_bit and _check_quantization(hf_config, device, invariant):
         options["device_map"] = {"": device}  # where its layers pack the weights
+    if group is not None and (is_quantized or is_low_bit or rounds):
+        raise SetupError("quantized weights are not divided among ranks: leave out --tensor-parallel-size")
+    if rounds and (is_quantized or is_low_bit):
+        raise SetupError(f"--quantization {config.quantization}: the weights are quantized already; leave it out")
     kv_heads, num_layers = None, hf_config.get_text_config().num_hidden_layers
     try:
         if group is not None:
             shard = Shard(path, hf_config, group)
             model, kv_heads = shard.load(**options), shard.kv_heads
+        elif is_low_bit:
+            settings = _quantization_settings(hf_config)
+            model = extension("low-bit-checkpoints").load(model_class, path, hf_config, settings, **options)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, **options)
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
     loaded: torch.nn.Module = model.eval()
+    if rounds:
+        extension("low-bit-rounding").round_weights(loaded, config.quantization)
     if not is_quantized:
         loaded = loaded.to(device)
     try:
@@ -219,11 +231,15 @@ def _load_model(
 
 def _quantization(hf_config: Any) -> str | None:
     """Return the name of the method by which the weights of a checkpoint are quantized; None: they are not."""
-    if not (quantization := getattr(hf_config, "quantization_config", None)):
+    if not (settings := _quantization_settings(hf_config)):
         return None
-    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = settings.get("quant_method")
     return str(getattr(method, "value", method))
+
+
+def _quantization_settings(hf_config: Any) -> dict[str, Any]:
+    settings = getattr(hf_config, "quantization_config", None) or {}
+    return settings if isinstance(settings, dict) else dict(settings.to_dict())
 
 
 def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -> bool:
@@ -237,7 +253,7 @@ def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -
         return False
     if method != "fp8":
         raise SetupError(
-            f"weights quantized by {method} are not supported; use an FP8, MXFP4 or unquantized checkpoint"
+            f"weights quantized by {method} are not supported; use AWQ, GPTQ, compressed-tensors, FP8, MXFP4 or plain weights"
         )
     if device.type != "cuda":
         raise SetupError(f"FP8 weights need a GPU, and the device is {device}; use the unquantized checkpoint")

@@ -1,6 +1,7 @@
 """Inference engine of one instance: schedule, run the model, postprocess. The roles decide what happens around it."""
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field, replace
@@ -14,11 +15,11 @@ from pdserve.config import EngineConfig
 from pdserve.engine.adapters import Adapter, Adapters
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.features import features_of
-from pdserve.engine.grammar import GrammarBackend, GrammarConstraint
+from pdserve.engine.grammar import GrammarBackend, GrammarConstraint, follow_grammar, has_slow_masks
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Constraint, Sequence
 from pdserve.engine.step import Drafter, StepOutcome, StepPlan
 from pdserve.errors import RequestError, SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
 
 MAX_PINNED_SHARE = 0.25  # of the pool's blocks, for warm prompts
+# A step waits for masks that will probably be there soon, at most this share of the last step, within seconds.
+MASK_SHARE, MIN_MASK_WAIT_S, MAX_MASK_WAIT_S = 1 / 8, 0.001, 0.01
 
 
 @dataclass
@@ -79,6 +82,9 @@ class Engine:
         max_model_len: tokens of the longest request, prompt and output.
         drafter: proposes drafts for the sequences that take them; None: steps have no drafts.
         adapters: those of sequences that have one; None: none has.
+        grammars: compiles grammars, and has their masks.
+        constrained: sequences with grammars that are here, and these.
+        num_late: how often steps left out one of them, since its mask was not there.
         on_planned: is told of each step before the model computes it, and returns the plan's `on_layer`.
     """
 
@@ -100,37 +106,43 @@ class Engine:
         Args:
             runner: of the model, or in its stead.
             refetch_preempted: see `Scheduler`.
-            on_grammar_ready: called in another thread when a sequence may have become schedulable.
+            on_grammar_ready: called in any thread when a sequence may have become schedulable.
 
         Raises:
             SetupError: the model cannot be loaded, or there is no room for its KV.
         """
         self.runner: ModelRunner | PacedRunner = runner or _load_runner(config, checkpoint)
         self.checkpoint = self.runner.checkpoint
-        self.pool = BlockPool(self.runner.kv.num_blocks, config.block_size)
-        host_blocks = self.runner.kv.num_host_blocks
+        kv = self.runner.kv
+        self.pool = BlockPool(kv.num_pages, config.block_size, kv.groups)
+        host = BlockPool(kv.num_host_blocks, config.block_size, kv.host_groups) if kv.num_host_blocks else None
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.runner.window,
-            host_pool=BlockPool(host_blocks, config.block_size) if host_blocks else None,
+            host_pool=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
             refetch_preempted=refetch_preempted,
             grows_ahead=self.runner.pipeline is not None,
         )
-        self.max_model_len = _max_model_len(self.checkpoint, config, self.runner.kv.num_blocks)
-        room = self.pool.num_blocks - self.pool.blocks_for(self.max_model_len)  # the longest request always fits
+        self.max_model_len = _max_model_len(self.checkpoint, config, kv.num_blocks)
+        longest = self.pool.pages_for(self.pool.blocks_for(self.max_model_len))
+        room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
-            self.drafter = extension("speculation")(config, self.scheduler, self._is_recorded)
+            self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
         if config.has_adapters:
             self.adapters = extension("adapters")(config, self.runner)
-        self._on_grammar_ready = on_grammar_ready
         self._arrivals = itertools.count()
-        self._grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
-        self._compiling: list[Sequence] = []  # sequences whose grammar is being compiled
+        eos_token_ids = self.checkpoint.eos_token_ids
+        self.grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, eos_token_ids, on_grammar_ready)
+        self.constrained: dict[Sequence, Constraint] = {}
+        self.num_late = 0
+        self._unready: list[Sequence] = []  # sequences whose first mask is not there
+        self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
+        self._step_s = 0.0  # duration of the last step
         self._searches = set[Sequence]()  # the roots of beam searches that are here
         self._arrivals_per_priority = ARRIVALS_PER_PRIORITY if config.scheduling_policy == "priority" else 0
 
@@ -173,7 +185,7 @@ class Engine:
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
         seq = Sequence.new(
-            constraint=self._constraint(sampling) if sampling.grammar else None,
+            constraint=self._constraint(sampling, tenant) if sampling.grammar else None,
             rank=next(self._arrivals) + self._arrivals_per_priority * priority,
             tenant=tenant,
             request_id=request_id,
@@ -201,9 +213,9 @@ class Engine:
         """True if steps are launched ahead, which drafts would end, or compute nothing, so that all drafts would be right."""
         return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
 
-    def _is_recorded(self, rows: int) -> bool:
-        """Return whether decode steps of so many rows are recorded, or none ever is."""
-        return self.runner.graphs is None or self.runner.graphs.has(rows)
+    def extra_seconds(self, rows: int) -> float:
+        """Return by how much a decode step of so many rows takes longer than if it were recorded (`step_graph.py`)."""
+        return 0.0 if self.runner.graphs is None else self.runner.graphs.extra_seconds(rows)
 
     def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:
         """Raise ValueError if a request is none that this engine could ever serve."""
@@ -241,7 +253,7 @@ class Engine:
         if width > self.scheduler.max_num_seqs:
             return f"beam_width is {width}, and this server runs {self.scheduler.max_num_seqs} sequences at once"
         # Without shared blocks, with one to spare for each beam: then the oldest search can always advance.
-        needed = width * (self.pool.blocks_for(num_tokens) + 1)
+        needed = width * self.pool.pages_for(self.pool.blocks_for(num_tokens) + 1)
         if needed > (room := self.pool.num_blocks - len(self.pool.pinned)):
             return f"{width} beams of {num_tokens} tokens do not fit into {room} blocks of KV; ask for less"
         return ""
@@ -254,27 +266,30 @@ class Engine:
         siblings = []
         for request_id, seed in members:
             sampling = structs.replace(seq.sampling, seed=seed)
-            siblings.append(seq.sibling(request_id, sampling, self._constraint(sampling)))
+            constraint = seq.output.constraint
+            siblings.append(seq.sibling(request_id, sampling, constraint and constraint.sibling()))
         return siblings
 
     def start_grammars(self) -> None:
         """Load what grammars need, in another process: the first request with one need not wait for it."""
         if self.checkpoint.eos_token_ids:  # else the router refuses grammars
-            self._grammars.start()
+            self.grammars.start()
 
-    def _constraint(self, sampling: SamplingParams) -> GrammarConstraint | None:
-        return self._grammars.compile(sampling.grammar, self._on_grammar_ready) if sampling.grammar else None
+    def _constraint(self, sampling: SamplingParams, tenant: Tenant) -> GrammarConstraint | None:
+        has_logits = not isinstance(self.runner, PacedRunner)  # else no token follows a grammar
+        return self.grammars.compile(sampling.grammar, tenant) if has_logits else None
 
     @property
     def has_work(self) -> bool:
         return any(True for _ in self.scheduler.sequences())
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, once its grammar, if it has one, is compiled."""
+        """Queue a sequence; if it has a grammar, once that is compiled and the first mask is there."""
         if seq.group is not None:
             self._searches.add(seq)
-        if seq.output.constraint is not None and not seq.output.constraint.is_ready:
-            self._compiling.append(seq)
+        if seq.output.constraint is not None:
+            self.constrained |= {one: one.output.constraint for one in (seq, *seq.siblings) if one.output.constraint}
+            self._unready.append(seq)
         else:
             self.scheduler.add(seq)
 
@@ -286,8 +301,10 @@ class Engine:
 
     def remove(self, seq: Sequence) -> None:
         """Dequeue a sequence, finished or not, and release its blocks. The first that waits for it takes its place."""
-        if seq in self._compiling:
-            self._compiling.remove(seq)
+        if seq.output.constraint is not None:
+            seq.output.constraint.end()
+            self.constrained.pop(seq, None)
+            self._unready = [one for one in self._unready if one is not seq]
         if seq.leader is not None:
             seq.leave()
         if self.drafter is not None:
@@ -312,14 +329,11 @@ class Engine:
             pause_storing: see `Scheduler.schedule`.
         """
         searched = self._branch_beams() if self._searches else []
-        if self._compiling:
-            compiling, self._compiling = self._compiling, []
-            for seq in compiling:
-                self.add(seq)
-        schedule = self.scheduler.schedule(pause_storing=pause_storing)
+        late = self._await_masks() if self.constrained else frozenset[Sequence]()
+        schedule = self.scheduler.schedule(pause_storing=pause_storing, late=late)
         plan = schedule.plan
         if self.drafter is not None:
-            self.scheduler.add_drafts(plan, self.drafter.propose(plan))
+            self._draft(plan, self.drafter)
         kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
         swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
         if schedule.block_copies:
@@ -328,10 +342,11 @@ class Engine:
             plan.on_layer = self.on_planned(plan)
         if self.adapters is not None:
             self.adapters.begin_step(plan)
+        began_at = time.monotonic()
         outcome = (self.runner.pipeline or self.runner).step(plan)
-        work, leaders, num_tokens, recomputed = list[tuple[int, int]](), list[Sequence](), 0, 0
-        drafted: list[tuple[int, int]] = []
-        advanced = dict.fromkeys(searched)
+        self._step_s = time.monotonic() - began_at
+        work, drafted, leaders = list[tuple[int, int]](), list[tuple[int, int]](), list[Sequence]()
+        advanced, num_tokens, recomputed = dict.fromkeys(searched), 0, 0
         for seq, accepted in outcome.items():
             if accepted.computed:
                 work += plan.work(seq)
@@ -356,6 +371,8 @@ class Engine:
             if accepted.tokens:
                 seq.output.append(accepted.tokens[-1])
                 accepted.finish_reason = seq.output.finish_reason()
+                if seq.output.constraint is not None:
+                    self._unasked.append(seq)
         return StepResult(
             advanced=[*advanced],
             outcome=outcome,
@@ -371,6 +388,42 @@ class Engine:
             drafted=drafted,
             storing_paused=schedule.storing_paused,
         )
+
+    def ask_for_masks(self) -> None:
+        """Ask for the masks of sequences that got tokens and are still here. At the latest, the next step does so."""
+        asking, self._unasked = self._unasked, []
+        for seq in asking:
+            if seq in self.constrained:
+                follow_grammar(seq)
+
+    def _await_masks(self) -> set[Sequence]:
+        """Wait for masks that will be there soon, queue sequences whose first one is, and return those whose mask is late."""
+        self.ask_for_masks()
+        for seq in self._unready:
+            for one in (seq, *seq.siblings):
+                follow_grammar(one)
+        masks, patience_s = self.grammars.masks, min(max(self._step_s * MASK_SHARE, MIN_MASK_WAIT_S), MAX_MASK_WAIT_S)
+        followers = [one.follower for one in self.constrained.values() if one.is_late and one.follower is not None]
+        if soon := [follower for follower in followers if follower.grammar.delay_s < patience_s]:
+            masks.wait(soon, patience_s)
+        late = {seq for seq in self.constrained if any(self.constrained[one].is_late for one in (seq, *seq.siblings))}
+        for seq in self._unready:
+            if seq not in late:
+                self.scheduler.add(seq)
+        self._unready = [seq for seq in self._unready if seq in late]
+        self.num_late += len(late) - len(self._unready)
+        masks.notify([follower for follower in followers if follower.is_late])
+        return late
+
+    def _draft(self, plan: StepPlan, drafter: Drafter) -> None:
+        """Add drafts to a plan, and ask for the masks behind them. Sequences with slow masks get none."""
+        drafts = drafter.propose(plan)
+        if self.constrained:
+            drafts = {seq: tokens for seq, tokens in drafts.items() if not has_slow_masks(seq)}
+        self.scheduler.add_drafts(plan, drafts)
+        for seq in self.constrained.keys() & plan.drafts.keys():
+            if seq.output.is_constrained:
+                self.constrained[seq].try_out(plan.drafts[seq])
 
     def _branch_beams(self) -> list[Sequence]:
         """Take one step of each beam search whose beams are computed. Returns the roots of these searches.

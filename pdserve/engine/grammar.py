@@ -1,9 +1,10 @@
 """Structured output through llguidance: tokens that would break a grammar are masked.
 
-A grammar arrives as a specification (`grammars/specification.py`) and is compiled in another process, within limits; its
-sequence joins the batch afterwards. Masks are computed in another process, too (`grammars/mask_worker.py`), because one that
-takes too long can only be stopped there. The allowed tokens are a function of
-the output alone, so a sequence may be preempted or migrate to another instance.
+A grammar arrives as a specification (`grammars/specification.py`) and is compiled in another process, within limits. Its
+masks are computed in another one, too (`grammars/mask_worker.py`), since one that takes too long can only be stopped there. A
+sequence asks for its next mask as soon as it has a token, and no step has it before the mask is there: a slow grammar delays
+nobody else. The allowed tokens are a function of the output alone, so a sequence may be preempted or migrate to another
+instance.
 
 Shape legend: R rows with a grammar, V vocabulary, W 32-bit words of a bit mask over the vocabulary.
 """
@@ -20,84 +21,129 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError
 from pdserve.grammars.cache import BoundedCache
 from pdserve.grammars.compiler import GrammarCompiler
-from pdserve.grammars.mask_client import Follower, LoadedGrammar, MaskRow, fill_masks
+from pdserve.grammars.mask_client import Budget, Follower, LoadedGrammar, MaskService
+from pdserve.keys import Tokens
+from pdserve.request import Tenant
 
 log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
-LOADED_ENTRIES = 16  # mask workers that wait for another sequence with their grammar
+SLOW_S = 0.005  # elapsed time of a mask
+LOADED_ENTRIES = 32  # mask workers that wait for another sequence with their grammar
 LOADED_BYTES = 2**20
 
 
 class GrammarConstraint:
-    """The grammar of one sequence."""
+    """The grammar of one sequence.
 
-    def __init__(self, compiled: "Future[LoadedGrammar]") -> None:
-        self._compiled = compiled
+    Args:
+        budget: that it shares with the other choices of its request.
+    """
+
+    def __init__(self, compiled: "Future[LoadedGrammar]", masks: MaskService, budget: Budget | None = None) -> None:
+        self._compiled, self._masks = compiled, masks
+        self._budget = budget or Budget()
         self._compile_error: RequestError | None = None
-        self._follower: Follower | None = None
+        self.follower: Follower | None = None
+
+    def sibling(self) -> "GrammarConstraint":
+        """Return that of another choice of the request."""
+        return GrammarConstraint(self._compiled, self._masks, self._budget)
 
     @property
-    def is_ready(self) -> bool:
-        """True once compilation has ended."""
-        return self._compiled.done()
+    def is_late(self) -> bool:
+        """True while the next token cannot be sampled: the grammar is being compiled, or its mask is not there."""
+        if self.follower is None:
+            return self._compile_error is None
+        return self.follower.is_late
 
     @property
     def failure(self) -> RequestError | None:
         """Why the grammar cannot be compiled or followed any further, if so."""
-        return self._follower.failure if self._follower else self._compile_error
+        return self.follower.failure if self.follower else self._compile_error
 
-    def mask_row(self, output: list[int], mask_W: torch.Tensor) -> MaskRow | None:
-        """Return what `fill_masks` fills with the tokens that may follow `output`; None if there is a failure."""
-        if self._follower is None and self._compile_error is None:
-            assert self._compiled.done()
+    def follow(self, output: Tokens) -> None:
+        """Ask for the mask behind the tokens from where the grammar begins, once it is compiled."""
+        if self.follower is None and self._compiled.done() and self._compile_error is None:
             error = self._compiled.exception()
             if error is None:
-                self._follower = Follower(self._compiled.result())
+                self.follower = Follower(self._compiled.result(), self._budget)
             elif isinstance(error, RequestError):
                 self._compile_error = error
             else:
                 self._compile_error = RequestError(f"the grammar cannot be compiled: {error}", kind="rejected")
-        if self._follower is None or self._follower.failure is not None:
+        follower = self.follower
+        if follower is not None and (len(output) > len(follower.output) or not follower.has_begun):
+            self._masks.follow(follower, output[len(follower.output) :])
+
+    def try_out(self, drafts: list[int]) -> None:
+        """Ask for the masks behind each of some drafts."""
+        if self.follower is not None and self.follower.failure is None:
+            self._masks.try_out(self.follower, drafts)
+
+    def mask(self, num_tokens: int) -> bytes | None:
+        """Return which tokens may come behind so many from where the grammar begins, drafts included; None if unknown."""
+        if self.follower is None:
             return None
-        return MaskRow(self._follower, output, mask_W)
+        ahead = num_tokens - len(self.follower.output)
+        if not ahead:
+            return self.follower.mask
+        known = self.follower.behind_drafts
+        return known[ahead - 1] if ahead <= len(known) else None
+
+    def end(self) -> None:
+        """Have no more masks computed."""
+        if self.follower is not None:
+            self.follower.has_ended = True
 
 
 class GrammarBackend:
-    """Compiles grammars for one model. The compile server is started by `start`, or with the first grammar."""
+    """Compiles grammars for one model. The compile server is started by `start`, or with the first grammar.
 
-    def __init__(self, model: str, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    Args:
+        on_progress: called, in any thread, when a sequence may have become schedulable.
+
+    Attributes:
+        masks: of all sequences.
+    """
+
+    def __init__(
+        self, model: str, vocab_size: int, eos_token_ids: frozenset[int], on_progress: Callable[[], None]
+    ) -> None:
         self._compiler = GrammarCompiler(model, vocab_size, eos_token_ids)
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
         self._lock = threading.Lock()
-        self._running: dict[str, Future[LoadedGrammar]] = {}  # compilations by specification
+        self._on_progress = on_progress
+        self._running: dict[str, Future[LoadedGrammar]] = {}  # compilations by tenant and specification
         self._loaded = BoundedCache[Future[LoadedGrammar]](LOADED_ENTRIES, LOADED_BYTES)
+        self.masks = MaskService(on_progress)
 
     def start(self) -> None:
         """Start the compile server in another thread."""
         self._threads.submit(_start, self._compiler)
 
-    def compile(self, spec: str, on_ready: Callable[[], None]) -> GrammarConstraint:
-        """Start compiling a specification, unless it is cached. `on_ready` is called, in any thread, once that has ended."""
+    def compile(self, spec: str, tenant: Tenant) -> GrammarConstraint:
+        """Start compiling a specification, unless it is cached for this tenant."""
+        key = f"{tenant.id} {spec}"
         with self._lock:
-            compiled = self._loaded.get(spec) or self._running.get(spec)
+            compiled = self._loaded.get(key) or self._running.get(key)
             is_new = compiled is None
             if compiled is None:
-                compiled = self._running[spec] = self._threads.submit(self._compile, spec)
+                compiled = self._running[key] = self._threads.submit(self._compile, spec, tenant)
         if is_new:  # not under the lock, which `_keep` takes at once if compiling has ended already
-            compiled.add_done_callback(lambda done: self._keep(spec, done))
-        compiled.add_done_callback(lambda _: on_ready())
-        return GrammarConstraint(compiled)
+            compiled.add_done_callback(lambda done: self._keep(key, done))
+        compiled.add_done_callback(lambda _: self._on_progress())
+        return GrammarConstraint(compiled, self.masks)
 
-    def _keep(self, spec: str, compiled: "Future[LoadedGrammar]") -> None:
+    def _keep(self, key: str, compiled: "Future[LoadedGrammar]") -> None:
         """Cache a compilation that has ended well."""
         with self._lock:
-            del self._running[spec]
+            del self._running[key]
             if compiled.exception() is None:
-                self._loaded.put(spec, compiled, len(compiled.result().grammar))
+                self._loaded.put(key, compiled, len(compiled.result().grammar))
 
-    def _compile(self, spec: str) -> LoadedGrammar:
-        return LoadedGrammar(self._compiler, self._compiler.compile(spec))
+    def _compile(self, spec: str, tenant: Tenant) -> LoadedGrammar:
+        return LoadedGrammar(self._compiler, self._compiler.compile(spec), tenant)
 
 
 def _start(compiler: GrammarCompiler) -> None:
@@ -107,20 +153,48 @@ def _start(compiler: GrammarCompiler) -> None:
         log.warning("structured output will fail: %s", error)
 
 
+def follow_grammar(seq: Sequence) -> None:
+    """Ask for the mask of a sequence's next token; of the first one of its answer while it reasons."""
+    output = seq.output
+    assert output.constraint is not None
+    start = len(output.tokens) if output.answer_start is None else output.num_prompt + output.answer_start
+    output.constraint.follow(output.tokens[start:])
+
+
+def has_slow_masks(seq: Sequence) -> bool:
+    """Return whether the masks of a sequence's grammar, if it has one, take too long for masks of drafts."""
+    constraint = seq.output.constraint
+    return constraint is not None and constraint.follower is not None and constraint.follower.grammar.delay_s > SLOW_S
+
+
+def has_mask(seq: Sequence) -> bool:
+    """Return whether it is known which tokens the grammar of a sequence allows next, if it has one, and that has begun."""
+    return not seq.output.is_constrained or _mask(seq) is not None
+
+
 def apply_grammars(rows: list[tuple[torch.Tensor, Sequence]]) -> None:
-    """Mask in place the tokens that each row's grammar does not allow next, of rows [V] of the logits and their sequences."""
+    """Mask in place the tokens that each row's grammar does not allow next, of rows [V] of the logits and their sequences.
+
+    All tokens are allowed where a grammar has failed: the request ends then.
+    """
     vocab, device = len(rows[0][0]), rows[0][0].device
     mask_RW = torch.full((len(rows), -(-vocab // 32)), -1, dtype=torch.int32)
-    wanted = []
     for row, (_, seq) in enumerate(rows):
-        assert seq.output.constraint is not None and seq.output.answer_start is not None
-        output = seq.output.tokens[seq.output.num_prompt + seq.output.answer_start :]
-        mask_row = seq.output.constraint.mask_row(output.tolist(), mask_RW[row])
-        if mask_row is not None:
-            wanted.append(mask_row)
-    fill_masks(wanted)
+        mask = _mask(seq)
+        if mask is not None:
+            mask_RW[row] = torch.frombuffer(bytearray(mask), dtype=torch.int32)
+        else:
+            assert seq.output.constraint is not None and seq.output.constraint.failure is not None, (
+                "not scheduled before"
+            )
     for (logits_V, _), banned_V in zip(rows, _banned(mask_RW.to(device), vocab), strict=True):
         logits_V.masked_fill_(banned_V, float("-inf"))
+
+
+def _mask(seq: Sequence) -> bytes | None:
+    output = seq.output
+    assert output.constraint is not None and output.answer_start is not None
+    return output.constraint.mask(output.num_generated - output.answer_start)
 
 
 def _banned(mask_RW: torch.Tensor, vocab: int) -> torch.Tensor:

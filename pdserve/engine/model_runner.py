@@ -24,7 +24,8 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.kv_probe import UnsupportedAttention
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
-from pdserve.engine.memory.blocks import BlockTable, block_table
+from pdserve.engine.memory.blocks import block_table
+from pdserve.engine.memory.groups import BlockTable
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens
@@ -210,7 +211,12 @@ class ModelRunner:
         ids_T = np.array([*rows, *(seq.output.tokens[-1] for seq in seqs[ahead:])], dtype=np.uint32)
         first = [seq.kv.num_computed + (i < ahead) for i, seq in enumerate(seqs)]
         inputs = self.step_inputs(
-            ids_T, [1] * len(seqs), first, [seq.kv.block_ids for seq in seqs], [*range(len(seqs))]
+            ids_T,
+            [1] * len(seqs),
+            first,
+            [seq.kv.block_ids for seq in seqs],
+            [*range(len(seqs))],
+            self._tail_tables(seqs) if len(self.kv.groups) > 1 else (),
         )
         if last is not None and ahead:
             last.keep_logits()
@@ -263,7 +269,7 @@ class ModelRunner:
 
         All rows write their KV before any attends, so that each finds that of the drafts before it.
         """
-        first, counts, new, tables = [], [], [], []
+        first, counts, new, tables, of_rows = [], [], [], [], list[Sequence]()
         for seq, count in plan.counts.items():
             start, drafts = seq.kv.num_computed, plan.drafts.get(seq)
             new.append(np.frombuffer(seq.output.tokens, np.uint32)[start : start + count])
@@ -271,15 +277,29 @@ class ModelRunner:
                 counts.append(rows)
                 first.append(before)
                 tables.append(seq.kv.block_ids)
+                of_rows.append(seq)
             if drafts:
                 new.append(np.array(drafts, np.uint32))
-        inputs = self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows)
+        tails = self._tail_tables(of_rows) if len(self.kv.groups) > 1 else ()
+        inputs = self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows, tails)
         if plan.on_layer is not None:
             return replace(inputs, batch=replace(inputs.batch, on_layer=plan.on_layer))
         return inputs
 
+    def _tail_tables(self, seqs: list[Sequence]) -> list[list[BlockTable]]:
+        """Return the block tables of each further group; none of dummies, which have blocks of the first group only."""
+        if not seqs[0].kv.tails:
+            return []
+        return [[seq.kv.tails[at].ids for seq in seqs] for at in range(len(self.kv.groups) - 1)]
+
     def step_inputs(
-        self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]
+        self,
+        ids_T: TokenIds,
+        counts: list[int],
+        first: list[int],
+        tables: list[BlockTable],
+        logit_rows: list[int],
+        tails: SequenceABC[list[BlockTable]] = (),
     ) -> StepInputs:
         """Return what the model needs to compute new tokens, moved to the device in one copy.
 
@@ -287,18 +307,25 @@ class ModelRunner:
             ids_T: the new tokens of all sequences.
             counts, first, tables: of each sequence the number of new tokens, the position of the first, and the block ids.
             logit_rows: rows of the tokens whose logits are needed.
+            tails: the block ids of each sequence in each further group of layers. Without, what is written does not matter.
         """
         kv_lens = [*map(add, first, counts)]
         starts = np.cumsum([0, *counts])
         rows_T = np.repeat(np.arange(len(counts)), counts)
         positions_T = np.arange(len(ids_T)) + np.subtract(first, starts[:-1])[rows_T]
-        tables_SM = np.zeros((len(counts), max(map(len, tables))), dtype=np.int64)
-        for row, table in enumerate(tables):
-            tables_SM[row, : len(table)] = table
-        slots_T = tables_SM[rows_T, positions_T // self.block_size] * self.block_size + positions_T % self.block_size
+        slots_and_tables = list[npt.NDArray[np.int64]]()
+        for at, group in enumerate(self.kv.groups):
+            of_group = tails[at - 1] if at and tails else tables
+            tables_SM = np.zeros((len(counts), max(map(len, of_group))), dtype=np.int64)
+            for row, table in enumerate(of_group):
+                tables_SM[row, : len(table)] = table
+            if at:
+                tables_SM = np.maximum(tables_SM - group.first_id, 0) if tails else tables_SM % len(self.kv.views[at])
+            blocks_T = tables_SM[rows_T, positions_T // self.block_size]
+            slots_and_tables += [blocks_T * self.block_size + positions_T % self.block_size, tables_SM]
         rows = np.array(logit_rows or [0])
-        arrays = (ids_T[None].astype(np.int64), positions_T[None], slots_T, np.array(kv_lens), starts, rows, tables_SM)
-        ids_1T, positions_1T, slots, kv_lens_S, starts_on_device, rows_on_device, tables_on_device = packed_copy(
+        arrays = (ids_T[None].astype(np.int64), positions_T[None], np.array(kv_lens), starts, rows, *slots_and_tables)
+        ids_1T, positions_1T, kv_lens_S, starts_on_device, rows_on_device, slots, tables_on_device, *more = packed_copy(
             arrays, self.device
         )
         batch = PagedBatch(
@@ -311,6 +338,10 @@ class ModelRunner:
             starts=starts_on_device,
             kernel=self.kernel,
         )
+        if more:
+            pairs = zip(more[::2], more[1::2], strict=True)
+            others = tuple(replace(batch, slots_T=slots, tables_SM=tables) for slots, tables in pairs)
+            batch = replace(batch, tails=others, group_of=self.kv.group_of)
         # In this order, too: rows of scored prompts come behind those of all sequences.
         is_decode_step = len(counts) == len(ids_T) and logit_rows == [*range(len(ids_T))]
         return StepInputs(ids_1T, positions_1T, batch, rows_on_device, is_decode_step)

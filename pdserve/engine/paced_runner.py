@@ -6,7 +6,7 @@ does that has more processors than this machine, and a simulation runs them on a
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,6 +16,7 @@ from pdserve.config import EngineConfig
 from pdserve.costs import Work
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.memory.blocks import BlockPairs
+from pdserve.engine.memory.groups import ONE_GROUP, Group
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
@@ -66,11 +67,21 @@ class PacedMemory:
     swap_seconds: Callable[[float], float]
     take: Callable[[float], None]
     copies: ClassVar[None] = None
+    groups: ClassVar[Sequence[Group]] = ONE_GROUP
+    host_groups: ClassVar[Sequence[Group]] = ONE_GROUP
     final_bytes: ClassVar[list[int]] = []  # a step writes nothing, and so no layer
 
     @property
     def num_blocks(self) -> int:
         return len(self.pool_NX)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pool_NX)
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        return [self.pool_NX]
 
     def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
         """Take the time of copying blocks, and return it in seconds."""

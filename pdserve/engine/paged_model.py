@@ -66,15 +66,17 @@ def attention_forward(
     if (k_1GTD.shape[1], k_1GTD.shape[3]) != paged.caches[layer].shape[2::2]:
         raise UnsupportedAttention(f"the keys of layer {layer} have another shape than its model's KVSpec says")
     scale = scaling if scaling is not None else q_1HTD.shape[-1] ** -0.5
-    cache_N2GBD, num_tokens = paged.caches[layer], len(paged.slots_T)
+    cache_N2GBD, on_layer, num_tokens = paged.caches[layer], paged.on_layer, len(paged.slots_T)
+    if paged.tails:
+        paged = paged.of_layer(layer)
     q_THD = q_1HTD[0, :, :num_tokens].transpose(0, 1)
     k_TGD, v_TGD = k_1GTD[0, :, :num_tokens].transpose(0, 1), v_1GTD[0, :, :num_tokens].transpose(0, 1)
     if deferred is not None:
         q_THD = deferred.rotate_and_write(q_THD, k_TGD, v_TGD, cache_N2GBD, paged.slots_T)
     else:
         paged.kernel.write_kv(cache_N2GBD, k_TGD, v_TGD, paged.slots_T)
-        if paged.on_layer is not None:
-            paged.on_layer(layer)
+        if on_layer is not None:
+            on_layer(layer)
     sinks = () if s_aux is None else (s_aux,)
     y_THD = paged.kernel.attend(q_THD, cache_N2GBD, paged, scale, sliding_window, softcap, *sinks)
     y_1THD = y_THD.expand(q_1HTD.shape[2], -1, -1)[None]

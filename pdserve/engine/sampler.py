@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from pdserve.engine.features import BEAMS, LOGPROBS, change_logits, model_logprobs, record_candidates, token_logprobs
+from pdserve.engine.grammar import has_mask
 from pdserve.engine.sequence import Sequence
 from pdserve.kernels import elementwise, native
 from pdserve.kernels.draw import draw
@@ -54,7 +55,7 @@ def next_tokens(
 def _in_turns(
     logits_SV: torch.Tensor, seqs: list[Sequence], ahead: list[int], drafts: Mapping[Sequence, list[int]]
 ) -> list[SampledRow]:
-    """Sample the rows of sequences with features in turns, each behind a right draft, and none behind an output's end.
+    """Sample the rows of sequences with features in turns, each behind a right draft, none behind an end or without its mask.
 
     So features see the very outputs that they see without drafts.
     """
@@ -75,7 +76,8 @@ def _in_turns(
             if is_right and not seq.output.fault and not seq.output.ends_with(token, seq.output.num_generated + 1):
                 seq.output.append(token)
                 appended[seq] = count + 1
-                rows.append(place[seq] + count + 1)
+                if has_mask(seq):  # else the step has come before the mask
+                    rows.append(place[seq] + count + 1)
     for seq, count in appended.items():
         seq.output.retract(count)
     return sampled

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.adapters import Adapter
-from pdserve.engine.memory.blocks import BlockPool, BlockTable, SequenceKV, SwappedKV
+from pdserve.engine.memory.blocks import BlockPool, SequenceKV
+from pdserve.engine.memory.groups import BlockTable, SwappedKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens, block_ends
 from pdserve.logits_processors import LogitsProcessor
@@ -28,9 +29,20 @@ class Constraint(Protocol):
     def failure(self) -> RequestError | None: ...
 
     @property
-    def is_ready(self) -> bool: ...
+    def is_late(self) -> bool: ...
 
-    def mask_row(self, output: list[int], mask_W: Any) -> Any: ...
+    @property
+    def follower(self) -> Any: ...
+
+    def sibling(self) -> "Constraint": ...
+
+    def follow(self, output: Tokens) -> None: ...
+
+    def try_out(self, drafts: list[int]) -> None: ...
+
+    def mask(self, num_tokens: int) -> bytes | None: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -104,6 +116,11 @@ class SequenceOutput:
             return 0
         self.reasoning.follow(self.tokens, self.num_prompt)
         return self.reasoning.answer_start
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the next token must follow a grammar."""
+        return self.constraint is not None and self.answer_start is not None
 
     @property
     def forced_token(self) -> int | None:

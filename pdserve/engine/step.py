@@ -169,6 +169,8 @@ class SchedulerOutput:
             their owner adds them again.
         swap_out, swap_in: (block, host block) pairs to copy before anything else. Never both in one step.
         storing_paused: whether sequences whose KV is stored as it is computed were left out.
+        late: sequences that wait for the masks of their grammars.
+        left_out: sequences that the step must not have, for either reason.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
@@ -179,3 +181,5 @@ class SchedulerOutput:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     storing_paused: bool = False
+    late: set[Sequence] = field(default_factory=set)
+    left_out: set[Sequence] = field(default_factory=set)

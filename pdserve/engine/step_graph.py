@@ -13,6 +13,7 @@ Shape legend: see kernels/batch.py; V vocabulary.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -45,8 +46,8 @@ class Graphs(Protocol):
 
     num_replayed: int
 
-    def has(self, size: int) -> bool:
-        """Return whether steps of so many sequences are replayed."""
+    def extra_seconds(self, size: int) -> float:
+        """Return by how much a step of so many sequences takes longer than one that is replayed."""
 
     def logits(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Return the logits [S, V] of one decode step. The next call may overwrite them."""
@@ -73,6 +74,7 @@ class StepGraphs:
         self._graphs: dict[int, StepGraph] = {}
         self._num_steps: Counter[int] = Counter()  # by batch size, before recording
         self._enabled = True
+        self._saved_seconds = 0.0  # of this thread, by the last replay that was compared with the model
         self.num_replayed = 0
 
     @property
@@ -80,9 +82,9 @@ class StepGraphs:
         """Batch sizes that can be replayed."""
         return {size for size, graph in self._graphs.items() if graph.verified}
 
-    def has(self, size: int) -> bool:
-        """Return whether steps of so many sequences are replayed, or none ever is."""
-        return not self._enabled or (size in self._graphs and self._graphs[size].verified)
+    def extra_seconds(self, size: int) -> float:
+        """Return by how much a step of so many sequences takes longer than one that is replayed; 0 if none ever is."""
+        return 0.0 if size in self._graphs and self._graphs[size].verified else self._saved_seconds
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +109,7 @@ class StepGraphs:
     def _replay(
         self, graph: "StepGraph", ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch
     ) -> torch.Tensor:
+        started = time.thread_time()
         try:
             logits_SV = graph.replay(ids_1S, positions_1S, batch)
         except ReplayMismatch:
@@ -114,15 +117,17 @@ class StepGraphs:
         if graph.verified:
             self.num_replayed += 1
             return logits_SV
+        replayed = time.thread_time()
         expected_SV = self._model(ids_1S, positions_1S, batch)
         graph.verified = torch.equal(logits_SV, expected_SV)
+        self._saved_seconds = max(0.0, (time.thread_time() - replayed) - (replayed - started))
         if not graph.verified:
             self._disable("a replayed step gives other logits than the model")
         return expected_SV
 
     def _disable(self, reason: str) -> None:
         log.warning("decode steps are slower, since each runs the model's Python: %s", reason)
-        self._enabled = False
+        self._enabled, self._saved_seconds = False, 0.0
         self._graphs.clear()
 
     def _evict(self) -> None:
@@ -151,10 +156,9 @@ class StepGraph:
         max_blocks_per_seq: int,
     ) -> None:
         self._ids_1S, self._positions_1S = ids_1S.clone(), positions_1S.clone()
-        tables_SM = torch.zeros((len(batch.tables_SM), max_blocks_per_seq), dtype=torch.long)
-        self._batch = replace(
-            batch, slots_T=batch.slots_T.clone(), kv_lens_S=batch.kv_lens_S.clone(), tables_SM=tables_SM
-        )
+        self._batch = _own_copy(batch, max_blocks_per_seq)
+        if batch.tails:
+            self._batch = replace(self._batch, tails=tuple(_own_copy(one, max_blocks_per_seq) for one in batch.tails))
         self._copy_inputs(ids_1S, positions_1S, batch)
         recorder, detector = _OperatorRecorder(), _HostReadDetector()
         with detector, recorder, native.record_calls(recorder.calls.append):
@@ -179,9 +183,16 @@ class StepGraph:
     def _copy_inputs(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> None:
         self._ids_1S.copy_(ids_1S)
         self._positions_1S.copy_(positions_1S)
-        self._batch.slots_T.copy_(batch.slots_T)
-        self._batch.kv_lens_S.copy_(batch.kv_lens_S)
-        self._batch.tables_SM[:, : batch.tables_SM.shape[1]] = batch.tables_SM
+        for own, other in zip((self._batch, *self._batch.tails), (batch, *batch.tails), strict=True):
+            own.slots_T.copy_(other.slots_T)
+            own.kv_lens_S.copy_(other.kv_lens_S)
+            own.tables_SM[:, : other.tables_SM.shape[1]] = other.tables_SM
+
+
+def _own_copy(batch: PagedBatch, max_blocks_per_seq: int) -> PagedBatch:
+    """Return a batch with input tensors of its own, whose tables have room for any sequence."""
+    tables_SM = torch.zeros((len(batch.tables_SM), max_blocks_per_seq), dtype=torch.long)
+    return replace(batch, slots_T=batch.slots_T.clone(), kv_lens_S=batch.kv_lens_S.clone(), tables_SM=tables_SM)
 
 
 class _HostReadDetector(TorchFunctionMode):

@@ -53,7 +53,7 @@ class _LaunchedStep:
 
     seqs: list[Sequence]
     positions: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     sampled: Sampled
     fed: list[int] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class _LaunchedStep:
     def _holds(self, row: int) -> bool:
         seq, position = self.seqs[row], self.positions[row]
         is_next = seq.kv.num_computed == position == len(seq) - 1 and seq.output.tokens[position] == self.fed[row]
-        return is_next and seq.kv.block_ids[position // seq.kv.block_size] == self.blocks[row]
+        return is_next and _blocks_at(seq, position) == self.blocks[row]
 
 
 class StepPipeline:
@@ -127,8 +127,14 @@ class StepPipeline:
 
     def _launch(self, seqs: list[Sequence], last: Sampled | None = None, rows: SequenceABC[int] = ()) -> _LaunchedStep:
         positions = [seq.kv.num_computed + (i < len(rows)) for i, seq in enumerate(seqs)]
-        blocks = [seq.kv.block_ids[at // seq.kv.block_size] for seq, at in zip(seqs, positions, strict=True)]
+        blocks = [*map(_blocks_at, seqs, positions)]
         return _LaunchedStep(seqs, positions, blocks, self._runner.launch(seqs, last, rows))
+
+
+def _blocks_at(seq: Sequence, position: int) -> list[int]:
+    """Return the blocks of a token, of each group of layers."""
+    index = position // seq.kv.block_size
+    return [seq.kv.block_ids[index], *(tail.ids[index] for tail in seq.kv.tails)]
 
 
 def _decodes(seq: Sequence, count: int) -> bool:

@@ -17,6 +17,7 @@ from io import BufferedReader
 from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex, check_grammar
 
+START_AFTER_S = 2.0  # from the start of a process to that of its compile server: the cores are for the first request
 START_TIMEOUT_S = 600.0  # for loading the vocabulary; only ends a hang
 GRACE_S = 30.0  # for the answer, after the elapsed time at which the compile server's process is killed
 READY, COMPILE, MASKS = b"r", b"c", b"m"  # as in `compile_server.py`

@@ -9,9 +9,9 @@ from pdserve.grammars.formats import specifications
 
 MAX_CHARS = 65536  # of the specification as JSON
 MAX_DEPTH = 64  # levels of objects and arrays in a JSON schema, or of parentheses in a regular expression or EBNF
-MASK_CPU_S = 1.0  # CPU time for the masks of one sequence, plus
-MASK_CPU_S_PER_TOKEN = 0.02  # this much for each of its tokens
-MAX_MASK_CPU_S = 0.25  # CPU time for one of them, for which the engine waits
+MASK_CPU_S = 1.0  # CPU time for the masks of one request, plus
+MASK_CPU_S_PER_TOKEN = 0.02  # this much for each token of its choices
+MAX_MASK_CPU_S = 0.25  # CPU time for one of them
 
 
 class GrammarTooComplex(BadRequest):
@@ -37,7 +37,7 @@ class CompileLimits:
 
 
 def mask_budget_s(num_tokens: int) -> float:
-    """Return the CPU time in seconds that the masks of a sequence of `num_tokens` may take in all."""
+    """Return the CPU time in seconds that the masks of a request of `num_tokens` may take in all."""
     return MASK_CPU_S + MASK_CPU_S_PER_TOKEN * num_tokens
 
 

@@ -1,27 +1,35 @@
-"""A mask worker: follows one grammar for the sequences of an instance, and is killed when a mask takes too long.
+"""A mask worker: follows one grammar for the sequences of a tenant, and is killed when a mask takes too long.
 
 It is forked from a compile server (`compile_server.py`) and serves one connection, until that is closed. First it receives
 the length of the grammar in 4 bytes, and the grammar in Lark's syntax, and answers LOADED. A request is the length of its
 text in 4 bytes, and the text as JSON:
 
     ended  followers, one per sequence, that are gone
-    rows   [follower, new tokens, CPU seconds that its masks may take in all] for each mask
+    rows   [follower, new tokens, CPU seconds of a mask, drafts]: wanted is the mask behind the new tokens, or those behind
+           each of the drafts, unless that is null
 
-The answer has for each row, in their order, a status, a length in 4 bytes and the mask or a message. A row that exceeds its
-CPU time ends the process, so the first row without an answer is the one to blame.
+For each mask, in their order, the answer has a status, the CPU seconds that it took, a length in 4 bytes and the mask or a
+message. A mask that exceeds its CPU time ends the process, so the first one without an answer is the one to blame. Rows that
+the worker does not come to within `TURN_S` are answered by LATER, each once, and to be asked for again.
 """
 
 import json
+import os
 import signal
 import socket
+import struct
 import time
+from collections.abc import Iterator
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pdserve.grammars.limits import MAX_MASK_CPU_S
+from pdserve.priority import NICENESS, lower_session
 
-LOADED, MASK, BROKEN, EXPENSIVE = b"l", b"+", b"-", b"!"
+LOADED, MASK, BROKEN, EXPENSIVE, LATER = b"l", b"+", b"-", b"!", b"."
 LENGTH_BYTES = 4
+HEAD = struct.Struct("!cdI")
+TURN_S = 0.01  # CPU time after which other grammars get their turn
+SLOW_S = 0.005  # CPU time of a mask after which a worker runs at a lower priority than models and other workers
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -41,44 +49,85 @@ def serve_masks(connection: socket.socket, tokenizer: LLTokenizer, load_cpu_s: f
 
         grammar = receive().decode()
         signal.setitimer(signal.ITIMER_PROF, load_cpu_s)
-        beginning = new_matcher(tokenizer, grammar)
+        beginning = _Beginning(new_matcher(tokenizer, grammar), tokenizer.vocab_size)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if beginning.is_error():
+        if beginning.matcher.is_error():
             return
         connection.sendall(LOADED)
+        is_slow = False
         while text := receive():
             request = json.loads(text)
             for number in request["ended"]:
                 followed.pop(number, None)
-            for number, tokens, budget_s in request["rows"]:
-                if number not in followed:
-                    followed[number] = _Followed(beginning, tokenizer.vocab_size)
-                status, content = followed[number].follow(tokens, budget_s)
-                connection.sendall(status + len(content).to_bytes(LENGTH_BYTES, "big") + content)
+            began = time.process_time()
+            for number, tokens, limit_s, drafts in request["rows"]:
+                if time.process_time() - began > TURN_S:
+                    connection.sendall(HEAD.pack(LATER, 0.0, 0))
+                    continue
+                one = followed.setdefault(number, _Followed(beginning))
+                masks = one.follow(tokens) if drafts is None else one.try_out(drafts)
+                for status, seconds, content in _timed(masks, limit_s):
+                    connection.sendall(HEAD.pack(status, seconds, len(content)) + content)
+                    if seconds > SLOW_S and not is_slow:
+                        is_slow = True
+                        os.nice(NICENESS)
+                        lower_session()
+
+
+def _timed(masks: Iterator[tuple[bytes, bytes]], limit_s: float) -> Iterator[tuple[bytes, float, bytes]]:
+    """Yield the CPU time of each mask, too. One that takes longer than the limit ends the process."""
+    while True:
+        started = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, max(1e-6, limit_s))
+        found = next(masks, None)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if found is None:
+            return
+        yield found[0], time.process_time() - started, found[1]
+
+
+class _Beginning:
+    """The grammar before any token: where each sequence begins."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self.matcher = matcher
+        self._mask_bytes = -(-vocab_size // 32) * 4  # llguidance's masks may have a word more
+        self._first: tuple[bytes, bytes] | None = None
+
+    def first(self) -> tuple[bytes, bytes]:
+        """Return the first mask, which is computed once for all."""
+        self._first = self._first or self.mask(self.matcher)
+        return self._first
+
+    def mask(self, matcher: LLMatcher) -> tuple[bytes, bytes]:
+        """Return MASK and which tokens may be next, or EXPENSIVE or BROKEN."""
+        # The mask of a matcher that exceeds a limit of llguidance has the tokens that end an output.
+        mask = matcher.compute_bitmask()[: self._mask_bytes]
+        if matcher.is_error():
+            return EXPENSIVE, b"has too many readings"
+        return (MASK, mask) if mask.strip(b"\0") else (BROKEN, b"")
 
 
 class _Followed:
     """Position of one sequence in the grammar."""
 
-    def __init__(self, beginning: LLMatcher, vocab_size: int) -> None:
-        self._matcher = beginning.deep_copy()
-        self._mask_bytes = -(-vocab_size // 32) * 4  # llguidance's masks may have a word more
-        self._cpu_s = 0.0
+    def __init__(self, beginning: _Beginning) -> None:
+        self._beginning = beginning
+        self._matcher: LLMatcher | None = None  # None: no token yet
 
-    def follow(self, tokens: list[int], budget_s: float) -> tuple[bytes, bytes]:
-        """Return MASK and the mask after these tokens, BROKEN, or EXPENSIVE and what exceeds the limits."""
-        if self._cpu_s > budget_s:
-            return EXPENSIVE, f"took {self._cpu_s:.1f} s of CPU time".encode()
-        started = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, max(1e-6, min(budget_s - self._cpu_s, MAX_MASK_CPU_S)))
-        # The mask of a matcher that exceeds a limit of llguidance has the tokens that end an output.
+    def follow(self, tokens: list[int]) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the mask behind further tokens."""
+        if not tokens and self._matcher is None:
+            yield self._beginning.first()
+            return
+        self._matcher = self._matcher or self._beginning.matcher.deep_copy()
         follows = all(map(self._matcher.consume_token, tokens))
-        mask = self._matcher.compute_bitmask()[: self._mask_bytes] if follows else b""
-        has_failed = self._matcher.is_error()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        self._cpu_s += time.process_time() - started
-        if not follows:
-            return BROKEN, b""
-        if has_failed:
-            return EXPENSIVE, b"has too many readings"
-        return (MASK, mask) if mask.strip(b"\0") else (BROKEN, b"")
+        yield self._beginning.mask(self._matcher) if follows else (BROKEN, b"")
+
+    def try_out(self, drafts: list[int]) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the mask behind each of some tokens that may be next, or BROKEN where they do not follow the grammar."""
+        matcher = (self._matcher or self._beginning.matcher).deep_copy()
+        follows = True
+        for token in drafts:
+            follows = follows and matcher.try_consume_tokens([token]) == 1
+            yield self._beginning.mask(matcher) if follows else (BROKEN, b"")

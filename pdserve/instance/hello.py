@@ -24,7 +24,7 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         epoch=time.time_ns(),
         nonce=secrets.token_bytes(NONCE_BYTES),
         block_size=engine.layout.block_size,
-        num_blocks=engine.pool.num_blocks,
+        num_blocks=engine.runner.kv.num_blocks,
         block_bytes=engine.layout.block_bytes,
         max_model_len=engine.max_model_len,
         vocab_size=engine.checkpoint.vocab_size,

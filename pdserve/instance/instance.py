@@ -29,9 +29,9 @@ from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.reporter import Reporter
 from pdserve.keys import root_key, unpack_tokens
 from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.grouped import attach_groups
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.staging import attach_pool
 from pdserve.lifetime import RELEASED
 from pdserve.output import Output, pack
 from pdserve.prefill.prefiller import Prefiller
@@ -103,10 +103,15 @@ class Instance:
         self.engine.pool.listeners.append(self.kv_events)  # before the warm-up, which changes keys too
         pool = self.engine.runner.kv.pool_NX
         self._ranks = ranks
-        self.connector = self._attach(connector)
+        self.connector = self._attach(connector, config.connector)
         self.transfers = Transfers(
-            self.engine.pool, self.connector, self, _max_blocks(config, self.engine), self.engine.layout.block_bytes
+            self.engine.pool,
+            self.connector,
+            self,
+            _max_blocks(config, self.engine),
+            self.engine.layout.groups[0].block_bytes,
         )
+        self.transfers.group_bytes = [group.block_bytes for group in self.engine.layout.groups]
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         converts = config.convert_kv or config.allow_inexact
@@ -114,7 +119,9 @@ class Instance:
         self.layout_converter = LayoutConverter(
             pool, self.engine.layout, config.connector if converts else None, on_all_ranks
         )
-        self.decoder = Decoder(self.engine, self.connector, self.transfers, fetcher, self, config.store_generated)
+        self.decoder = Decoder(
+            self.engine, self.connector, self.transfers, fetcher, self, config.store_generated, config.lease_seconds
+        )
         self.reporter = Reporter(self.engine, self.connector, self.transfers, self.layout_converter, now)
         # With `now` and `close_job`, what the roles call: `InstanceContext`.
         self.count, self.record_transfer = self.reporter.count, self.reporter.meter.record_transfer
@@ -260,6 +267,7 @@ class Instance:
             pass
         if self.decoder.unreserved or self.decoder.cramped:
             self.decoder.reserve()
+            self.decoder.prolong_leases()
         if self._slotless:
             self._start_slotless()
         started = self._turn_began_at = self.now()
@@ -278,6 +286,8 @@ class Instance:
             generated += len(accepted.tokens)
         if generated:
             self.count("generation_tokens", generated)
+        if self.engine.constrained:
+            self.engine.ask_for_masks()  # they are computed while outputs are sent
         if self._event_publisher is not None:
             self._event_publisher.flush()
         self.send_outputs()
@@ -455,13 +465,12 @@ class Instance:
         error = RequestError(f"the answer takes {size} bytes at once, more than a frame holds", kind="answer_too_large")
         return Output(request_id=job.seq.request_id, error=failure(error))
 
-    def _attach(self, connector: Connector) -> Connector:
-        kv = self.engine.runner.kv
-        connector.may_start_out = True
-        attached = attach_pool(connector, kv.pool_NX, self.engine.layout, kv.copies)
+    def _attach(self, connector: Connector, url: str) -> Connector:
+        own = attach_groups(connector, partial(connect, url), self.engine.runner.kv, self.engine.layout)
+        attached = own
         if self._ranks is not None:
-            attached = self._ranks.connector(attached)
-        attached.has_started_out = connector.has_started_out
+            attached = self._ranks.connector(own)
+        attached.has_started_out = own.has_started_out
         return guard(attached, self._inbox.put, self.now)
 
     def close_job(self, job: Job) -> None:

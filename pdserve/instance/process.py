@@ -18,6 +18,7 @@ from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
 from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
+from pdserve.grammars.compiler import START_AFTER_S
 from pdserve.instance.affinity import run_beside
 from pdserve.instance.gpu_fault import gpu_fault
 from pdserve.instance.hello import make_hello
@@ -64,11 +65,13 @@ async def _serve(role: str, config: InstanceConfig) -> None:
             config.registry, config.name, token, lambda: instance.count_threadsafe("lookups_of_routers_failed")
         )
     links = RouterLinks([] if registry else config.routers, token, registry, client_context(config))
+    kv_events = KVEventsConfig.load_setting(config.kv_events_config)
+    _import_extensions(config, kv_events)
     started = time.monotonic()
     instance = _create_instance(config, links)
     if config.profile or config.paced:
         instance.reporter.watch(_load_profile(config, instance))
-    if (kv_events := KVEventsConfig.load_setting(config.kv_events_config)).is_on:
+    if kv_events.is_on:
         instance.publish_events(kv_events)
     if config.metrics_port is not None:
         serve_metrics(config.metrics_port, instance, links, config.name if config.vllm_metrics else "")
@@ -80,11 +83,11 @@ async def _serve(role: str, config: InstanceConfig) -> None:
         )
         await probes.start()
         log.info("gRPC health checks on port %d", probes.port)
-    instance.engine.start_grammars()
     hello = make_hello(role, config, instance)
     gc.freeze()  # loaded objects stay: a full collection would pause token generation for 0.1 s
     log.info("%s", describe(hello, time.monotonic() - started))
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    starting = loop.call_later(START_AFTER_S, instance.engine.start_grammars)
     loop.add_signal_handler(signal.SIGINT, stop.set)
     loop.add_signal_handler(signal.SIGTERM, links.drain_requests.put_nowait, "")
     instance.on_adapters_changed = lambda found: loop.call_soon_threadsafe(links.announce_adapters, hello, found)
@@ -94,6 +97,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     serving.add_done_callback(lambda _: stop.set())
     draining = asyncio.create_task(_drain(links, instance, hello, stop, config.drain_seconds))
     await stop.wait()
+    starting.cancel()
     draining.cancel()
     serving.cancel()
     (outcome,) = await asyncio.gather(serving, return_exceptions=True)
@@ -101,6 +105,14 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     await asyncio.to_thread(thread.join)
     if isinstance(outcome, Exception):
         raise RuntimeError("the router links ended unexpectedly") from outcome
+
+
+def _import_extensions(config: InstanceConfig, kv_events: KVEventsConfig) -> None:
+    """Import the extensions that settings ask for: what is missing shall be said before a model is loaded for minutes."""
+    if kv_events.is_on:
+        plugins.extension("instance-kv-events")
+    if config.grpc_health_port is not None:
+        plugins.extension("instance-grpc")
 
 
 def _create_instance(config: InstanceConfig, links: RouterLinks) -> Instance:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
@@ -18,6 +19,7 @@ from pdserve.roles.job import Job
 from pdserve.roles.transfers import Transfers
 
 log = logging.getLogger(__name__)
+MAX_KEYS = 256  # API keys of which a heartbeat tells the blocks: those that hold most
 COSTS_UPDATE_S = 2.0  # between two fits of the cost models
 # Shown from the start, so that the first of them is an increase.
 FAILURES = {("store", Outcome.FULL), ("store", Outcome.UNAVAILABLE)} | {
@@ -127,18 +129,23 @@ class Reporter:
         counters = self.counts | self._metrics()
         counters |= {"num_requests_waiting": num_waiting, "num_requests_running": num_running}
         empty = behind = 0
+        of_keys = Counter[int]()
         for job in jobs:
             kv = job.seq.kv
+            if job.seq.tenant.id:  # else the router has no keys
+                of_keys[job.seq.tenant.id] += len(kv.held_blocks)
             if kv.block_ids and kv.admitted:  # others hold blocks only for KV that is being loaded
                 empty += len(kv.block_ids) - -(-kv.num_computed // kv.block_size)
                 behind += -kv.num_computed % kv.block_size
         counters |= {"kv_cache_blocks_empty": empty, "kv_cache_slots_behind_kv": behind}
+        for number, blocks in of_keys.most_common(MAX_KEYS):
+            counters[series("kv_cache_blocks_of_key", key=f"{number:x}")] = blocks
         if self._watch is not None:
             counters |= {series("profile_ratio", phase=phase): ratio for phase, ratio in self._watch.ratios.items()}
         self.heartbeat = pb.Heartbeat(
             waiting=num_waiting,
             running=num_running,
-            free_blocks=self._engine.pool.num_free,
+            free_blocks=self._engine.pool.num_free * self._engine.runner.kv.num_blocks // self._engine.pool.num_blocks,
             costs=self._costs,
             counters=counters,
             cache_epoch=self.cache_epoch,
@@ -158,6 +165,9 @@ class Reporter:
             "prefix_cache_hits": scheduler.prefix_hits,
             "num_preemptions": scheduler.num_preemptions,
             "num_pauses": scheduler.num_pauses,
+            "grammar_mask_seconds": self._engine.grammars.masks.cpu_s,
+            "grammar_masks_late": self._engine.num_late,
+            "grammars_given_up": self._engine.grammars.masks.num_given_up,
             "kv_cache_blocks": pool.num_blocks,
             "kv_cache_blocks_held": pool.num_held,
             "kv_cache_blocks_promised": pool.num_promised,

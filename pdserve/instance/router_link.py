@@ -167,7 +167,7 @@ class RouterLinks:
     def send(self, link: str, frame: pb.InstanceFrame) -> None:
         """Queue a frame for one link. Frames for a closed link are dropped: its router has dropped the requests too."""
         if (target := self._links.get(link)) is not None:
-            self._loop.call_soon_threadsafe(target.send, frame)
+            self._loop.call_soon_threadsafe(target.send, frame, self._loop.time())
 
     @property
     def num_attached(self) -> int:

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, install
 
 try:
     from kubernetes import client, config
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 except ImportError as error:
-    raise SetupError("Kubernetes' client is not installed: pip install -e '.[kubernetes]'") from error
+    raise SetupError(f"Kubernetes' client is not installed: {install('kubernetes')}") from error
 
 CHART, ROLES = "pdserve", ("prefill", "decode", "both")
 NAME, RELEASE, COMPONENT = (f"app.kubernetes.io/{label}" for label in ("name", "instance", "component"))

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, install
 
 try:
     import ray
@@ -15,7 +15,7 @@ try:
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:
-    raise SetupError("--on ray needs Ray, which is not installed: pip install -e '.[ray]'") from None
+    raise SetupError(f"--on ray needs Ray, which is not installed: {install('ray')}") from None
 
 from pdserve.launchers.ray_actor import InstanceActor
 

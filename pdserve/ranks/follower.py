@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -23,10 +24,10 @@ from pdserve.decode.layout_converter import SourceLoader
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
-from pdserve.keys import Layout
+from pdserve.keys import Layout, Section
 from pdserve.kv_transfer.connector import Connector, Result, request_cancel
+from pdserve.kv_transfer.grouped import attach_groups
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.staging import attach_pool
 from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.parent import end_with_parent
 from pdserve.ranks.messages import (
@@ -43,6 +44,7 @@ from pdserve.ranks.messages import (
     Load,
     Match,
     Matched,
+    Prolong,
     Ready,
     Release,
     ReleaseConverted,
@@ -75,7 +77,7 @@ class Follower:
         self._connection = connection
         self._sending = threading.Lock()
         self._transfers: dict[int, Future[Any]] = {}
-        self._loaders: dict[bytes, SourceLoader] = {}  # by namespace of the source layout
+        self._loaders: dict[bytes, SourceLoader] = {}  # by namespace of the source layout of a group
         self._connector: Connector | None = None
         threading.Thread(target=self._report_alive, daemon=True).start()
         self._config = config_of_rank(config, rank)
@@ -109,15 +111,14 @@ class Follower:
             case ClearTail(block, used):
                 self._runner.kv.clear_tail(block, used)
             case Attach():
-                kv, connector = self._runner.kv, connect(self._config.connector)
-                connector.may_start_out = True
-                self._connector = attach_pool(connector, kv.pool_NX, self._layout, kv.copies)
+                make = partial(connect, self._config.connector)
+                self._connector = attach_groups(make(), make, self._runner.kv, self._layout)
                 self.reply(Ready())
-            case Convert(operation, layout, keys, first, stop, blocks, tickets):
-                loader = self._loader(layout)
+            case Convert(operation, layout, at, keys, first, stop, blocks, tickets):
+                loader = self._loader(layout, at)
                 self._watch(operation, loader.load(keys, range(first, stop), blocks, tickets))
-            case ReleaseConverted(layout, keys, tickets):
-                self._loader(layout).release(keys, tickets)
+            case ReleaseConverted(layout, at, keys, tickets):
+                self._loader(layout, at).release(keys, tickets)
             case Cancel(operation):
                 if (future := self._transfers.get(operation)) is not None:
                     request_cancel(future)
@@ -137,6 +138,8 @@ class Follower:
                 when_done(connector.match(keys), lambda stored: self.reply(Matched(operation, stored)))
             case Release(keys, tickets):
                 connector.release(keys, tickets=tickets)
+            case Prolong(keys, lease_s, tickets):
+                connector.prolong(keys, lease_s=lease_s, tickets=tickets)
             case other:
                 raise AssertionError(f"unknown command {other}")
 
@@ -152,13 +155,13 @@ class Follower:
         if held is not None:
             when_done(held, lambda _: self.reply(Released(operation)))
 
-    def _loader(self, fields: dict[str, Any]) -> SourceLoader:
-        source = Layout(**fields | {"more": ()})  # ranks have one section
-        loader = self._loaders.get(source.namespace)
-        if loader is None:
-            pool, url = self._runner.kv.pool_NX, self._config.connector
-            loader = self._loaders[source.namespace] = SourceLoader(pool, self._layout, source, url)
-        return loader
+    def _loader(self, fields: dict[str, Any], at: int) -> SourceLoader:
+        source = Layout(**fields | {"more": tuple(Section(**part) for part in fields["more"])})
+        namespace = source.groups[at].namespace
+        if namespace not in self._loaders:
+            pool, url = self._runner.kv.views[at], self._config.connector
+            self._loaders[namespace] = SourceLoader(pool, self._layout, source, url, at)
+        return self._loaders[namespace]
 
     def _report_alive(self) -> None:
         while True:

@@ -26,6 +26,7 @@ class Step(Message):
         computed: tokens of each sequence that have KV.
         tables: what is new in the block table of each sequence.
         logit_rows: positions in `ids` of the tokens whose logits rank 0 needs.
+        tails: what is new in the tables of each further group of layers.
     """
 
     ids: bytes
@@ -33,6 +34,7 @@ class Step(Message):
     computed: list[int]
     tables: list[TableChange]
     logit_rows: list[int]
+    tails: list[list[TableChange]] = []
 
 
 class CopyBlocks(Message):
@@ -84,11 +86,18 @@ class Release(Message):
     tickets: list[bytes]
 
 
+class Prolong(Message):
+    keys: list[bytes]
+    lease_s: float
+    tickets: list[bytes]
+
+
 class Convert(Message):
-    """Load KV of another layout, as `SourceLoader.load`. `layout` has the fields of that layout."""
+    """Load KV of another layout, as `SourceLoader.load`. `layout` has the fields of that layout, `at` is the group."""
 
     operation: int
     layout: dict[str, Any]
+    at: int
     keys: list[bytes]
     first_token: int
     stop_token: int
@@ -98,6 +107,7 @@ class Convert(Message):
 
 class ReleaseConverted(Message):
     layout: dict[str, Any]
+    at: int
     keys: list[bytes]
     tickets: list[bytes]
 
@@ -121,6 +131,7 @@ Command = (
     | Follow
     | Match
     | Release
+    | Prolong
     | Convert
     | ReleaseConverted
     | Cancel

@@ -18,9 +18,10 @@ from pdserve.kv_transfer.connector import (
     request_cancel,
 )
 from pdserve.kv_transfer.forwarding import ForwardingConnector
+from pdserve.kv_transfer.grouped import joined_held, when_all
+from pdserve.kv_transfer.tickets import join_tickets, tickets_of_rank
 from pdserve.ranks.followers import Followers
-from pdserve.ranks.messages import Cancel, Follow, Load, Match, Release, Store
-from pdserve.roles.rank_tickets import join_tickets, tickets_of_rank
+from pdserve.ranks.messages import Cancel, Follow, Load, Match, Prolong, Release, Store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,6 +65,10 @@ class RankedConnector(ForwardingConnector):
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         self._followers.send_each(lambda rank: Release(list(keys), self._tickets(tickets, rank)))
         super().release(keys, tickets=self._tickets(tickets, 0))
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        self._followers.send_each(lambda rank: Prolong(list(keys), lease_s, self._tickets(tickets, rank)))
+        super().prolong(keys, lease_s=lease_s, tickets=self._tickets(tickets, 0))
 
     def stats(self) -> Stats:
         """Return the counters of rank 0, with the bytes of all ranks, which move as many."""
@@ -113,32 +118,9 @@ def join_transfers(
 def join_results(results: list[Result]) -> Result:
     """Return the result of a transfer of whole blocks from those of their slices, one per rank."""
     outcomes = [first_failure(slices) for slices in zip(*(result.outcomes for result in results), strict=True)]
-    held = [result.held for result in results if result.held is not None]
     return Result(
         outcomes,
         max(result.seconds for result in results),
         join_tickets([result.ticket for result in results]),
-        when_all(held, lambda _: None, Future()) if held else None,
+        joined_held(results),
     )
-
-
-def when_all(futures: Sequence[Future[T]], combine: Callable[[list[T]], R], combined: Future[R]) -> Future[R]:
-    """Complete a future once all others are done, with what `combine` makes of their results, or the first exception."""
-    lock, left = threading.Lock(), len(futures)
-
-    def on_done(_: Future[T]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            if left:
-                return
-        try:
-            result = combine([future.result() for future in futures])
-        except Exception as error:  # noqa: BLE001 - passed on
-            combined.set_exception(error)
-        else:
-            combined.set_result(result)
-
-    for future in futures:
-        future.add_done_callback(on_done)
-    return combined

@@ -21,13 +21,12 @@ class RankedLoader:
         self._followers = followers
 
     def load(self, keys: list[bytes], tokens: range, blocks: list[int], tickets: list[bytes]) -> Future[Result]:
-        operation, others = self._followers.transfer(
-            lambda operation, _: Convert(operation, self._source, keys, tokens.start, tokens.stop, blocks, tickets)
-        )
+        what = self._source, self._own.at, keys, tokens.start, tokens.stop, blocks, tickets
+        operation, others = self._followers.transfer(lambda operation, _: Convert(operation, *what))
         return join_transfers(self._followers, self._own.load(keys, tokens, blocks, tickets), operation, others)
 
     def release(self, keys: Sequence[bytes], tickets: Sequence[bytes]) -> None:
-        self._followers.send(ReleaseConverted(self._source, list(keys), list(tickets)))
+        self._followers.send(ReleaseConverted(self._source, self._own.at, list(keys), list(tickets)))
         self._own.release(keys, tickets)
 
     def stats(self) -> Stats:

@@ -1,6 +1,7 @@
 """Model runners of several ranks: rank 0 passes on what its engine asks of it, and the followers do the same."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint import Checkpoint
-from pdserve.engine.memory.blocks import BlockPairs, BlockTable
+from pdserve.engine.memory.blocks import BlockPairs
+from pdserve.engine.memory.groups import BlockTable
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.model_runner import ModelRunner, StepInputs, TokenIds
 from pdserve.kernels.batch import Kernel
@@ -28,7 +30,7 @@ class LeadingRunner(ModelRunner):
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, followers: "Followers") -> None:
         self._is_leading = False  # all ranks go through the constructor by themselves
-        self._tables = SentTables()
+        self._tables = [SentTables() for _ in checkpoint.layout.groups]
         super().__init__(checkpoint, config)
         self.clock = time.monotonic  # the CPU time of a step would leave out that other ranks are slower
         self.followers = followers
@@ -36,12 +38,18 @@ class LeadingRunner(ModelRunner):
         self._is_leading = True
 
     def step_inputs(
-        self, ids_T: TokenIds, counts: list[int], first: list[int], tables: list[BlockTable], logit_rows: list[int]
+        self,
+        ids_T: TokenIds,
+        counts: list[int],
+        first: list[int],
+        tables: list[BlockTable],
+        logit_rows: list[int],
+        tails: Sequence[list[BlockTable]] = (),
     ) -> StepInputs:
         if self._is_leading:
-            changes = self._tables.changes(tables)
-            self.followers.send(Step(pack_ids(ids_T.tolist()), counts, first, changes, logit_rows))
-        return super().step_inputs(ids_T, counts, first, tables, logit_rows)
+            changes, *of_tails = [sent.changes(one) for sent, one in zip(self._tables, (tables, *tails), strict=False)]
+            self.followers.send(Step(pack_ids(ids_T.tolist()), counts, first, changes, logit_rows, of_tails))
+        return super().step_inputs(ids_T, counts, first, tables, logit_rows, tails)
 
 
 class _LeadingMemory(KVMemory):
@@ -69,11 +77,12 @@ class FollowingRunner(ModelRunner):
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         super().__init__(checkpoint, config)
-        self._tables = ReceivedTables()
+        self._tables = [ReceivedTables() for _ in checkpoint.layout.groups]
 
     @torch.inference_mode()
     def follow(self, step: Step) -> None:
         """Compute the same step as rank 0, which alone gets the logits."""
-        tables = self._tables.apply(step.tables)
+        changes = (step.tables, *step.tails)
+        tables, *tails = [received.apply(one) for received, one in zip(self._tables, changes, strict=False)]
         ids_T = np.array(unpack_ids(step.ids), dtype=np.uint32)
-        self.forward(self.step_inputs(ids_T, step.counts, step.computed, tables, step.logit_rows))
+        self.forward(self.step_inputs(ids_T, step.counts, step.computed, tables, step.logit_rows, tails))

@@ -12,6 +12,7 @@ from pdserve.engine.features import Embedding, PromptScores, find
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
+from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.output import Failure, Moved, Output, Predicted, Sources, Stored
@@ -20,6 +21,17 @@ from pdserve.request import TokenLogprobs
 
 LOGPROBS_PER_OUTPUT = 4096  # of a prompt, the top tokens included: some 40 KB and 2 ms
 BATCHED_TOKENS = 16  # tokens per frame of an answer that the client reads only at its end
+
+
+@dataclass(frozen=True)
+class GroupedResult(Result):
+    """Result of a transfer of blocks of several groups, with one outcome for all those of the same tokens.
+
+    Attributes:
+        tail_bytes: bytes that were moved besides the first group's blocks of these outcomes.
+    """
+
+    tail_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -38,6 +50,7 @@ class Job:
         stamped: stages that have been reported.
         open_transfers: unfinished stores and loads. They hold their blocks until they end.
         transferred_blocks: blocks moved by finished transfers.
+        tail_bytes: bytes of further groups that were moved with them.
         transfer_seconds: time in which at least one transfer was active.
         last_transfer_end: when the last transfer ended.
         leader: the first choice of the same prompt, which alone reports the prompt's log probabilities.
@@ -58,6 +71,7 @@ class Job:
     stamped: set[Stage] = field(default_factory=set)
     open_transfers: int = 0
     transferred_blocks: int = 0
+    tail_bytes: int = 0
     transfer_seconds: float = 0.0
     last_transfer_end: float = -math.inf
     leader: "Job | None" = None
@@ -105,12 +119,14 @@ class Job:
     def record_transfer(self, result: Result, now: float) -> None:
         """Add a transfer that has just ended to the totals. Time shared by several transfers counts once."""
         self.transferred_blocks += result.outcomes.count(Outcome.OK)
+        if isinstance(result, GroupedResult):
+            self.tail_bytes += result.tail_bytes
         self.transfer_seconds += min(result.seconds, now - self.last_transfer_end)
         self.last_transfer_end = now
 
-    def report_transfers(self, block_bytes: int) -> None:
+    def report_transfers(self, layout: Layout) -> None:
         """Report the transfer totals. Called along with other output, because they are not worth a frame of their own."""
-        num_bytes = self.transferred_blocks * block_bytes
+        num_bytes = self.transferred_blocks * layout.groups[0].bytes_on_all_ranks + self.tail_bytes * layout.ranks
         seconds = round(self.transfer_seconds, 9)  # routers refuse fractions of a nanosecond
         self.pending_output().moved = Moved(self.transferred_blocks, num_bytes, seconds)
 

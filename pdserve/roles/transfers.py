@@ -15,6 +15,7 @@ A prefix is loaded before its sequence is queued in the engine:
 """
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -25,12 +26,15 @@ from typing import Protocol, TypeVar
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, Result, request_cancel
+from pdserve.kv_transfer.connector import PROBE_KEY, Connector, Outcome, Result, first_failure, request_cancel
 from pdserve.roles.break_even import BreakEven, Reason
-from pdserve.roles.job import InstanceContext, Job
+from pdserve.roles.job import GroupedResult, InstanceContext, Job
 
 T = TypeVar("T")
 OnDone = Callable[[Result], None]
+Tails = Sequence[
+    tuple[int, int]
+]  # blocks of further groups: the place in the transfer of the block that it goes with, and id
 SPLIT_PARTS = 4  # into which blocks that become ready together are split
 MIN_PART_BYTES = 8 << 20  # so that the overhead of a part's messages is small beside its bytes
 STORE_RANGES = 8  # of layers, after which a store goes on while the model computes the others
@@ -100,6 +104,7 @@ class Transfers:
         ranges: number of ranges of layers by which blocks are stored while they are computed; less than 2: as a whole.
         follows: loads can start while the blocks are still being stored.
         in_place: peers read the pool's rows directly, with a ticket.
+        group_bytes: of a block of each group of the pool.
         listener: None: none is told what the store has.
         num_holding: transfers that hold blocks. A transfer that peers read in place may outlive its request.
     """
@@ -112,6 +117,7 @@ class Transfers:
         self._context = context
         self._max_blocks = max_blocks
         self._block_bytes = block_bytes
+        self.group_bytes: Sequence[int] = (block_bytes,)
         self._waiting: deque[_Transfer] = deque()
         self._active: set[_Transfer] = set()
         self.max_transfer_blocks = max(1, max_blocks // 2)
@@ -140,6 +146,7 @@ class Transfers:
         on_done: OnDone,
         *,
         growing: bool = False,
+        tails: Tails = (),
     ) -> Future[Result] | None:
         """Queue a store of the job's blocks from index `first` on.
 
@@ -147,15 +154,18 @@ class Transfers:
 
         Args:
             growing: the blocks are about to be written. Returns None, with nothing done, if the store would have to wait.
+            tails: what is stored with them. A block whose tail fails has failed.
 
         Returns:
             The future of the operation, if it has started.
         """
+        if self.listener is not None and not self.in_place:
+            on_done = partial(_report_stored, self.listener, job.seq, first, keys, on_done)
+        if tails:
+            keys, blocks, on_done = self._with_tails(keys, blocks, tails, on_done)
         store = self._connector.store_growing if growing else self._connector.store
         start = partial(store, keys, blocks, lease_s=lease_s)
         num_moved = 0 if self._connector.in_place else len(blocks)
-        if self.listener is not None and not self.in_place:
-            on_done = partial(_report_stored, self.listener, job.seq, first, keys, on_done)
         transfer = _Transfer(job, blocks, num_moved, True, start, on_done, lease_s > 0, self._context.now())
         if growing and (self._waiting or not self._fits(transfer)):
             return None
@@ -170,15 +180,20 @@ class Transfers:
         on_done: OnDone,
         tickets: Sequence[bytes] = (),
         source: Source | None = None,
+        tails: Tails = (),
     ) -> None:
-        """Queue a load from `source`, by default the connector. `on_done` as in `store`."""
-        start = partial((source or self._connector).load, keys, blocks, tickets=tickets)
+        """Queue a load from `source`, by default the connector. `on_done` and `tails` as in `store`."""
         if self.listener is not None and source is None:
             on_done = partial(_report_loaded, self.listener, keys, on_done)
+        if tails:
+            keys, blocks, on_done = self._with_tails(keys, blocks, tails, on_done)
+        start = partial((source or self._connector).load, keys, blocks, tickets=tickets)
         self._add(_Transfer(job, blocks, len(blocks), False, start, on_done, True, self._context.now()))
 
-    def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], on_done: OnDone) -> None:
-        """Queue a load of blocks that are still being stored. `on_done` as in `store`."""
+    def follow(self, job: Job, keys: Sequence[bytes], blocks: list[int], on_done: OnDone, tails: Tails = ()) -> None:
+        """Queue a load of blocks that are still being stored. `on_done` and `tails` as in `store`."""
+        if tails:
+            keys, blocks, on_done = self._with_tails(keys, blocks, tails, on_done)
         start = partial(self._connector.follow, keys, blocks, patience_s=FOLLOW_PATIENCE_S)
         self._add(_Transfer(job, blocks, len(blocks), False, start, on_done, True, self._context.now()))
 
@@ -187,7 +202,7 @@ class Transfers:
         if self._connector.stats().any_out and self._pool.num_free:
             blocks = self._pool.allocate(1)
             self.num_holding += 1
-            future = self._connector.load([PROBE_KEY], blocks)
+            future = self._connector.load([PROBE_KEY], blocks[:1])
             when_done(self._context, future, lambda _: self._release_blocks(blocks))
 
     def end_leases(self, keys: Sequence[bytes], ticket: bytes) -> None:
@@ -257,9 +272,33 @@ class Transfers:
             self._unresponsive_until = self._context.now() + result.seconds
         self._end(transfer, replace(result, seconds=result.seconds + transfer.queue_seconds))
         if transfer.num_moved and (moved := result.outcomes.count(Outcome.OK)):
-            self._context.record_transfer(moved * self._block_bytes, result.seconds, self._context.now())
+            num_bytes = moved * self._block_bytes
+            if self._pool.tail_groups:
+                num_bytes = self._bytes_of(transfer.blocks, result)
+            self._context.record_transfer(num_bytes, result.seconds, self._context.now())
         if self._waiting:
             self._start_or_fail_waiting()
+
+    def _with_tails(
+        self, keys: Sequence[bytes], blocks: list[int], tails: Tails, on_done: OnDone
+    ) -> tuple[list[bytes], list[int], OnDone]:
+        """Return keys and blocks of a transfer of all groups, after which `on_done` gets an outcome for each of `keys`."""
+        all_keys, all_blocks = [*keys, *(keys[place] for place, _ in tails)], [*blocks, *(block for _, block in tails)]
+
+        def fold(result: Result) -> None:
+            outcomes = result.outcomes[: len(keys)]
+            for (place, _), outcome in zip(tails, result.outcomes[len(keys) :], strict=True):
+                outcomes[place] = first_failure((outcomes[place], outcome))
+            tail_bytes = self._bytes_of(all_blocks, result) - outcomes.count(Outcome.OK) * self._block_bytes
+            on_done(GroupedResult(outcomes, result.seconds, result.ticket, result.held, tail_bytes))
+
+        return all_keys, all_blocks, fold
+
+    def _bytes_of(self, blocks: list[int], result: Result) -> int:
+        """Return the bytes of the blocks that were moved."""
+        first_ids = [group.first_id for group in self._pool.groups]
+        moved = (block for block, outcome in zip(blocks, result.outcomes, strict=True) if outcome is Outcome.OK)
+        return sum(self.group_bytes[bisect_right(first_ids, block) - 1] for block in moved)
 
     def _fail(self, transfers: Iterable[_Transfer]) -> None:
         """End transfers as UNAVAILABLE, asynchronously: a caller that has just queued one expects its callback later."""
@@ -355,7 +394,14 @@ class Fetcher:
         if (
             loads
             and not has_blocks
-            and not scheduler.reserve(seq, len(fetch.keys), seq.kv.num_initial, respect_queue=True, num_now=stored)
+            and not scheduler.reserve(
+                seq,
+                len(fetch.keys),
+                seq.kv.num_initial,
+                respect_queue=True,
+                num_now=stored,
+                num_coming=stored * seq.kv.block_size,
+            )
         ):
             self._context.count("store_hits", 1, decision="no_room")
             return False
@@ -363,9 +409,16 @@ class Fetcher:
         return loads
 
     def _load(self, fetch: _Fetch, first: int, stop: int) -> None:
-        end = min(stop, first + self._transfers.max_transfer_blocks)
-        keys, blocks = fetch.keys[first:end], fetch.job.seq.kv.blocks(first, end)
-        self._transfers.load(fetch.job, keys, blocks, lambda result: self._on_loaded(fetch, first, stop, result))
+        end, kv = min(stop, first + self._transfers.max_transfer_blocks), fetch.job.seq.kv
+        keys, blocks, pool = fetch.keys[first:end], kv.blocks(first, end), self._engine.pool
+        if kv.tails:
+            kv.tails.drop(pool, stop * kv.block_size)  # of these, nothing is loaded
+        tails = kv.tails.blocks(first, end) if kv.tails else ()
+
+        def on_done(result: Result) -> None:
+            self._on_loaded(fetch, first, stop, result)
+
+        self._transfers.load(fetch.job, keys, blocks, on_done, tails=tails)
 
     def _on_loaded(self, fetch: _Fetch, first: int, stop: int, result: Result) -> None:
         loaded = result.outcomes.count(Outcome.OK)
@@ -378,7 +431,11 @@ class Fetcher:
         if end < stop and result.leading == len(result.outcomes):
             self._load(fetch, end, stop)
             return
-        seq.kv.mark_loaded(end * seq.kv.block_size)
+        num_tokens, pool = end * seq.kv.block_size, self._engine.pool
+        if seq.kv.tails and seq.kv.tails.lack(pool, num_tokens):
+            num_tokens = 0  # the next token attends to blocks that were not loaded
+            seq.kv.give_up_blocks(pool)
+        seq.kv.mark_loaded(num_tokens)
         seq.kv.register_full_blocks(self._engine.pool)
         self._engine.add(seq)
 

@@ -38,8 +38,8 @@ class _Texts:
         self._newer.text.extend(text[-most:])
         self._newer.extend()
 
-    def find(self, tokens: "array[int]", gram: int) -> Match | None:
-        newer, older = self._newer.find(tokens, gram), self._older.find(tokens, gram)
+    def find(self, tokens: "array[int]", gram: int, *, last: bool = False) -> Match | None:
+        newer, older = self._newer.find(tokens, gram, last=last), self._older.find(tokens, gram, last=last)
         return older if newer is None or (older is not None and older.length > newer.length) else newer
 
 
@@ -64,10 +64,10 @@ class FinishedAnswers:
         while self.nbytes > TOTAL_BYTES:
             self.nbytes -= self._texts.pop(next(iter(self._texts))).nbytes
 
-    def find(self, seq: Sequence, gram: int) -> Match | None:
+    def find(self, seq: Sequence, gram: int, *, last: bool = False) -> Match | None:
         """Return where the answers of a sequence's owner have its last tokens, which are a gram; None if nowhere."""
         texts = self._texts.get(owner_of(seq))
-        return None if texts is None else texts.find(seq.output.tokens, gram)
+        return None if texts is None else texts.find(seq.output.tokens, gram, last=last)
 
     def clear(self) -> None:
         """Forget all answers."""

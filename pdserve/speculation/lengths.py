@@ -8,69 +8,55 @@ anything: what would have been drafted is compared with what has come. So nothin
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from pdserve.costs import Costs, attention_pairs
 from pdserve.engine.sequence import Sequence
 from pdserve.speculation.matches import LEVELS, Draft
 
 MARGIN = 1.1  # by which a chance must exceed what its row costs: forecasts err
-MEMORY = 64.0  # drafts of one length of match that are remembered
+SHRINK = 1 - 1 / 64  # drafts of one length of match that are remembered: some 64
 OWN_WEIGHT = 2.0  # drafts of other sequences of which a sequence is thought to be like
-UNSEEN, PREDICTED_UNSEEN = (0.0, 1.0), (1.0, 2.0)  # accepted, compared: before anything is measured
-PREDICTED = 0  # in place of a match: what a client has predicted is right or wrong for other reasons
-UNRECORDED = 1.0  # steps that one takes longer whose number of rows is not recorded (`engine/step_graph.py`), at most
+PREDICTED_UNSEEN = (1.0, 2.0)  # accepted, compared: before anything is measured
+PREDICTED = 0  # bucket of its own: what a client has predicted is right or wrong for other reasons
+_BUCKETS = [1 + sum(match >= level for level in LEVELS[1:]) for match in range(LEVELS[-1])]
 
 
-@dataclass
 class Acceptance:
-    """How often drafts were right, by the number of tokens before them that had matched.
+    """How often drafts were right, by the number of tokens before them that had matched (`bucket`); the latest count most."""
 
-    Attributes:
-        counts: accepted and compared ones, by `bucket`; both shrink, so that the latest count most.
-    """
+    def __init__(self) -> None:
+        self._right, self._compared = [0.0] * (len(LEVELS) + 1), [0.0] * (len(LEVELS) + 1)
 
-    counts: dict[int, tuple[float, float]] = field(default_factory=dict)
+    def record(self, bucket: int, is_right: bool) -> None:
+        """Record a draft."""
+        self._right[bucket] = self._right[bucket] * SHRINK + is_right
+        self._compared[bucket] = self._compared[bucket] * SHRINK + 1
 
-    def record(self, match: int, is_right: bool) -> None:
-        """Record a draft behind a match."""
-        right, compared = self.counts.get(match, (0.0, 0.0))
-        shrunk = 1 - 1 / MEMORY
-        self.counts[match] = right * shrunk + is_right, compared * shrunk + 1
+    def chance(self, bucket: int) -> float:
+        """Return how likely a draft is right. A match not seen yet is thought to be like a shorter one."""
+        right, compared = self._right[bucket], self._compared[bucket]
+        if bucket == PREDICTED:
+            return (right + PREDICTED_UNSEEN[0]) / (compared + PREDICTED_UNSEEN[1])
+        return (right + (self.chance(bucket - 1) if bucket > 1 else 0.0)) / (compared + 1)
 
-    def chance(self, match: int, prior: tuple[float, float]) -> float:
-        """Return how likely a draft behind a match is right; `prior` is added to the counts."""
-        right, compared = self.counts.get(match, (0.0, 0.0))
-        return (right + prior[0]) / (compared + prior[1])
-
-
-def compare(draft: Draft, followed: list[int], *tables: Acceptance) -> None:
-    """Record in some tables which tokens of a draft have turned out right, up to the first wrong one."""
-    for ahead, (drafted, token) in enumerate(zip(draft.tokens, followed, strict=False)):
-        for table in tables:
-            table.record(bucket(draft, ahead), drafted == token)
-        if drafted != token:
-            return
+    def own_chance(self, bucket: int, of_all: "Acceptance") -> float:
+        """Return how likely a draft of one sequence is right, which is thought to be like all of them."""
+        return (self._right[bucket] + OWN_WEIGHT * of_all.chance(bucket)) / (self._compared[bucket] + OWN_WEIGHT)
 
 
-def bucket(draft: Draft, ahead: int) -> int:
-    """Return the level of match under which a draft's token number `ahead` is recorded."""
-    if draft.is_predicted:
-        return PREDICTED
-    match, reached = draft.match + ahead, LEVELS[0]
-    for level in LEVELS:
-        if match >= level:
-            reached = level
-    return reached
+def bucket(match: int) -> int:
+    """Return under what drafts are recorded behind so many tokens that had matched."""
+    return _BUCKETS[match] if match < len(_BUCKETS) else len(LEVELS)
 
 
 def chances(draft: Draft, own: Acceptance, all_of_them: Acceptance) -> list[float]:
     """Return how likely each token of a draft will be accepted, which includes those before it."""
     chance, found = 1.0, []
     for ahead, share in enumerate(draft.shares):
-        match = bucket(draft, ahead)
-        expected = all_of_them.chance(match, PREDICTED_UNSEEN if draft.is_predicted else UNSEEN)
-        chance *= share * own.chance(match, (OWN_WEIGHT * expected, OWN_WEIGHT))
+        recorded = PREDICTED if draft.is_predicted else bucket(draft.match + ahead)
+        chance *= share * own.own_chance(recorded, all_of_them)
         found.append(chance)
     return found
 
@@ -84,7 +70,7 @@ class Step:
         seconds: its duration.
         row, token: seconds of a further row, and of each token of its context.
         most_seconds: that it may take; None: it is not limited.
-        is_recorded: whether a step with so many rows is recorded.
+        extra_seconds: by which a step with so many rows takes longer than if it were recorded.
     """
 
     num_seqs: int
@@ -92,7 +78,7 @@ class Step:
     row: float
     token: float
     most_seconds: float | None = None
-    is_recorded: Callable[[int], bool] = lambda rows: True
+    extra_seconds: Callable[[int], float] = lambda rows: 0.0
 
     @classmethod
     def forecast(
@@ -100,9 +86,9 @@ class Step:
         counts: Mapping[Sequence, int],
         costs: Costs,
         most_seconds: float | None,
-        is_recorded: Callable[[int], bool],
+        extra_seconds: Callable[[int], float],
     ) -> "Step":
-        """Return the forecast of a step that computes so many tokens of each sequence; with prompts, it is not recorded."""
+        """Return the forecast of a step that computes so many tokens of each sequence; one with prompts is never recorded."""
         decoding = context = 0
         prompts = 0.0
         for seq, count in counts.items():
@@ -113,15 +99,16 @@ class Step:
                 pairs = attention_pairs(count, seq.kv.num_computed)
                 prompts += costs.total_prefill_seconds(0, count, pairs)
         seconds = costs.step_seconds(decoding, context) + prompts
-        is_recorded = cls.is_recorded if prompts else is_recorded
-        return cls(decoding, seconds, costs.decode[1], costs.decode[2], most_seconds, is_recorded)
+        extra_seconds = cls.extra_seconds if prompts else extra_seconds
+        return cls(decoding, seconds, costs.decode[1], costs.decode[2], most_seconds, extra_seconds)
 
     def more(self, context: int) -> float:
         """Return the seconds of a further row of a context."""
         return self.row + self.token * context
 
+    @cached_property
     def least_chance(self) -> float:
-        """Return the chance below which no draft pays, whatever its context."""
+        """The chance below which no draft pays, whatever its context."""
         if self.most_seconds is not None and self.seconds + self.row > self.most_seconds:
             return 1.0
         return MARGIN * self.num_seqs * self.row / self.seconds if self.seconds else 1.0
@@ -161,5 +148,4 @@ def worthwhile(step: Step, expected: Mapping[Sequence, list[float]]) -> dict[Seq
 
 def _rate(step: Step, tokens: float, seconds: float, drafts: int) -> float:
     """Return the tokens per second of a step with so many drafts."""
-    is_recorded = step.is_recorded(step.num_seqs + drafts)
-    return tokens / (seconds + (0.0 if is_recorded else UNRECORDED * step.seconds) or 1.0)
+    return tokens / (seconds + step.extra_seconds(step.num_seqs + drafts) or 1.0)

@@ -20,13 +20,14 @@ class Draft:
     Attributes:
         match: how many of the last tokens stood before these, too: a level, or fewer.
         shares: of each token, which share of the occurrences that agree with those before it has it.
-        is_predicted: they are of the answer that the client has predicted.
+        is_predicted: they are of the answer that the client has predicted, in which the first is at `position`.
     """
 
     tokens: list[int]
     match: int
     shares: list[float]
     is_predicted: bool = False
+    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,19 @@ class Index:
         self.gram = gram
         return len(earlier) == len(self.text)
 
-    def find(self, tokens: Tokens, gram: int) -> Match | None:
-        """Return where tokens that end with a gram match best, but for the end of the text itself; None if nowhere."""
+    def find(self, tokens: Tokens, gram: int, *, last: bool = False) -> Match | None:
+        """Return where tokens that end with a gram match best, but for the end of the text itself; None if nowhere.
+
+        Of the occurrences, the latest `MAX_VOTES` count, or the last one alone.
+        """
         position = self._last.get(gram, 0) if len(tokens) >= LEVELS[0] else 0
         if position and position == len(self.text):
             position = self._earlier[position - 1]
         if not position:
             return None
-        length, positions = LEVELS[0], [*islice(self._chain(position), MAX_VOTES)]
+        length, positions = LEVELS[0], [position]
+        if not last:
+            positions = [*islice(self._chain(position), MAX_VOTES)]
         for level in LEVELS[1:]:
             tail = tokens[-level:]
             if not (longer := [at for at in positions if self.text[max(0, at - level) : at] == tail]):
@@ -100,7 +106,7 @@ def continue_predicted(predicted: Index, tokens: Tokens, gram: int, num_prompt: 
     else:
         return None
     found = text[position : position + most].tolist()
-    return Draft(found, length, [1.0] * len(found), is_predicted=True) if found else None
+    return Draft(found, length, [1.0] * len(found), is_predicted=True, position=position) if found else None
 
 
 def continue_last(match: Match, most: int) -> Draft:

@@ -51,6 +51,7 @@ RETRIES_PER_REQUEST = 0.1  # that each new request adds to the budget
 MAX_RETRIES = 100.0  # in the budget
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NOTHING_STORED = Stored()
+ANSWERS = 32  # recent ones whose mean length is known
 NO_WORK_LEFT = Load()  # prefill has sampled; the request stays on its instance until the last store has ended
 
 
@@ -270,6 +271,8 @@ class Dispatcher:
         if output.stamps or has_scores or has_counts:
             state.record_output(instance, output, now)
         if output.token_ids or has_answer:
+            if state.timeline.migrations and (pause := state.end_pause(now)) is not None:
+                self._metrics.migration_pause.observe(pause)
             gap = state.emit(output, now)
             if gap is not None:
                 self._metrics.inter_token_latency.observe(gap)
@@ -453,6 +456,9 @@ class Dispatcher:
         self._open_ids.discard(state.request.request_id)
         timeline.stamp(Stage.FINISHED, self._now())
         timeline.itl_p99_s = p99(state.gaps)
+        if tokens := timeline.output_tokens:
+            mean = self._selector.mean_answer
+            self._selector.mean_answer = tokens if math.isinf(mean) else mean + (tokens - mean) / ANSWERS
         if state.machine.state is State.FAILED:
             timeline.finish_reason = "error"
         for on_finish in self.finish_listeners:

@@ -159,6 +159,16 @@ class RequestState:
         self.timeline.attempt += 1
         self.id = self.timeline.submission_id
 
+    def end_pause(self, now: float) -> float | None:
+        """Record and return how long the client of a moved stream has waited for a token; None if it has one since."""
+        paused = [move for move in self.timeline.migrations if move.pause_s is None]
+        if not paused:
+            return None
+        seconds = now - (paused[0].at if self.last_token_at is None else self.last_token_at)
+        for move in paused:
+            move.pause_s = seconds
+        return seconds
+
     def remaining_load(self, phase: "pb.Phase", num_computed: int = 0) -> Load:
         """Return the remaining work of a phase.
 
@@ -235,8 +245,8 @@ class RequestState:
     def record_output(self, instance: InstanceHandle, output: Output, now: float) -> None:
         """Record an output's stamps and counts in the timeline, and the prompt's log probabilities.
 
-        An instance sends each stamp as its age, which is subtracted from the frame's time of arrival. So a delayed frame
-        makes its stamps late, never early: what an instance does on a message is not stamped before the router sent that.
+        An instance sends each stamp as its age when the frame is written, which is subtracted from that of its arrival. So a
+        delayed frame makes its stamps late, never early: nothing is stamped before the router sent what it answers.
         """
         self._own_scores += output.prompt_logprobs
         for name, age in output.stamps.items():

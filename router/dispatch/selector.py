@@ -1,6 +1,7 @@
 """Instance selection: filters the instances that can serve a request, and lets the policies pick among them."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class InstanceSelector:
 
     Attributes:
         failed_handovers: those of `StoreReachability`.
+        mean_answer: as in `PlacementRequest`.
     """
 
     def __init__(self, config: RouterConfig, fleet: Fleet, metrics: Metrics, seed: int) -> None:
@@ -60,6 +62,7 @@ class InstanceSelector:
         self._ttft_target = None if config.ttft_target_ms is None else config.ttft_target_ms / 1e3
         self._last_missing_role = ""  # the role without an eligible instance at the last selection; empty: none
         self._turn = seed
+        self.mean_answer = math.inf
 
     def select(self, state: RequestState) -> Selection:
         """Select the instances for a request.
@@ -86,6 +89,7 @@ class InstanceSelector:
             needs.context - state.num_tokens,
             prefills_itself=not prefills or not decodes or all([one.role == "both" for one in prefills]),
             stored=stored,
+            mean_answer=self.mean_answer,
         )
         if not prefills or not decodes:
             selection = self._select_single_role(request, "prefill" if prefills else "decode", prefills or decodes)
@@ -166,8 +170,9 @@ class InstanceSelector:
         if decode.role == "both":
             placement = Placement("both" if prefill is decode else "split", "policy")
         else:
+            ratio = len(prefills) / len(decodes)
             placement = place(
-                prefill.candidate, decode.candidate, request, self._local_prefill_tokens, self._ttft_target
+                prefill.candidate, decode.candidate, request, self._local_prefill_tokens, self._ttft_target, ratio
             )
         if placement.way == "decode":
             return Selection(request, decode, None, placement, decisions)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION, AwakeClock
 from pdserve.costs import Costs
+from pdserve.keys import Layout
 from pdserve.output import Output, unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.compatibility import conflict_between, kind_of
@@ -74,6 +75,7 @@ class InstanceHandle:
             could not be read.
         acknowledged_at: when this router last acknowledged a heartbeat, on its monotonic clock.
         candidate: the view of the policies: this router's requests as of now, plus `other_load`.
+        groups: the layouts of its blocks, see `Layout.groups`.
         kind: all that decides which instances it can serve with. Most instances of a fleet are of a few kinds.
         adapters: digests of those that it has.
     """
@@ -97,6 +99,7 @@ class InstanceHandle:
     kind: tuple[object, ...] = field(init=False)
     adapters: frozenset[bytes] = field(init=False)
     max_model_len: int = field(init=False)
+    groups: tuple[Layout, ...] = field(init=False)
     vocab_size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,11 +107,15 @@ class InstanceHandle:
         self.max_model_len, self.vocab_size = self.hello.max_model_len, self.hello.vocab_size
         self.id, self.role, self.kind = self.hello.instance_id, self.hello.role, kind_of(self.hello)
         self.adapters = _digests(self.hello)
+        size, block_bytes = max(1, self.hello.block_size), self.hello.block_bytes
+        self.groups = groups = Layout.from_message(self.hello.layout).groups
+        first_bytes = groups[0].block_bytes if len(groups) > 1 else max(1, block_bytes)
         self.candidate = Candidate(
             self.id,
             is_both=self.role == "both",
-            token_bytes=self.hello.block_bytes // max(1, self.hello.block_size),
-            capacity_tokens=self.hello.num_blocks * self.hello.block_size,
+            token_bytes=first_bytes // size,
+            windows=tuple((group.window, group.block_bytes // size) for group in groups[1:]),
+            capacity_tokens=self.hello.num_blocks * size * max(1, block_bytes) // first_bytes,
             itl_target=self.hello.itl_target or math.inf,
             block_size=self.hello.block_size,
         )
@@ -146,6 +153,7 @@ class InstanceHandle:
         if costs.prefill:
             self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), tuple(costs.transfer)))
         self.heartbeat = heartbeat
+        self.candidate.free_tokens = heartbeat.free_blocks * self.candidate.block_size
 
     def update_other_load(self, load: pb.Load) -> None:
         """Replace the load of other routers' requests."""
@@ -173,6 +181,7 @@ class InstanceHandle:
             "kernel": self.hello.kernel,
             "numerics": self.hello.layout.numerics,
             "ranks": max(1, self.hello.layout.ranks),
+            "kv_groups": [{"window": group.window or None, "block_bytes": group.block_bytes} for group in self.groups],
             "connector": self.hello.connector,
             "block_size": self.hello.block_size,
             "num_blocks": self.hello.num_blocks,
@@ -376,6 +385,8 @@ class Fleet:
                         instance.may_be_poisoned = True  # any of its requests may be the cause
                         raise InvalidFrame(f"outputs that cannot be read: {error}") from error
                     for output in outputs:
+                        for stage in output.stamps:
+                            output.stamps[stage] += frame.waited
                         self.listener.on_output(instance, output)
                 case "draining":
                     extra = {"event": "draining", "instance": instance.id}

@@ -107,7 +107,8 @@ def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> s
     """
     match kind:
         case "outputs" | "hello" | "draining" | "failed" | "adapter_changed":
-            return ""
+            is_valid = 0 <= frame.waited <= MAX_SECONDS
+            return "" if is_valid else f"it waited for {frame.waited} seconds; that must be from 0 to {MAX_SECONDS:g}"
         case "heartbeat":
             beat = frame.heartbeat
             if len(beat.counters) > MAX_COUNTERS:

@@ -81,6 +81,7 @@ class AdmissionQueue:
         self._metrics = metrics
         self._now = now
         metrics.queued = self.queued
+        metrics.key_names.update((f"{tenant.id:x}", name) for name, tenant in self.tenants.items())
         for name in self.quotas:
             metrics.key_waiting.labels(key=name).set_function(partial(self._queue.num_queued, name))
 

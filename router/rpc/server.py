@@ -5,7 +5,7 @@ import logging
 import resource
 
 from pdserve.config import RouterConfig
-from pdserve.errors import Unavailable
+from pdserve.errors import Unavailable, install
 from pdserve.interop.grpc_server import GrpcServer
 from pdserve.router.backend import Backend
 from pdserve.router.rpc.service import make_handler
@@ -43,7 +43,7 @@ def make_server(
     checks = {"": check_readiness, "liveness": lambda: None, "readiness": check_readiness}
     handlers = {}
     if importlib.util.find_spec("smg_grpc_proto") is None:
-        log.info("gRPC: health checks only; pip install -e '.[vllm-grpc]' adds the service VllmEngine")
+        log.info("gRPC: health checks only; %s adds the service VllmEngine", install("vllm-grpc"))
     else:
         from pdserve.router.rpc.vllm_engine import SERVICE, VllmEngine
 

@@ -10,9 +10,10 @@ decision names that one.
 Placement is conditional disaggregation: a prompt is computed on a prefill instance, or on the decode instance itself. A
 hand-over costs more than computing a short prompt, or the next turn of a chat whose prefix is in the decode instance's pool.
 But while a decode instance computes a prompt, all sequences that it decodes are delayed. With an ITL target, it computes only
-as much of a prompt per step as the target leaves, so it can take prompts that would wait too long for prefill. And a prefill
-instance without other prompts can keep the request that it gets, and decode it, if decode would miss the ITL target. While
-targets are met anyway, roles do not give way.
+as much of a prompt per step as the target leaves, so it can take prompts that would wait too long for prefill, unless such
+requests are more work for decode than for prefill: then prefill has time, and the streams would end, and be followed by
+others, later. And a prefill instance without other prompts can keep the request that it gets, and decode it, if decode would
+miss the ITL target. While targets are met anyway, roles do not give way.
 """
 
 import math
@@ -31,6 +32,7 @@ from pdserve.costs import Costs
 DEFAULT_COSTS = Costs()  # until an instance has reported its own
 MAX_EXPLAINED = 8  # candidates listed in a decision
 WAIT_SPREAD_TOKENS = 64  # a wait before the second token counts as spread over at most this many tokens (decode only)
+DEFLECTED_TTFT = 1.2  # of prompts beside streams, divided by its forecast: further streams begin meanwhile
 MAX_KEPT_TTFT = 0.5  # of the target, up to which prefill has time to spare for decoding
 MAX_KEPT_ITL = 0.7  # of the ITL on decode, at which prefill keeps a request: prompts that come later will slow it down
 
@@ -66,8 +68,10 @@ class Candidate:
     Attributes:
         requests, prefill_tokens, output_tokens, context_tokens, prefills, attended_tokens: the load, as in `Load`.
         is_both: role `both`: it may compute the prompts that it decodes.
-        token_bytes: size of one token's KV.
-        capacity_tokens: size of the pool.
+        token_bytes: size of one token's KV, in the layers of the longest window.
+        windows: of the other layers, (tokens, bytes of each): no more of them are moved, or stay in the pool.
+        capacity_tokens: size of the pool, without these.
+        free_tokens: its room by the last heartbeat. Over `nixl://`, prompts that wait for decode fill the pool of prefill.
         itl_target: seconds that a step with decoding sequences should not exceed, whatever prompts it contains.
         block_size: tokens of a prompt that such a step computes at least.
         longest: of this router's requests, the one with the most prompt tokens left.
@@ -83,7 +87,9 @@ class Candidate:
     costs: Costs = DEFAULT_COSTS
     is_both: bool = False
     token_bytes: int = 1
+    windows: tuple[tuple[int, int], ...] = ()
     capacity_tokens: int = 1 << 62
+    free_tokens: int = 1 << 62
     itl_target: float = math.inf
     block_size: int = 1
     longest: Load = NO_LOAD
@@ -128,9 +134,15 @@ class Candidate:
             step = per_step + per_sequence * (self.requests + 1) + per_token * self.context_tokens
             per_transfer, per_byte = self.costs.transfer
             free_tokens = self.capacity_tokens - self.context_tokens
+            if self.windows:
+                free_tokens -= self.requests * self.window_bytes(self.capacity_tokens) // max(1, self.token_bytes)
             per_transfer = per_transfer if self.token_bytes else 0.0
             self._decode_terms = step, per_token, per_transfer, per_byte * self.token_bytes, free_tokens
         return self._decode_terms
+
+    def window_bytes(self, tokens: int) -> int:
+        """Return the bytes of the windows' layers that tokens behind the last `tokens` reach."""
+        return sum(min(tokens, window) * size for window, size in self.windows)
 
     @property
     def work_tokens(self) -> int:
@@ -164,6 +176,7 @@ class PlacementRequest(NamedTuple):
         decode: True to pick a decode instance, False to pick a prefill instance.
         prefills_itself: there is no dedicated prefill instance, so a `both` instance computes the prompts that it decodes.
         stored: number of leading tokens in the KV store, which an instance may load; 0 unless publishers of KV events tell.
+        mean_answer: tokens of recent answers, in the mean; infinite if there was none.
     """
 
     tokens: int
@@ -174,6 +187,7 @@ class PlacementRequest(NamedTuple):
     decode: bool = False
     prefills_itself: bool = False
     stored: int = 0
+    mean_answer: float = math.inf
 
     @property
     def wait_spread(self) -> int:
@@ -298,7 +312,8 @@ def _ttft_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> 
         seconds = (per_token + per_pair * (cached + uncached / 2)) * uncached
         if stored > cached:
             rest = tokens - stored
-            load = c.costs.transfer_seconds((stored - cached) * c.token_bytes)
+            moved = (stored - cached) * c.token_bytes + (c.window_bytes(stored - cached) if c.windows else 0)
+            load = c.costs.transfer_seconds(moved)
             seconds = min(seconds, load + (per_token + per_pair * (stored + rest / 2)) * rest)
         if 2 * uncached <= c.longest.prefill_tokens and longest > seconds:
             queued -= longest - seconds
@@ -309,6 +324,13 @@ def _ttft_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> 
 def forecast_itl(candidate: Candidate, request: PlacementRequest) -> float:
     """Forecast the ITL in seconds: a step that includes this request, plus its share of the wait for KV and free blocks."""
     return _itl_scores([candidate], request)[0][0]
+
+
+def room_seconds(candidate: Candidate, tokens: int) -> float:
+    """Forecast how long a prompt waits for room on a decode instance: until all that waits there has had its own."""
+    step, _, _, _, free_tokens = candidate.decode_terms()
+    pools = max(1.0, (tokens - free_tokens) / max(1, candidate.capacity_tokens))
+    return step * candidate.output_tokens / max(1, candidate.requests) * pools if tokens > free_tokens else 0.0
 
 
 def _itl_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
@@ -324,6 +346,8 @@ def _itl_scores(candidates: Sequence[Candidate], request: PlacementRequest) -> S
         else:
             uncached = tokens - cached_on(c.instance_id, 0)
             wait = per_transfer + per_moved_token * uncached if uncached else 0.0
+            if c.windows:
+                wait += c.costs.transfer[1] * c.window_bytes(uncached)
         if tokens > free_tokens:
             pools = max(1.0, (tokens - free_tokens) / max(1, c.capacity_tokens))  # that must become free before
             wait += step * c.output_tokens / max(1, c.requests) * pools
@@ -436,25 +460,34 @@ def place(
     request: PlacementRequest,
     threshold: int | None,
     ttft_target: float | None = None,
+    prefills_per_decode: float = 1.0,
 ) -> Placement:
     """Choose between `split`, `decode`, and `prefill` for a request that the prefill instance keeps.
 
     With a threshold, `decode` if at most so many prompt tokens are not cached there. Without one, forecast delays decide. The
     delay on the decode instance is the TTFT, plus the time by which the prompt makes steps longer, for each running sequence
     (at least one: an idle instance soon has one). The delay of a split is the TTFT, plus the transfer of the uncached KV. If
-    that exceeds the TTFT target and the decode instance has an ITL target, only the TTFTs are compared.
+    that exceeds the TTFT target and the decode instance has an ITL target, only the TTFTs are compared for requests that take
+    prefill longer than decode.
 
     Args:
         ttft_target: seconds; None: roles do not give way.
+        prefills_per_decode: number of prefill instances, divided by that of decode instances.
     """
     uncached = request.uncached(decode)
     if threshold is not None:
         return Placement("decode" if uncached <= threshold else "split", "threshold", uncached)
     here = forecast_ttft(decode, request)
-    there = forecast_ttft(prefill, request) + decode.costs.transfer_seconds(uncached * decode.token_bytes)
-    is_late = ttft_target is not None and there > ttft_target
-    if is_late and math.isfinite(decode.itl_target) and prefill.prefills and here <= there:
-        return Placement("decode", "backlog", uncached, here, there)
+    moved = uncached * decode.token_bytes + (decode.window_bytes(uncached) if decode.windows else 0)
+    there = forecast_ttft(prefill, request) + decode.costs.transfer_seconds(moved)
+    if request.tokens > prefill.free_tokens:  # what fills it may wait for decode
+        there += room_seconds(decode, request.tokens)
+    is_late = ttft_target is not None and there > ttft_target and math.isfinite(decode.itl_target)
+    if is_late and prefill.prefills and DEFLECTED_TTFT * here <= there:
+        cached, step = request.cached_on(prefill), decode.decode_terms()[0]
+        answer = min(request.output_tokens, request.mean_answer) * step / (decode.requests + 1)
+        if prefill.costs.prefill_seconds(request.tokens - cached, cached) >= answer * prefills_per_decode:
+            return Placement("decode", "backlog", uncached, here, there)
     computed = min(uncached, request.tokens - request.stored)
     step_delay = decode.costs.prefill_seconds(computed, request.tokens - computed) - decode.costs.prefill_seconds(0)
     here += max(1, decode.requests) * step_delay

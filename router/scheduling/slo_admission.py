@@ -7,7 +7,7 @@ sequences. A request that would break the SLO on an idle instance too is admitte
 import math
 
 from pdserve.errors import Overloaded
-from pdserve.router.scheduling.policy import Candidate, PlacementRequest, forecast_itl, forecast_ttft
+from pdserve.router.scheduling.policy import Candidate, PlacementRequest, forecast_itl, forecast_ttft, room_seconds
 from pdserve.slo import Slo
 
 MAX_RETRY_AFTER_S = 60
@@ -27,8 +27,10 @@ def check_slo(
         waited: seconds since the request arrived.
     """
     ttft = waited + forecast_ttft(prefill, request)
-    if ttft > slo.ttft and prefill.prefills:
-        message = f"the forecast TTFT of {ttft:.3g} s exceeds the SLO of {slo.ttft:.3g} s, because of queued prompts"
+    room = 0.0 if prefill is decode or request.tokens <= prefill.free_tokens else room_seconds(decode, request.tokens)
+    if (ttft := ttft + room) > slo.ttft and (prefill.prefills or room):
+        cause = "prompts that wait for room on decode" if room else "queued prompts"
+        message = f"the forecast TTFT of {ttft:.3g} s exceeds the SLO of {slo.ttft:.3g} s, because of {cause}"
         return Overloaded(message, kind="slo_ttft", retry_after_s=_retry_after(ttft - slo.ttft))
     if prefill is decode:  # no KV has to be transferred
         request = request._replace(cached={decode.instance_id: request.tokens})

@@ -46,18 +46,23 @@ class Metrics:
 
     Args:
         vllm_model: export metrics by vLLM's names too, with this name of the model; empty: do not.
+
+    Attributes:
+        key_names: names of API keys, by the numbers by which instances know them, in hexadecimal.
     """
 
     def __init__(self, fleet: Fleet, vllm_model: str = "") -> None:
         self._vllm_model = vllm_model
+        self.key_names: dict[str, str] = {}
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        self._add_of_requests(counter, partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS))
+        histogram = partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS)
+        self._add_of_requests(counter, histogram)
         self._add_of_admission(counter, gauge)
-        self._add_of_faults(counter, gauge)
+        self._add_of_faults(counter, gauge, histogram)
         self._add_of_process(counter, gauge)
         self.queued: Callable[[], Iterable[tuple[float, int]]] = tuple
-        self.registry.register(_FleetCollector(fleet, lambda: self.queued()))
+        self.registry.register(_FleetCollector(fleet, lambda: self.queued(), self.key_names))
         for name, values in FROM_START.items():
             for value in values:
                 getattr(self, name).labels(value)
@@ -116,7 +121,9 @@ class Metrics:
             "pdserve_unauthorized_total", "requests without a valid key: with none, or with a wrong one", ["reason"]
         )
 
-    def _add_of_faults(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+    def _add_of_faults(
+        self, counter: Callable[..., Counter], gauge: Callable[..., Gauge], histogram: Callable[..., Histogram]
+    ) -> None:
         self.fallbacks = counter(
             "pdserve_handover_fallbacks_total",
             "hand-overs that decode completed by computing, by the fault of prefill",
@@ -129,6 +136,9 @@ class Metrics:
         )
         self.migrations = counter(
             "pdserve_migrations_total", "streams moved to other instances, by the fault of the first", ["kind"]
+        )
+        self.migration_pause = histogram(
+            "pdserve_migration_pause_seconds", "time that the client of a moved stream waited for its next token"
         )
         self.invalid_outputs = counter(
             "pdserve_invalid_outputs_total",
@@ -275,9 +285,12 @@ class _Family(Collector):
 class _FleetCollector(Collector):
     """Collects the metrics per instance at scrape time."""
 
-    def __init__(self, fleet: Fleet, queued: Callable[[], Iterable[tuple[float, int]]]) -> None:
+    def __init__(
+        self, fleet: Fleet, queued: Callable[[], Iterable[tuple[float, int]]], key_names: dict[str, str]
+    ) -> None:
         self._fleet = fleet
         self._queued = queued
+        self._key_names = key_names
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily("pdserve_instances_lost", "instances that left since the start", self._fleet.num_lost)
@@ -301,7 +314,10 @@ class _FleetCollector(Collector):
         for instance in self._fleet.instances.values():
             gauge.add_metric([instance.id], list(BreakerState).index(self._fleet.breakers.state(instance.id, now)))
         yield gauge
-        yield from metric_families(
+        for family in metric_families(
             ({"instance": instance.id, "role": instance.hello.role}, dict(instance.heartbeat.counters))
             for instance in self._fleet.instances.values()
-        )
+        ):
+            for sample in family.samples if family.name == "pdserve_kv_cache_blocks_of_key" else ():
+                sample.labels["key"] = self._key_names.get(sample.labels["key"], sample.labels["key"])
+            yield family

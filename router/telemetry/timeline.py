@@ -4,7 +4,6 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 from msgspec.structs import asdict
 
@@ -20,12 +19,19 @@ BLOCK = 64  # tokens for which an id in `prompt_ids` stands, unless the pools' b
 ID_BYTES = 4  # of an id; two ids that are equal by chance do no harm, because prompts are compared from their beginning
 
 
-class Migration(NamedTuple):
-    """A move of the request to other instances: its time, the instance that it left, and the reason."""
+@dataclass
+class Migration:
+    """A move of the request to other instances: its time, the instance that it left, and the reason.
+
+    Attributes:
+        pause_s: how long the client waited for the next token, since the one before it or, without one, since the move; None
+            until it arrives.
+    """
 
     at: float
     instance: str
     reason: str
+    pause_s: float | None = None
 
 
 @dataclass
@@ -141,7 +147,10 @@ class Timeline:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "migrations": len(self.migrations),
-            "moves": [{"ms": ms(one.at), "instance": one.instance, "why": one.reason} for one in self.migrations],
+            "moves": [
+                {"ms": ms(one.at), "instance": one.instance, "why": one.reason, "pause_s": one.pause_s}
+                for one in self.migrations
+            ],
             "waits": [{"ms": ms(one.at), "seconds": one.seconds} for one in self.waits],
             "prompt_tokens_by_source": {
                 "computed": self.computed_tokens,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, install
 from pdserve.router.telemetry.gen_ai import GenAiMetrics, operation_attributes
 from pdserve.router.telemetry.timeline import Timeline
 
@@ -62,7 +62,7 @@ class Tracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise SetupError("--otlp-endpoint needs OpenTelemetry: pip install -e '.[otel]'") from error
+            raise SetupError(f"--otlp-endpoint needs OpenTelemetry: {install('otel')}") from error
         self._model = model
         base = endpoint.rstrip("/").removesuffix(TRACES_PATH)
         exporter = OTLPSpanExporter(endpoint=base + TRACES_PATH, timeout=EXPORT_TIMEOUT_S)
@@ -113,8 +113,8 @@ class Tracer:
         if root.is_recording():
             for stage, at in timeline.stamps.items():
                 root.add_event(stage.value, timestamp=ns(at))
-            for at, instance, reason in timeline.migrations:
-                root.add_event("moved", {"pdserve.instance": instance, "pdserve.why": reason}, ns(at))
+            for move in timeline.migrations:
+                root.add_event("moved", {"pdserve.instance": move.instance, "pdserve.why": move.reason}, ns(move.at))
             if timeline.error:
                 root.set_status(StatusCode.ERROR, timeline.error)
             context = set_span_in_context(root)

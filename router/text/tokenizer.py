@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from pdserve.errors import BadRequest, SetupError
 from pdserve.model_path import resolve_model
@@ -363,7 +363,7 @@ def _load(path: Path | str) -> PreTrainedTokenizerFast:
     if isinstance(path, Path) and not any(path.glob("*token*")) and not any(path.glob("vocab*")):
         raise SetupError(f"no tokenizer in {path}: there is no tokenizer.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = (_auto_tokenizer() if needs_torch(path) else PreTrainedTokenizerFast).from_pretrained(path)
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SetupError(f"no usable tokenizer in {path}: {reason}") from error
@@ -372,6 +372,27 @@ def _load(path: Path | str) -> PreTrainedTokenizerFast:
             f"no usable tokenizer in {path}: a tokenizer.json is needed, but this is a {type(tokenizer).__name__}"
         )
     return tokenizer
+
+
+def needs_torch(path: Path | str) -> bool:
+    """Return whether loading this tokenizer imports torch, for seconds, as what finds the class of any tokenizer does."""
+    settings, model = (_json(Path(path) / name) for name in ("tokenizer_config.json", "config.json"))
+    return settings.get("tokenizer_class") != "TokenizersBackend" or model.get("model_type") != "llama"
+
+
+def _auto_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one if there is none, or something else."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 class SpecialTokens:

@@ -98,8 +98,11 @@ class OperatorEndpoints(Endpoints):
 
     @endpoint("GET", "/debug/overview", Access.OPERATOR)
     async def debug_overview(self, response: Response, history: bool = False) -> dict[str, object]:
-        """Snapshot for the live page; with `history`, also a snapshot of each 15 s of the last 15 minutes."""
-        response.headers["Cache-Control"] = "no-store"
+        """Snapshot for the live page; with `history`, also a snapshot of each 15 s of the last 15 minutes.
+
+        The connection closes: the next one may reach another of the routers that share the address.
+        """
+        response.headers["Cache-Control"], response.headers["Connection"] = "no-store", "close"
         return self._overview(with_history=history)
 
     @endpoint("GET", "/debug/requests", Access.OPERATOR)

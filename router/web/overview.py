@@ -80,6 +80,7 @@ class Overview:
             "fallbacks": _by_label(metrics.fallbacks),
             "ttft": _histogram(metrics.spans["time_to_first_token"]),
             "itl": _histogram(metrics.inter_token_latency),
+            "pauses": _histogram(metrics.migration_pause),
             "instances": [
                 {**entry, **_instance_counters(instances[str(entry["instance_id"])])}
                 for entry in dispatcher.instances()

@@ -9,9 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdserve.errors import install
 from pdserve.router.web.endpoint import Access
 
 PAGE = Path(__file__).parent / "page"
+FILES = ("page.css", "page.js", "charts.js", "format.js", "panels.js", "snapshots.js")
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -28,7 +30,7 @@ class PageFile(Route):
     id_prefix = "req-"
 
     def __init__(self, path: str, file: Traversable, policy: str) -> None:
-        content = file.read_bytes()
+        content = file.read_bytes().replace(b"INSTALL_SWAGGER", install("swagger").encode())  # in no_docs.html
         media_type = TYPES[file.name.rpartition(".")[2]]
 
         async def serve(_: Request) -> Response:
@@ -43,7 +45,8 @@ def page_routes() -> list[PageFile]:
 
     The live page asks for a key before it shows data; in Swagger UI, "Authorize" takes the keys that "Execute" sends.
     """
-    live_page = {"/": PAGE / "page.html", "/page.css": PAGE / "page.css", "/page.js": PAGE / "page.js"}
+    live_page = {f"/{name}": PAGE / name for name in FILES}
+    live_page["/"] = PAGE / "page.html"
     swagger_ui: dict[str, Traversable] = {"/docs": PAGE / "no_docs.html"}
     if find_spec("fastapi_offline") is not None:
         files = resources.files("fastapi_offline") / "static"

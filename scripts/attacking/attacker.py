@@ -32,6 +32,7 @@ KINDS: dict[str, Callable[[Target], None]] = {
         bodies.all_log_probabilities,
         bodies.deep_bodies,
         bodies.grammar_bombs,
+        bodies.slow_masks,
         bodies.log_injection,
         answers.left_streams,
         answers.unread_streams,

@@ -11,6 +11,7 @@ from attacking.target import ENDED, Target
 
 LARGEST = 4 * 1024 * 1024 - 1024  # bytes, below the default of --max-body-bytes
 UNFINISHED = 30  # bodies at once
+SLOW_GRAMMARS = 4  # at once, of 16 choices each
 INJECTION = "\x1b[2J\r\nWARNING pdserve: forged"
 REFUSED = {400, 413, 422, 429}
 NESTED: dict[str, Any] = {"type": "string"}
@@ -89,6 +90,16 @@ def grammar_bombs(target: Target) -> None:
     ]
     for bomb in bombs:
         target.ask(target.completion(**bomb), {200, 400, 429})
+
+
+def slow_masks(target: Target) -> None:
+    """Choices by grammars whose masks take longer with each token, and pass for quick ones before."""
+    with ExitStack() as stack:
+        for _ in range(SLOW_GRAMMARS):
+            grammar = f'root ::= "{random.random()}" s\ns ::= s s | [a-z]'
+            connection = stack.enter_context(target.connect())
+            connection.sendall(target.completion(guided_grammar=grammar, n=16, max_tokens=400, stream=True))
+        time.sleep(5)
 
 
 def log_injection(target: Target) -> None:

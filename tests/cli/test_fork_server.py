@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.cli import fork_server
 from pdserve.cli.fork_server import ForkedProcess, ForkServer
 from pdserve.cli.supervisor import Child, Supervisor
 
@@ -34,8 +35,8 @@ with Supervisor([Child("decode-0", {DECODE})], on_line=lambda line: print(line, 
 """
 
 
-pytestmark = pytest.mark.timeout(600)
-WHILE_IT_CHANGES = pytest.mark.until_recorded("pdserve/cli")  # each starts parents of its own, which import for seconds
+# They start parents that import for seconds. `test_ctrl_c_leaves_no_process_and_no_shared_memory` of test_up.py always runs.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.until_recorded("pdserve/cli", "pdserve/parent.py")]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,26 @@ def test_output_and_exit_codes_are_those_of_the_command(server: ForkServer) -> N
     assert run(server, "up", "--both", "0", "--prefill", "0", "--decode", "0")[0] == 2
 
 
+def test_a_router_that_needs_no_torch_does_not_wait_for_it() -> None:
+    with closing(ForkServer()) as server:
+        others = [server.spawn(command, os.environ) for command in (["version"], ["router", "--model", "x", "--help"])]
+        router = server.spawn(["router", "--help"], os.environ)
+        assert router.pid < min(process.pid for process in others), "though it was asked for last"
+        assert [process.wait() for process in (router, *others)] == [0, 0, 0]
+
+
+def test_a_parent_that_was_started_early_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_early", [])
+    fork_server.start_early()
+    [early] = fork_server._early
+    assert fork_server.take() is early and not fork_server._early
+    early.close()
+    fork_server.start_early()
+    [early] = fork_server._early
+    with Supervisor([], lambda line: None):
+        assert not early.is_running, "without preloading, it is not needed"
+
+
 def test_the_parent_is_fit_to_fork(server: ForkServer) -> None:
     run(server, "version")
     process = Path(f"/proc/{server.process.pid}")
@@ -109,7 +130,6 @@ def test_the_environment_is_that_of_the_request(server: ForkServer) -> None:
     assert widths == [60, 90]
 
 
-@WHILE_IT_CHANGES
 def test_a_crashed_child_is_forked_again_and_a_lost_parent_is_replaced() -> None:
     lines: list[str] = []
     with Supervisor([Child("decode-0", DECODE)], lines.append, preload=True) as supervisor:
@@ -140,7 +160,6 @@ def test_it_can_be_stopped_while_it_loads() -> None:
     assert server.process.returncode == -signal.SIGKILL and process.pid == 0
 
 
-@WHILE_IT_CHANGES
 def test_it_ends_with_its_supervisor() -> None:
     with subprocess.Popen([sys.executable, "-c", UP], stdin=-1, stdout=-1, text=True) as supervisor:
         assert supervisor.stdout is not None

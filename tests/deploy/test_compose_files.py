@@ -121,8 +121,11 @@ def test_keys_and_certificates_reach_the_router(tmp_path: Path) -> None:
             process.terminate()
 
 
-@pytest.mark.parametrize(("keys", "sent"), [("", ""), ("adm", "adm"), ("o'ne\"#,two", "o'ne\"#")])
-def test_prometheus_sends_the_first_admin_key(keys: str, sent: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "in_file", "sent"),
+    [("", "", ""), ("adm", "", "adm"), ("o'ne\"#,two", "", "o'ne\"#"), ("adm", "other,third", "other")],
+)
+def test_prometheus_sends_the_first_admin_key(keys: str, in_file: str, sent: str, tmp_path: Path) -> None:
     """Without it, a router with API keys leaves out the series of each key. Its service's script, started with a fake."""
     service = services("docker-compose.cpu.yml")["prometheus"]
     (tmp_path / "prometheus").write_text("#!/bin/sh\n")
@@ -130,6 +133,10 @@ def test_prometheus_sends_the_first_admin_key(keys: str, sent: str, tmp_path: Pa
     variables = {"PDSERVE_ADMIN_KEY": keys, "SCHEME": "https"}
     environment = {name: filled_in(value, variables) for name, value in service["environment"].items()}
     script = filled_in(service["command"][0], variables).replace("$$", "$").replace("/tmp/", f"{tmp_path}/")
+    script = script.replace("/secrets/", f"{tmp_path}/secrets/")
+    if in_file:
+        (tmp_path / "secrets").mkdir()
+        (tmp_path / "secrets" / "admin-key").write_text(f"{in_file}\n")
     subprocess.run(["sh", "-c", script], env={**environment, "PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
     (job,) = yaml.safe_load((tmp_path / "prometheus.yml").read_text())["scrape_configs"]
     assert Path(job["authorization"]["credentials_file"]).read_text() == sent
@@ -151,3 +158,22 @@ def test_settings_are_documented() -> None:
             "GRAFANA_PUBLISH",
         }
         assert read <= set(re.findall(r"`(\w+)`", (ROOT / "docs/deploy.md").read_text()))
+
+
+def test_containers_may_change_only_what_they_must() -> None:
+    """Their root file systems are read-only, they have no capabilities, and all have a limit of memory to be set."""
+    for name, service in services("docker-compose.cpu.yml").items():
+        if name in ("prometheus", "grafana"):
+            continue
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        if "pdserve" in service["image"]:  # importing torch makes this folder
+            assert service["environment"]["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{service['tmpfs'][0]}/")
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["mem_limit"].endswith(":-0}") and any(":/secrets:ro" in one for one in service["volumes"])
+
+
+def test_images_of_others_are_pinned() -> None:
+    images = {one["image"] for one in services("docker-compose.cpu.yml").values()}
+    assert len(images) == 4
+    for image in images - {"pdserve:${TAG:-latest}"}:
+        assert re.fullmatch(r"\$\{\w+:-[\w/]+:v?\d+\.[\d.]+\}", image), image

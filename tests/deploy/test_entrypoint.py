@@ -63,6 +63,19 @@ def test_one_gpu_each(containers: Containers) -> None:
     assert containers.start("decode", GPUS="1,2") == "decode on 1", "the lock ends with its process"
 
 
+def test_a_secret_in_a_file_wins_over_its_variable(containers: Containers, tmp_path: Path) -> None:
+    printed = '#!/bin/sh\necho "$PDSERVE_API_KEY $PDSERVE_ADMIN_KEY $REDIS_PASSWORD"\nexec sleep 600\n'
+    (tmp_path / "pdserve").write_text(printed)
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "api-key").write_text("sk-one,sk-two\n")
+    (tmp_path / "secrets" / "redis-password").write_text("word")
+    variables = {"PDSERVE_API_KEY": "sk-old", "PDSERVE_ADMIN_KEY": "adm", "SECRETS_FOLDER": str(tmp_path / "secrets")}
+    assert containers.start("router", **variables) == "sk-one,sk-two adm word"
+    (tmp_path / "secrets" / "admin-key").mkdir()
+    refused = containers.start("router", **variables)
+    assert f"cannot read {tmp_path}/secrets/admin-key" in refused and "chmod" in refused
+
+
 def test_several_gpus_each(containers: Containers) -> None:
     variables = {"GPUS": "0,1,2,3,4", "TENSOR_PARALLEL_SIZE": "2"}
     assert containers.start("decode", **variables) == "decode --tensor-parallel-size 2 on 0,1"

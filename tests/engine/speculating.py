@@ -97,6 +97,7 @@ class Runs:
             "dtype": self._dtype,
             "num_blocks": 300,
             "max_num_batched_tokens": 512,
+            "speculate": "off",
         }
         return Engine(EngineConfig(**(config | settings)), on_grammar_ready=self._ready.set)
 

@@ -42,7 +42,7 @@ def test_incomplete_checkpoints_are_setup_errors(checkpoint: Callable[..., Path]
 @pytest.mark.parametrize(
     ("method", "device", "capability", "invariant", "reason"),
     [
-        ("gptq", "cuda", (9, 0), False, "weights quantized by gptq are not supported"),
+        ("hqq", "cuda", (9, 0), False, "weights quantized by hqq are not supported"),
         ("fp8", "cpu", (0, 0), False, "FP8 weights need a GPU, and the device is cpu"),
         ("fp8", "cuda", (8, 6), False, "FP8 weights need a GPU of compute capability 8.9, and this one has 8.6"),
         ("fp8", "cuda", (9, 0), True, "--batch-invariant on: not with FP8 weights"),

@@ -1,22 +1,28 @@
 """Structured output: outputs follow their grammars, and other sequences in the batch are not affected."""
 
 import json
+import os
 import re
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import Drafter, StepPlan
 from pdserve.grammars import mask_client
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import GrammarTooComplex
+from pdserve.grammars.mask_client import MaskService
 from pdserve.request import SamplingParams
 
 SCHEMA = {
@@ -55,12 +61,16 @@ def sampling(i: int, spec: dict[str, Any] | None) -> SamplingParams:
     return SamplingParams(max_tokens=200, seed=i, temperature=float(i % 2), grammar=text)
 
 
-def run(engine: Engine, seqs: list[Sequence]) -> list[list[int]]:
+def run(engine: Engine, seqs: list[Sequence], accepted: list[int] | None = None) -> list[list[int]]:
+    """Run sequences to their ends, and return their outputs. `accepted` gets the number of accepted drafts of each step."""
     for seq in seqs:
-        engine.add(seq)
+        if seq not in engine.constrained:
+            engine.add(seq)
     unfinished = set(seqs)
     while unfinished:
         result = engine.step()
+        if accepted is not None:
+            accepted += [count for _, count in result.drafted]
         for seq in [
             seq
             for seq in result.sampled
@@ -148,6 +158,75 @@ def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pyt
     finally:
         proceed.set()
         engine.remove(late)
+
+
+@pytest.fixture
+def stopped(engine: Engine) -> Iterator[Callable[[], None]]:
+    """Stops all mask workers, whose masks are late until `resume` is called, or the test ends."""
+    pids: list[int] = []
+
+    def stop(*, resume: bool = False) -> None:
+        server = engine.grammars._compiler.server_pid
+        pids[:] = pids or map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
+        for pid in pids:
+            with suppress(ProcessLookupError):  # its grammar is not needed any more
+                os.kill(pid, signal.SIGCONT if resume else signal.SIGSTOP)
+
+    yield stop
+    stop(resume=True)
+
+
+def test_a_slow_mask_delays_its_own_sequence_only(engine: Engine, stopped: Callable[..., None]) -> None:
+    """The tokens are those of quick masks."""
+
+    def new(i: int, spec: dict[str, Any] | None, max_tokens: int = 200) -> Sequence:
+        params = sampling(i, spec)
+        return engine.new_sequence(str(i), [7, i], structs.replace(params, max_tokens=max_tokens, ignore_eos=not spec))
+
+    specs = [SPECS[0], SPECS[1], SPECS[4]]  # whose answers are not over so soon
+    expected = run(engine, [new(i, spec) for i, spec in enumerate(specs)])
+    slow = [new(i, spec) for i, spec in enumerate(specs)]
+    for seq in slow:
+        engine.add(seq)
+    while not all(seq.output.num_generated for seq in slow):
+        if engine.step().idle:
+            assert grammar_ready.wait(600)
+            grammar_ready.clear()
+    stopped()
+    lengths = [len(seq) for seq in slow]
+    num_late = engine.num_late
+    plain = new(100, None, max_tokens=50)
+    engine.add(plain)
+    for count in range(1, 51):
+        assert plain in engine.step().sampled and plain.output.num_generated == count
+    engine.remove(plain)
+    assert all(len(seq) <= before + 2 for seq, before in zip(slow, lengths, strict=True)), "masks that were there"
+    assert engine.num_late >= num_late + 50 and all(seq.kv.block_ids for seq in slow)
+    stopped(resume=True)
+    assert run(engine, slow) == expected
+
+
+def test_drafts_are_accepted_as_far_as_their_masks_are_there(
+    checkpoint: Callable[..., Path], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(engine, [engine.new_sequence(str(i), [7, i], sampling(i, spec)) for i, spec in enumerate(SPECS)])
+
+    class Oracle(Drafter):
+        def propose(self, plan: StepPlan) -> dict[Sequence, list[int]]:
+            answers = {seq: expected[int(seq.request_id)] for seq in plan.counts if seq.takes_drafts}
+            return {seq: [*answer[seq.output.num_generated :][:3], 5] for seq, answer in answers.items()}
+
+    config = EngineConfig(model=str(checkpoint("llama")), num_blocks=200, dtype="bfloat16")
+    drafting = Engine(config, on_grammar_ready=grammar_ready.set)
+    drafting.drafter = Oracle()
+    for is_known in (True, False):
+        accepted = list[int]()
+        if not is_known:
+            monkeypatch.setattr(MaskService, "try_out", lambda *_: None)
+        seqs = [drafting.new_sequence(str(i), [7, i], sampling(i, spec)) for i, spec in enumerate(SPECS)]
+        assert run(drafting, seqs, accepted) == expected
+        assert any(accepted) or not is_known
+        assert set(accepted) <= {0, 1} or is_known, "the first of them needs the mask that is there"
 
 
 def test_a_grammar_whose_masks_are_too_expensive_fails_its_sequence(

@@ -17,6 +17,8 @@ from pdserve.engine import numerics
 from pdserve.engine.cpu_fusion.linear_method import prepack
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.engine import Engine
+from pdserve.engine.memory.blocks import block_table
+from pdserve.engine.memory.groups import Table, Tails
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
@@ -61,7 +63,7 @@ def mixed_steps() -> Steps:
 
 @torch.inference_mode()
 def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of all tokens, [ROWS, TOKENS, V], and the pool with their KV."""
+    """Return the logits of all tokens, [ROWS, TOKENS, V], and their KV."""
     runner, blocks = engine.runner, engine.pool.blocks_for(TOKENS)
     assert isinstance(runner, ModelRunner)
     runner.kv.pool_NX.zero_()
@@ -69,8 +71,13 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
         Sequence.new(str(i), token_array(prompt), TOKENS, TOKENS, GREEDY, b"", runner.block_size)
         for i, prompt in enumerate(prompts())
     ]
+    held = [
+        engine.pool.allocate(-(-blocks * ROWS // group.per_page), at) for at, group in enumerate(engine.pool.groups)
+    ]
     for i, seq in enumerate(seqs):
-        seq.kv.take_blocks(0, [], list(range(i * blocks, (i + 1) * blocks)))
+        first, *others = (of_group[i * blocks : (i + 1) * blocks] for of_group in held)
+        seq.kv.take_blocks(0, [], first)
+        seq.kv.tails = Tails(Table(at, block_table(ids), 0) for at, ids in enumerate(others, 1))
     logits: list[list[torch.Tensor]] = [[] for _ in seqs]
     for step in steps:
         total = sum(count for _, count in step)
@@ -79,7 +86,11 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
         for (i, count), part_TV in zip(step, rows_TV.split([count for _, count in step]), strict=True):
             logits[i].append(part_TV)
             seqs[i].kv.mark_computed(count)
-    return torch.stack([torch.cat(parts) for parts in logits]), runner.kv.pool_NX[: ROWS * blocks].clone()
+    written = []
+    for group, view_NX, of_group in zip(engine.pool.groups, runner.kv.views, held, strict=True):
+        written.append(view_NX[[block - group.first_id for block in of_group[: ROWS * blocks]]].flatten())
+        engine.pool.release(of_group)
+    return torch.stack([torch.cat(parts) for parts in logits]), torch.cat(written)
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), CASES)

@@ -69,7 +69,9 @@ def test_replayed_steps_have_the_logits_of_eager_ones(
     architecture: str, dtype: str, checkpoint: Callable[..., Path]
 ) -> None:
     def engine() -> Engine:
-        return Engine(EngineConfig(model=str(checkpoint(architecture)), dtype=dtype, kernel="cpu", num_blocks=40))
+        return Engine(
+            EngineConfig(model=str(checkpoint(architecture)), dtype=dtype, kernel="cpu", num_blocks=40, speculate="off")
+        )
 
     counts = [3 * RECORD_AT_STEP, 6 * RECORD_AT_STEP, 9 * RECORD_AT_STEP]
     eager, replaying = engine(), engine()
@@ -203,7 +205,7 @@ def test_padded_steps_have_the_logits_of_unpadded_ones(
     monkeypatch.setattr(cuda_graph, "MIN_PADDED_TOKENS", 8)
     path = str(checkpoint(architecture, dtype="float32"))
     counts = [4, 6, 9, 12, 40]
-    config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
+    config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu", speculate="off")
     plain, padded = Engine(config), Engine(config)
     assert isinstance(padded.runner, ModelRunner) and padded.runner.graphs is None
     graphs = PaddedGraphs(padded.runner.compute_logits, 200, record_by_running)
@@ -240,7 +242,7 @@ def test_all_graphs_are_recorded_before_an_instance_is_ready(
     """So no step of a request records one, whatever the number of sequences and their lengths."""
     monkeypatch.setattr(cuda_graph, "MIN_PADDED_TOKENS", 8)
     path = str(checkpoint("qwen3", dtype="float32"))
-    config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu")
+    config = EngineConfig(model=path, kernel="reference", num_blocks=60, block_size=4, device="cpu", speculate="off")
     engine = Engine(replace(config, max_num_seqs=5, max_model_len=100))
     assert isinstance(engine.runner, ModelRunner)
     graphs = PaddedGraphs(engine.runner.compute_logits, 200, record_by_running)

@@ -1,10 +1,13 @@
-"""Masks of a worker: those that are computed here, and what happens to a grammar whose masks take too long."""
+"""Masks of workers: those that are computed here, what becomes of a grammar whose masks take too long, and who waits."""
 
 import json
 import os
 import random
 import shutil
+import signal
 import string
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.grammars import mask_client
 from pdserve.grammars.compile_server import Loaded
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
-from pdserve.grammars.mask_client import Follower, LoadedGrammar, MaskRow, fill_masks
+from pdserve.grammars.mask_client import Budget, Follower, LoadedGrammar, MaskService
 from pdserve.grammars.mask_worker import new_matcher
 from pdserve.grammars.specification import lark_grammar
+from pdserve.keys import token_array
+from pdserve.request import NO_TENANT, Tenant
 
 SPECS: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"enum": ["x", 5]}, "b": {"type": "number"}}, "required": ["a"]}},
@@ -74,63 +80,182 @@ def local_mask(model: Path) -> Callable[[dict[str, Any], list[int]], torch.Tenso
     return compute
 
 
+@pytest.fixture(scope="module")
+def masks() -> MaskService:
+    return MaskService()
+
+
+def load(compiler: GrammarCompiler, spec: dict[str, Any], tenant: Tenant = NO_TENANT) -> LoadedGrammar:
+    return LoadedGrammar(compiler, compiler.compile(json.dumps(spec)), tenant)
+
+
 def follow(compiler: GrammarCompiler, spec: dict[str, Any]) -> Follower:
-    return Follower(LoadedGrammar(compiler, compiler.compile(json.dumps(spec))))
+    return Follower(load(compiler, spec))
 
 
-def row_of(follower: Follower, output: list[int]) -> MaskRow:
-    return MaskRow(follower, list(output), torch.full((NUM_WORDS // 32,), -1, dtype=torch.int32))
+def fill(masks: MaskService, *wanted: tuple[Follower, list[int]]) -> None:
+    """Wait for the masks behind whole outputs, of which sequences have had a part before."""
+    for follower, output in wanted:
+        assert follower.output.tolist() == output[: len(follower.output)]
+        masks.follow(follower, token_array(output[len(follower.output) :]))
+    masks.wait([follower for follower, _ in wanted], 600)
 
 
-def allowed(mask_W: torch.Tensor) -> list[int]:
-    return [i for i in range(NUM_WORDS) if int(mask_W[i // 32]) >> i % 32 & 1]
+def as_tensor(mask: bytes | None) -> torch.Tensor:
+    assert mask is not None
+    return torch.frombuffer(bytearray(mask), dtype=torch.int32)
+
+
+def allowed(mask: bytes | None) -> list[int]:
+    assert mask is not None
+    bits = int.from_bytes(mask, "little")
+    return [i for i in range(NUM_WORDS) if bits >> i & 1]
+
+
+def newest_worker(compiler: GrammarCompiler) -> int:
+    """Return the process id of the worker that was started last."""
+    children = Path(f"/proc/{compiler.server_pid}/task/{compiler.server_pid}/children").read_text()
+    return int(children.split()[-1])
 
 
 def test_masks_are_those_that_are_computed_in_this_process(
-    compiler: GrammarCompiler, local_mask: Callable[[dict[str, Any], list[int]], torch.Tensor]
+    compiler: GrammarCompiler, masks: MaskService, local_mask: Callable[[dict[str, Any], list[int]], torch.Tensor]
 ) -> None:
     choose = random.Random(1).choice
     followers, outputs = [follow(compiler, spec) for spec in SPECS], [list[int]() for _ in SPECS]
     for _ in range(30):
-        rows = [row_of(*one) for one in zip(followers, outputs, strict=True)]
-        fill_masks(rows)
-        for spec, row, output in zip(SPECS, rows, outputs, strict=True):
-            assert row.follower.failure is None
-            assert torch.equal(row.mask_W, local_mask(spec, output))
+        fill(masks, *(one for one in zip(followers, outputs, strict=True) if 0 not in one[1]))
+        for spec, follower, output in zip(SPECS, followers, outputs, strict=True):
+            assert follower.failure is None
             if 0 not in output:
-                output.append(choose(allowed(row.mask_W)))
+                assert torch.equal(as_tensor(follower.mask), local_mask(spec, output))
+                output.append(choose(allowed(follower.mask)))
+    assert masks.cpu_s > 0
+
+
+def test_masks_behind_drafts_are_those_of_outputs_that_have_them(
+    compiler: GrammarCompiler, masks: MaskService, local_mask: Callable[[dict[str, Any], list[int]], torch.Tensor]
+) -> None:
+    choose = random.Random(2).choice
+    for spec in SPECS:
+        follower, output = follow(compiler, spec), list[int]()
+        other = Follower(follower.grammar)  # whose masks come behind those of the drafts
+        while len(output) < 8 and 0 not in output:
+            fill(masks, (follower, output))
+            drafts, expected = [choose(allowed(follower.mask))], list[torch.Tensor]()
+            while drafts[-1]:
+                expected.append(local_mask(spec, output + drafts))
+                if len(drafts) == 3:
+                    break
+                drafts.append(choose(allowed(expected[-1].numpy().tobytes())))
+            masks.try_out(follower, [*drafts, NUM_WORDS - 1])
+            fill(masks, (other, output))
+            assert len(follower.behind_drafts) >= len(expected)
+            assert all(map(torch.equal, map(as_tensor, follower.behind_drafts), expected))
+            output.append(drafts[0])
+        assert follower.failure is None
 
 
 def test_a_mask_that_takes_too_long_fails_its_sequence_only(
     compiler: GrammarCompiler,
+    masks: MaskService,
     vocab: dict[str, int],
     local_mask: Callable[[dict[str, Any], list[int]], torch.Tensor],
 ) -> None:
     bomb, other = follow(compiler, BOMB), follow(compiler, SPECS[1])
     goods = [other, Follower(bomb.grammar)]
     output, good_outputs = [vocab["a"]] * 600, [[vocab["a"]] * 3, [vocab["a"]] * 2]
-    fill_masks([row_of(bomb, output), *map(row_of, goods, good_outputs)])
+    fill(masks, (bomb, output), *zip(goods, [[vocab["a"]] * 2, [vocab["a"]]], strict=True))
     assert bomb.failure is None
+    given_up = masks.num_given_up
     long = [*output, vocab["Q"], *[vocab["a"]] * 800]
-    rows = [row_of(goods[0], good_outputs[0]), row_of(bomb, long), row_of(goods[1], good_outputs[1])]
-    fill_masks(rows)
+    fill(masks, (goods[0], good_outputs[0]), (bomb, long), (goods[1], good_outputs[1]))
     assert isinstance(bomb.failure, GrammarTooComplex) and "takes more than 0.25 s of CPU time" in str(bomb.failure)
-    for row, spec in ((rows[0], SPECS[1]), (rows[2], BOMB)):
-        assert row.follower.failure is None and torch.equal(row.mask_W, local_mask(spec, row.output))
+    assert masks.num_given_up == given_up + 1
+    for good, spec, good_output in zip(goods, (SPECS[1], BOMB), good_outputs, strict=True):
+        assert good.failure is None and torch.equal(as_tensor(good.mask), local_mask(spec, good_output))
 
 
-def test_sequences_that_have_ended_are_forgotten(compiler: GrammarCompiler) -> None:
+def test_drafts_whose_masks_take_too_long_fail_no_sequence(
+    compiler: GrammarCompiler, masks: MaskService, vocab: dict[str, int]
+) -> None:
+    bomb = follow(compiler, BOMB)
+    output = [*[vocab["a"]] * 600, vocab["Q"]]
+    fill(masks, (bomb, output))
+    assert bomb.failure is None
+    spent = bomb.budget.cpu_s
+    masks.try_out(bomb, [vocab["a"]] * 900)
+    other = Follower(bomb.grammar)
+    fill(masks, (other, output[:1]))
+    assert (bomb.failure, other.failure, bomb.budget.cpu_s) == (None, None, spent)
+
+
+def test_choices_of_a_request_share_what_their_masks_may_take(
+    compiler: GrammarCompiler, masks: MaskService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_client, "mask_budget_s", lambda num_tokens: 1e9 if num_tokens <= 6 else -1.0)
+    grammar, budget = load(compiler, SPECS[1]), Budget()
+    choices = [Follower(grammar, budget) for _ in range(4)]
+    fill(masks, *((choice, []) for choice in choices))
+    assert [choice.failure for choice in choices] == [None] * 4 and budget.num_tokens == 4
+    token = allowed(choices[0].mask)[0]
+    fill(masks, *((choice, [token]) for choice in choices))
+    failures = [choice.failure for choice in choices]
+    assert all(isinstance(failure, GrammarTooComplex) for failure in failures[2:])
+    assert str(failures[-1]).endswith("s of CPU time for 8 tokens; simplify it")
+
+
+def test_the_masks_of_one_tenant_do_not_wait_for_those_of_another(compiler: GrammarCompiler) -> None:
+    arrived = threading.Event()
+    masks, late, stopped = MaskService(arrived.set), list[Follower](), list[int]()
+    try:
+        for _ in range(5):  # workers as many as may compute at once, and more
+            late.append(Follower(load(compiler, SPECS[0], Tenant(1))))
+            stopped.append(newest_worker(compiler))
+            os.kill(stopped[-1], signal.SIGSTOP)
+            masks.follow(late[-1], token_array([]))
+        innocent = Follower(load(compiler, SPECS[0], Tenant(2)))
+        fill(masks, (innocent, []))
+        masks.wait(late, 0.01)
+        masks.notify(late)
+        assert innocent.mask is not None and all(one.is_late for one in late) and not arrived.is_set()
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    assert arrived.wait(600)
+    masks.wait(late, 600)
+    assert {one.mask for one in late} == {innocent.mask}
+    arrived.clear()
+    masks.notify(late)
+    assert arrived.is_set(), "it calls at once if masks are there already"
+
+
+def test_a_dead_worker_is_replaced(compiler: GrammarCompiler, masks: MaskService) -> None:
+    follower = follow(compiler, SPECS[1])
+    fill(masks, (follower, []))
+    token = allowed(follower.mask)[0]
+    worker = newest_worker(compiler)
+    compiler.compile(json.dumps(SPECS[0]))  # so the compile server has closed its end of the worker's connection
+    os.kill(worker, signal.SIGKILL)
+    while Path(f"/proc/{worker}").exists():
+        time.sleep(0.01)
+    fill(masks, (follower, [token]))
+    assert follower.failure is None and follower.mask is not None
+
+
+def test_sequences_that_have_ended_are_forgotten(compiler: GrammarCompiler, masks: MaskService) -> None:
     follower = follow(compiler, SPECS[1])
     for _ in range(5):
         follower = Follower(follower.grammar)
-        fill_masks([row_of(follower, [])])
-        assert len(follower.grammar.worker._ended) <= 1
+        fill(masks, (follower, []))
+        assert follower.worker is not None and len(follower.worker._ended) <= 1
 
 
-def test_masks_go_on_without_the_compile_server(compiler: GrammarCompiler) -> None:
+def test_masks_go_on_without_the_compile_server(compiler: GrammarCompiler, masks: MaskService) -> None:
     follower = follow(compiler, SPECS[1])
-    fill_masks([row_of(follower, [])])
+    fill(masks, (follower, []))
     assert compiler.server_pid is not None
+    token = allowed(follower.mask)[0]
     os.killpg(compiler.server_pid, 9)
-    fill_masks([row_of(follower, [])])
+    fill(masks, (follower, [token]))
     assert follower.failure is None

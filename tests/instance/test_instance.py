@@ -58,6 +58,22 @@ def test_keys_of_a_submission_are_those_that_the_instance_would_compute(driver: 
     assert [one.sources.local_hit for one in foreign if one.sources is not None] == [0]
 
 
+def test_a_reset_pins_nothing_of_a_warm_prompt_that_is_under_way(driver: Driver) -> None:
+    instance = driver.instance
+
+    def pinned(name: str, epoch: int) -> int:
+        """Return how many blocks are pinned once a warm prompt has ended, during which the cache was reset."""
+        instance.submit("router", pb.Submit(request_id=name, phase=pb.BOTH, request=packed(pin=True)))
+        instance.reset_cache(epoch)
+        instance.run_once(wait=False)
+        while instance.num_jobs:
+            instance.run_once(wait=False)
+        return len(instance.engine.pool.pinned)
+
+    assert pinned("before", 1) == 0
+    assert pinned("after", 1) == len(PROMPT) // 32, "an epoch begins once"
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "message"),
     [
@@ -82,3 +98,20 @@ def test_what_no_router_may_send_ends_the_request_with_an_error(
     (output,) = driver.run(request=request_bytes, members=[pb.Member(request_id="s", seed=1)])[:1]
     assert output.error is not None and output.error.kind == "rejected" and message in output.error.message
     assert driver.run()[-1].finish_reason == "length"
+
+
+def test_a_heartbeat_tells_how_many_blocks_each_key_holds(driver: Driver) -> None:
+    instance, sampling = driver.instance, {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
+    for request_id, tenant in (("a", [171, 1.0]), ("b", [205, 1.0]), ("c", [0, 1.0])):
+        request = packed(tenant=tenant, sampling=sampling)
+        instance.submit("router", pb.Submit(request_id=request_id, phase=pb.BOTH, request=request))
+
+    def told() -> dict[str, float]:
+        return {name: value for name, value in instance.reporter.heartbeat.counters.items() if "_of_key" in name}
+
+    while len(told()) < 2 or min(told().values()) < 3:  # blocks of 32 tokens
+        instance.run_once(wait=False)
+    assert told().keys() == {'kv_cache_blocks_of_key{key="ab"}', 'kv_cache_blocks_of_key{key="cd"}'}
+    instance.drop_link("router")
+    while told():
+        instance.run_once(wait=False)

@@ -130,6 +130,26 @@ def test_tokens_do_not_queue_behind_kv_events() -> None:
     run(scenario())
 
 
+def test_a_frame_of_the_engine_thread_tells_how_long_it_waited_to_be_written() -> None:
+    async def scenario() -> None:
+        harness, links = Harness(), list[str]()
+        harness.instance.submit = lambda link, submit: links.append(link)
+        async with harness.router() as router:
+            while not router.frames:
+                await asyncio.sleep(0.01)
+            router.send(pb.RouterFrame(submit=pb.Submit()))
+            while not links:
+                await asyncio.sleep(0.01)
+            harness.links.send(links[0], pb.InstanceFrame(outputs=b""))
+            time.sleep(0.3)  # as if the engine kept this thread from running
+            while not (outputs := [one for one in router.frames if one.HasField("outputs")]):
+                await asyncio.sleep(0.01)
+            assert outputs[0].waited >= 0.3
+        harness.serving.cancel()
+
+    run(scenario())
+
+
 def test_pending_events_of_a_router_that_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "pdserve.instance.router_link.UPDATE_INTERVAL_S", 0.001

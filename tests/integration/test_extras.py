@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from pdserve import errors
 from pdserve.cli.deployment import free_port
 from pdserve.cli.fork_server import ForkServer
 
 BLOCKED = ["grpc", "grpc_health", "grpc_reflection", "zmq", "redis", "python_multipart", "fastapi_offline"]
 BLOCKED += ["opentelemetry.sdk"]
 ROUTER = ["router", "--model", "demo", "--control-port", "0"]
-DECODE = ["decode", "--model", "demo", "--num-blocks", "32", "--threads", "1"]
+DECODE = ["decode", "--model", "/no/such/model"]  # which is not even looked for
 EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
 # Extra → a command that needs it.
 COMMANDS = [
@@ -82,3 +83,11 @@ def test_the_core_requires_no_package_of_an_extra() -> None:
         if name != "dev"
         for line in lines
     }
+
+
+@pytest.mark.parametrize(
+    ("is_checkout", "command"), [(True, "pip install -e '.[redis]'"), (False, "pip install 'pdserve[redis]'")]
+)
+def test_the_sentence_fits_the_installation(monkeypatch: pytest.MonkeyPatch, is_checkout: bool, command: str) -> None:
+    monkeypatch.setattr(errors, "IS_CHECKOUT", is_checkout)
+    assert str(errors.not_imported("redis://", ModuleNotFoundError(name="redis"))).endswith(f": {command}")

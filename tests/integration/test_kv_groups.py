@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 # Layers 0, 1 and 3 slide over 2 heads of 16 numbers, layer 2 attends to all with 1 head of 32; layers 4 and 5 read others.
-NUMBERS = 3 * 2 * 2 * 16 + 1 * 2 * 1 * 32  # of a token: layers, K and V, heads, head size
+FULL, SLIDING = 1 * 2 * 1 * 32, 3 * 2 * 2 * 16  # numbers of a token: layers, K and V, heads, head size
+WINDOW = 48
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
 
@@ -35,10 +36,12 @@ def test_two_groups_cross_from_prefill_to_decode(
         expected = generate(path, some, 32)
         assert complete_all(deployment, some) == expected
         loaded = partial(metric, deployment, role="decode", direction="load")
-        blocks = sum(-(-len(prompt) // 16) for prompt in some)
+        full = sum(-(-len(prompt) // 16) for prompt in some)
+        sliding = sum(-(-len(prompt) // 16) - max(0, len(prompt) - WINDOW) // 16 for prompt in some)
+        blocks = full + sliding
         wait_until(lambda: loaded("kv_transfer_blocks_total") >= blocks)
         assert loaded("kv_transfer_blocks_total") == blocks
-        assert loaded("kv_transfer_bytes_total") == blocks * 16 * NUMBERS * 4
+        assert loaded("kv_transfer_bytes_total") == (full * FULL + sliding * SLIDING) * 16 * 4
         assert complete_all(deployment, some) == expected, "with warm caches"
         assert metric(deployment, "prompt_tokens_by_source_total", role="decode", source="computed") == 0
         assert metric(deployment, "handover_fallbacks_total") == 0 == metric(deployment, "kv_transfer_failures_total")

@@ -111,6 +111,7 @@ def test_what_is_not_valid(llm: LLM) -> None:
         llm.generate(["a", "a" * 2000], GREEDY, use_tqdm=False)
 
 
+@pytest.mark.until_recorded("pdserve/offline", "pdserve/cli")  # with a parent of its own, which imports for seconds
 def test_disaggregated_equals_transformers(path: Path, prompts: list[list[int]], generate: Generate) -> None:
     before = children(), segments()
     with LLM(str(path), prefill=1, decode=1, local_prefill_tokens=0, **SMALL) as llm:

@@ -56,7 +56,7 @@ def test_predictions_change_no_token(
 
 
 def test_without_speculation_a_prediction_has_no_effect(deploy: Callable[..., Any]) -> None:
-    with deploy(model="demo", dtype="bfloat16", prefill=0, decode=0, both=1) as deployment:
+    with deploy(model="demo", dtype="bfloat16", speculate="off", prefill=0, decode=0, both=1) as deployment:
         (text,), expected, _ = ask(deployment, GREEDY)
         _, tokens, details = ask(deployment, GREEDY, text)
         assert tokens == expected

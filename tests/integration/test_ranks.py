@@ -167,7 +167,7 @@ def test_different_degrees_need_convert_kv(
     ("victim", "signum"),
     [
         ("follower", signal.SIGKILL),
-        ("leader", signal.SIGKILL),
+        pytest.param("leader", signal.SIGKILL, marks=pytest.mark.until_recorded("pdserve/ranks")),
         pytest.param("follower", signal.SIGSTOP, marks=pytest.mark.slow),  # waits for HANG_S
     ],
 )

@@ -51,7 +51,7 @@ def test_seeded_output_is_the_same_on_every_topology(
     deploy: Callable[..., Any],
     complete: Callable[..., dict[str, Any]],
 ) -> None:
-    path = checkpoint("qwen3", dtype=dtype)
+    path, prompts = checkpoint("qwen3", dtype=dtype), prompts[:12]  # one of each length, at least
     letters = transformers.AutoTokenizer.from_pretrained(path).encode("abc", add_special_tokens=False)
     masked = {"allowed_token_ids": letters, "bad_words": ["a", "bb"], "temperature": 1.0, "seed": 5, "max_tokens": 20}
     bodies = [

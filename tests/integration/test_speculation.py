@@ -11,6 +11,8 @@ import pytest
 from pdserve import logits_processors, plugins
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepPlan
+from pdserve.keys import KEY_BYTES, KeyChain, root_key, token_array
+from pdserve.kv_transfer.header import HEADER_BYTES, NAME
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 
@@ -47,14 +49,14 @@ def test_answers_over_http(
     bodies = [{"prompt": prompt, "max_tokens": 40, **kind} for prompt in PROMPTS for kind in KINDS]
     found = []
     role = "both" if "both" in roles else "decode"
-    for extra in ([], flags):
+    for extra in (["--speculate", "off"], flags):
         with deploy(model=str(checkpoint("llama", dtype="bfloat16")), flags={role: extra}, **roles) as deployment:
             with ThreadPoolExecutor(8) as threads:
                 replies = [*threads.map(lambda body: complete(deployment, **body), bodies)]
             found.append([(reply["choices"], reply["usage"]["completion_tokens"]) for reply in replies])
             wait_until(lambda: metric(deployment, "kv_cache_blocks_held", role=role) == 0, "no block is held")
             accepted = metric(deployment, "spec_decode_num_accepted_tokens_total", role=role)
-            assert (accepted > 0) == bool(extra)
+            assert (accepted > 0) == (extra == flags)
             assert metric(deployment, "kv_transfer_failures_total") == 0
             assert metric(deployment, "spec_decode_num_accepted_tokens_per_pos_total", role=role) == accepted
     for body, one, other in zip(bodies, *found, strict=True):
@@ -71,13 +73,56 @@ def make(arguments):
 
 
 class Known(Drafter):
-    """Proposes four tokens of a known answer."""
+    """Proposes four tokens of a known answer, of which some are changed by `change`."""
 
-    def __init__(self, answer: list[int]) -> None:
-        self._answer = answer
+    def __init__(self, answer: list[int], change: Callable[[int], int] = lambda at: 0) -> None:
+        self._answer = [token ^ change(at) for at, token in enumerate(answer)]
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
         return {seq: self._answer[(at := seq.output.num_generated) : at + 4] for seq in plan.counts if seq.takes_drafts}
+
+
+@pytest.mark.parametrize("stays", ["whole", "moves"])
+@pytest.mark.parametrize("wrong_every", [1, 3])
+def test_no_key_in_the_store_is_of_a_token_that_was_not_accepted(
+    wrong_every: int,
+    stays: str,
+    make_instance: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    controlled_store: Callable[..., Any],
+) -> None:
+    """Every stored key is that of a block of prompt and answer, and the KV in it is what is computed without drafts."""
+    prompt, size, kept = [*range(20)], 100, []
+    expected: list[int] = []
+    for drafts in (False, True):
+        store = controlled_store()
+        driver = make_instance(
+            store,
+            model=str(checkpoint("llama", dtype="bfloat16")),
+            num_blocks=64,
+            store_generated="on",
+            speculate="off",
+        )
+        if drafts:
+            driver.instance.engine.drafter = Known(expected, lambda at: at % wrong_every == 0)
+        if stays == "whole" or not drafts:
+            driver.submit("whole", prompt, size, pb.BOTH)
+        else:
+            driver.submit("first", prompt, size, pb.BOTH)
+            driver.run_until(lambda outputs: sum(len(one.token_ids) for one in outputs) > 50)
+            driver.instance.cancel("router", "first")
+            driver.submit("whole", prompt, size, pb.BOTH, output=driver.tokens("first"))
+        driver.instance.run_once(wait=True)
+        driver.run_until_idle()
+        tokens = driver.tokens("first") + driver.tokens("whole")
+        assert not expected or tokens == expected
+        expected = tokens
+        kept.append({value[NAME][-KEY_BYTES:]: value[HEADER_BYTES:] for value in store.values.values()})
+    whole = token_array([*prompt, *expected])
+    ends = range(driver.instance.engine.pool.block_size, len(whole), driver.instance.engine.pool.block_size)
+    root = root_key(model_digest=driver.instance.engine.layout.model_digest)
+    assert kept[1].keys() <= {*KeyChain(root).keys(whole, ends)} and len(kept[1]) == len(ends)
+    assert kept[0] == kept[1]
 
 
 def test_a_request_that_fails_has_the_tokens_before_that(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.kernels import native, reference
+from pdserve.kernels import native, prebuilt, reference
 from pdserve.kernels.attention import select_kernel
 
 CPU = torch.device("cpu")
@@ -34,6 +34,47 @@ def test_unwritable_cache_is_reported(
     monkeypatch.setenv("XDG_CACHE_HOME", str(unbuilt_library / "file"))
     assert select_kernel("auto", CPU) is reference
     assert len(caplog.records) == 1 and "file" in caplog.text
+
+
+@pytest.mark.usefixtures("cpu_kernel")
+def test_libraries_built_beforehand_need_no_compiler(tmp_path: Path) -> None:
+    """Of those that the processor can run, the first is taken; one of other sources is not."""
+    features = set(native.cpu_features().split())
+    fitting = [name for name, (_, needed) in prebuilt.TARGETS.items() if needed <= features]
+    if not fitting:
+        pytest.skip("libraries are built beforehand for x86-64 with AVX2")
+    flags, _ = prebuilt.TARGETS[fitting[-1]]
+    sources = native.sources_hash()
+    native.compile_library(tmp_path / f"{fitting[-1]}-{sources}.so", [*flags, *native.COMMON_FLAGS])
+    for name in fitting[:-1]:
+        (tmp_path / f"{name}-{sources[::-1]}.so").touch()
+    assert prebuilt.find(tmp_path, sources, features) == tmp_path / f"{fitting[-1]}-{sources}.so"
+    assert prebuilt.find(tmp_path, sources, features - {"avx2"}) is None
+    code = "from pdserve.kernels import native; print(native.library()._name, native.compiler())"
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), prebuilt.VARIABLE: str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(tmp_path / f"{fitting[-1]}-{sources}.so"), "None"]
+    for file in tmp_path.glob("*.so"):
+        file.unlink()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert f"and none of the libraries in {tmp_path} is for this processor" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [
+        ("amx", {"avx512_bf16", "amx_tile", "amx_bf16"}),
+        ("avx512bf16", {"avx512_bf16"}),
+        ("avx512", set()),
+        ("avx2", None),
+    ],
+)
+def test_the_best_library_that_a_processor_runs(name: str, added: set[str] | None, tmp_path: Path) -> None:
+    for target in prebuilt.TARGETS:
+        (tmp_path / f"{target}-sources.so").touch()
+    base = prebuilt.TARGETS["avx2" if added is None else "avx512"][1]
+    found = prebuilt.find(tmp_path, "sources", {*base, *(added or ()), "unknown"})
+    assert found == tmp_path / f"{name}-sources.so"
 
 
 @pytest.mark.slow

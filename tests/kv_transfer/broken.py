@@ -309,6 +309,12 @@ class RaisesOnRelease(MemoryConnector):
         super().release(keys)
 
 
+class DoesNotProlong(MemoryConnector):
+    """Declares that it prolongs leases, and does nothing."""
+
+    def prolong_many(self, keys: Sequence[bytes], lease_s: float) -> None: ...
+
+
 class ReleasesForEver(MemoryConnector):
     """Hides a released block, also from loads after it has been stored again."""
 
@@ -551,6 +557,7 @@ BROKEN: list[tuple[type, str, str]] = [
     (ExpiresAfterFirstLease, "longer-lease", "to stay for the longer of two leases, saw 0 of 4"),
     (RaisesOnRelease, "release", "saw KeyError"),
     (ReleasesForEver, "release", "expected all 4 blocks loaded"),
+    (DoesNotProlong, "prolonged-lease", "with prolonged leases to stay in a full store, saw 0 left"),
     (EvictsLeased, "leases-under-pressure", "leased blocks to stay"),
     (KeepsFirstLease, "leases-under-pressure", "leased blocks to stay"),
     (MixesUpBlocks, "capacity", "wrong bytes"),

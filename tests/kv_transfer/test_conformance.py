@@ -121,7 +121,7 @@ def test_correct_connectors_pass(url: str, scheme: str) -> None:
     reports = {one.rule: one for one in check(url, seconds=0.5)}
     assert not [one for one in reports.values() if one.verdict is Verdict.BROKEN]
     not_checked = {one.rule for one in reports.values() if one.verdict is Verdict.NOT_CHECKED}
-    unlimited, unshared = {"leases-under-pressure", "capacity"}, {"between-processes", "killed-writer"}
+    unlimited, unshared = {name_of(rule) for rule in FULL_STORE_RULES}, {"between-processes", "killed-writer"}
     no_relay = {name_of(rule) for rule in RELAY_RULES}
     expected = {"memory": unlimited | unshared | no_relay, "shm": no_relay, "file": unlimited | no_relay}
     expected |= {"redis": unlimited, "redis+cluster": unlimited | no_relay}
@@ -135,8 +135,7 @@ def test_valkey_passes(redis_servers: Any, tmp_path: Path) -> None:
     with closing(redis_servers.RedisServer(tmp_path, program=redis_servers.VALKEY)) as server:
         reports = {one.rule: one for one in check(f"redis+unix://{server.socket}", seconds=0.3)}
     exceptions = {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
-    no_relay = {name_of(rule) for rule in RELAY_RULES}
-    assert set(exceptions) == {"leases-under-pressure", "capacity"} | no_relay, exceptions
+    assert set(exceptions) == {name_of(rule) for rule in (*FULL_STORE_RULES, *RELAY_RULES)}, exceptions
 
 
 def test_a_relay_that_blocks_bypass_is_detected(redis_cluster: Any) -> None:
@@ -177,23 +176,23 @@ def test_full_tiers(start_redis: Callable[..., Any], policy: str, rule: str, ver
     assert report.verdict in verdicts, report.detail
 
 
-FULL_STORE_RULES = rules_named(["leases-under-pressure", "capacity"])
+FULL_STORE_RULES = rules_named(["prolonged-lease", "leases-under-pressure", "capacity"])
 RELAY_RULES = rules_named(["stalled-value", "silent-connections", "byte-by-byte"])
 
 
 def test_full_memory() -> None:
     url = f"memory://test-{uuid.uuid4().hex}?size=20MiB"
-    assert [try_rule(rule, url).verdict for rule in FULL_STORE_RULES] == [Verdict.HOLDS] * 2
+    assert [try_rule(rule, url).verdict for rule in FULL_STORE_RULES] == [Verdict.HOLDS] * 3
 
 
 def test_full_redis(start_redis: Callable[..., Any]) -> None:
     server = start_redis("--maxmemory", "40mb", "--maxmemory-policy", "noeviction")
-    assert [try_rule(rule, server.url).verdict for rule in FULL_STORE_RULES] == [Verdict.HOLDS] * 2
+    assert [try_rule(rule, server.url).verdict for rule in FULL_STORE_RULES] == [Verdict.HOLDS] * 3
 
 
 def test_redis_that_evicts_leased_blocks(start_redis: Callable[..., Any]) -> None:
     server = start_redis("--maxmemory", "40mb", "--maxmemory-policy", "allkeys-lru")
-    leases, capacity = (try_rule(rule, server.url) for rule in FULL_STORE_RULES)
+    leases, capacity = (try_rule(rule, server.url) for rule in FULL_STORE_RULES[1:])
     assert leases.verdict is Verdict.NOT_CHECKED and "evicts leased blocks too" in leases.detail
     assert capacity.verdict is Verdict.HOLDS
 
@@ -417,14 +416,15 @@ def test_a_rule_that_needs_more_space_is_not_checked() -> None:
 )
 def test_the_command_passes_redis_unix_and_nixl(scheme: str, request: pytest.FixtureRequest) -> None:
     needs_store = {"leading-match", "stored-again", "lease", "longer-lease", "many-threads", "random-loads"}
-    needs_store |= {"leases-under-pressure", "capacity"}
+    full_store = {name_of(rule) for rule in FULL_STORE_RULES}
+    needs_store |= full_store
     no_relay = {name_of(rule) for rule in RELAY_RULES}
     if scheme == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
         url, not_checked = "nixl://", needs_store | {"content-stays"} | no_relay
     else:
         server = request.getfixturevalue("redis_server")
-        url, not_checked = f"redis+unix://{server.socket}", {"leases-under-pressure", "capacity"} | no_relay
+        url, not_checked = f"redis+unix://{server.socket}", full_store | no_relay
     command = [sys.executable, "-m", "pdserve", "connector", "check", url, "--seconds", "0.5", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr

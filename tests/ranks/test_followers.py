@@ -18,11 +18,11 @@ import pytest
 
 from pdserve.config import InstanceConfig
 from pdserve.keys import Layout
+from pdserve.kv_transfer.tickets import join_tickets, ticket_of_rank, tickets_of_rank
 from pdserve.ranks.follower import when_done
 from pdserve.ranks.followers import FAULT_EXIT_CODE, SETUP_ERROR_EXIT_CODE, Followers
 from pdserve.ranks.messages import Failed, Step, decode_command, encode
 from pdserve.ranks.table_changes import pack_ids, unpack_ids
-from pdserve.roles.rank_tickets import join_tickets, ticket_of_rank, tickets_of_rank
 
 CONFIG = InstanceConfig(tensor_parallel_size=2)
 

@@ -18,10 +18,10 @@ from pdserve.kv_transfer.connector import (
     Stats,
     request_cancel,
 )
+from pdserve.kv_transfer.tickets import join_tickets, tickets_of_rank
 from pdserve.ranks.followers import Followers
 from pdserve.ranks.messages import Cancel, Load, Release, Store
 from pdserve.ranks.ranked_connector import RankedConnector
-from pdserve.roles.rank_tickets import join_tickets, tickets_of_rank
 
 OK, MISSING, FULL = Outcome.OK, Outcome.MISSING, Outcome.FULL
 KEYS = [bytes([i]) * 16 for i in range(3)]

@@ -14,7 +14,7 @@ from pdserve.decode.decoder import Decoder
 from pdserve.engine.engine import Engine
 from pdserve.engine.step import Accepted
 from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, PoolMemory, Result, Stats
-from pdserve.kv_transfer.staging import attach_pool
+from pdserve.kv_transfer.grouped import attach_groups
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
@@ -37,7 +37,10 @@ class Operation:
 
 
 class FakeStore(Connector):
-    """A store in a dictionary that instances share. Stores and loads take effect when the test ends them."""
+    """A store in a dictionary that instances share. Stores and loads take effect when the test ends them.
+
+    Each group of a pool has one. The keys of those with a window of their own have that behind them in the dictionary.
+    """
 
     scheme = "fake"
 
@@ -53,6 +56,7 @@ class FakeStore(Connector):
 
     def attach(self, memory: PoolMemory) -> None:
         self._memory = memory
+        self._suffix = memory.layout.window.to_bytes(2, "big") if memory.layout.window else b""
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> "Future[Result]":
         return self._add(Operation("store", list(keys), list(block_ids), lease_s))
@@ -67,7 +71,7 @@ class FakeStore(Connector):
 
     def match(self, keys: Sequence[bytes]) -> "Future[int]":
         future: Future[int] = Future()
-        future.set_result(next((i for i, key in enumerate(keys) if key not in self.rows), len(keys)))
+        future.set_result(next((i for i, key in enumerate(keys) if key + self._suffix not in self.rows), len(keys)))
         return future
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
@@ -82,7 +86,8 @@ class FakeStore(Connector):
         """End an operation: its first `good` blocks (all, if None) as OK, and the others as `then`."""
         operation = self.active.pop(index)
         outcomes = []
-        for i, (key, block) in enumerate(zip(operation.keys, operation.blocks, strict=True)):
+        for i, (name, block) in enumerate(zip(operation.keys, operation.blocks, strict=True)):
+            key = name + self._suffix
             if good is not None and i >= good:
                 outcomes.append(then)
             elif operation.kind == "store":
@@ -139,12 +144,17 @@ class RoleInstance:
         num_blocks: int = 64,
     ) -> None:
         self.engine = Engine(EngineConfig(model=str(model), num_blocks=num_blocks, max_num_batched_tokens=2 * BLOCK))
-        self.store, self.context = FakeStore(rows, follows), FakeContext()
-        attach_pool(self.store, self.engine.runner.kv.pool_NX, self.engine.layout)
-        self.transfers = Transfers(self.engine.pool, self.store, self.context, 16, self.engine.layout.block_bytes)
-        self.fetcher = Fetcher(self.engine, self.store, self.transfers, self.context)
+        layout, self.context = self.engine.layout, FakeContext()
+        self.stores = [FakeStore(rows, follows) for _ in layout.groups]
+        self.store, *others = self.stores
+        connector = attach_groups(self.store, iter(others).__next__, self.engine.runner.kv, layout)
+        self.transfers = Transfers(self.engine.pool, connector, self.context, 16, layout.groups[0].block_bytes)
+        self.transfers.group_bytes = [group.block_bytes for group in layout.groups]
+        self.fetcher = Fetcher(self.engine, connector, self.transfers, self.context)
         self.prefiller = Prefiller(self.engine, self.transfers, self.fetcher, self.context, 30.0)
-        self.decoder = Decoder(self.engine, self.store, self.transfers, self.fetcher, self.context, store_generated)
+        self.decoder = Decoder(
+            self.engine, connector, self.transfers, self.fetcher, self.context, store_generated, 30.0
+        )
         self.jobs: dict[object, Job] = {}
 
     def submit(self, phase: "pb.Phase", prompt: list[int], max_tokens: int, *, multi_turn: bool = False) -> Job:
@@ -190,8 +200,11 @@ class RoleInstance:
             pass
 
     def end(self, index: int = 0, good: int | None = None, then: Outcome = Outcome.UNAVAILABLE) -> Operation:
-        """End a store or load and run its callback. Arguments as of `FakeStore.end`."""
+        """End a store or load and run its callback. Arguments as of `FakeStore.end`. Those of further groups all end."""
         operation = self.store.end(index, good, then)
+        for store in self.stores[1:]:
+            while store.active:
+                store.end()
         self.run_callbacks()
         return operation
 

@@ -1,8 +1,10 @@
 """Reports of a job: stamps, transfer totals, tokens, and remaining load."""
 
+from typing import Any
+
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted
-from pdserve.keys import token_array
+from pdserve.keys import Layout, token_array
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.output import Moved
@@ -12,6 +14,8 @@ from pdserve.roles.job import BATCHED_TOKENS, Job
 from pdserve.router.instances.frame_checks import times_fault
 
 PROMPT = [1, 2, 3]
+FORMAT: dict[str, Any] = {"model_fingerprint": "", "num_layers": 1, "num_kv_heads": 1, "dtype": "uint8", "itemsize": 1}
+LAYOUT = Layout(head_dim=4, block_size=1, **FORMAT)  # 8 bytes
 
 
 def new_job(phase: "pb.Phase" = pb.BOTH, *, whole: bool = False) -> Job:
@@ -30,14 +34,14 @@ def test_time_shared_by_transfers_counts_once() -> None:
     job = new_job()
     job.record_transfer(Result([Outcome.OK, Outcome.MISSING], 2.0), now=10.0)
     job.record_transfer(Result([Outcome.OK], 2.0), now=11.0)  # overlaps the first for one second
-    job.report_transfers(block_bytes=8)
+    job.report_transfers(LAYOUT)
     assert job.pending_output().moved == Moved(blocks=2, bytes=16, seconds=3.0)
 
 
 def test_transfers_that_take_no_time_are_reported_as_routers_accept_them() -> None:
     job = new_job()
     job.record_transfer(Result([Outcome.OK], 3e-10), now=10.0)
-    job.report_transfers(64)
+    job.report_transfers(LAYOUT)
     assert job.output is not None and times_fault(job.output) == ""
 
 

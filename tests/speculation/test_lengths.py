@@ -8,7 +8,7 @@ from pdserve.costs import Costs
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
-from pdserve.speculation.lengths import Acceptance, Step, chances, compare, worthwhile
+from pdserve.speculation.lengths import Acceptance, Step, bucket, chances, worthwhile
 from pdserve.speculation.matches import Draft
 
 CHEAP = Costs(decode=(0.01, 1e-4, 0.0))  # a row costs a hundredth of a step
@@ -26,9 +26,9 @@ def lengths(
     seqs: list[Sequence],
     costs: Costs,
     most_seconds: float | None = None,
-    recorded: Callable[[int], bool] = lambda rows: True,
+    extra: Callable[[int], float] = lambda rows: 0.0,
 ) -> dict[Sequence, int]:
-    return worthwhile(Step.forecast(dict.fromkeys(seqs, 1), costs, most_seconds, recorded), expected)
+    return worthwhile(Step.forecast(dict.fromkeys(seqs, 1), costs, most_seconds, extra), expected)
 
 
 def test_drafts_are_as_long_as_pays() -> None:
@@ -43,7 +43,7 @@ def test_drafts_are_as_long_as_pays() -> None:
 def test_drafts_stop_where_a_step_would_take_too_long() -> None:
     seq, other = sequence(), sequence()
     assert lengths({seq: [0.9] * 9}, [seq, other], CHEAP, 0.01062) == {seq: 4}
-    assert Step.forecast({seq: 1}, CHEAP, 0.0101, lambda rows: True).least_chance() == 1
+    assert Step.forecast({seq: 1}, CHEAP, 0.0101, lambda rows: 0.0).least_chance == 1
 
 
 def test_likelier_drafts_go_first_and_long_contexts_cost_more() -> None:
@@ -59,48 +59,47 @@ def test_under_load_only_what_is_likely_pays() -> None:
         "a hundred rows take as long as the rest of the step, so a draft must be right every second time"
     )
     assert lengths({seqs[0]: [0.9, 0.3]}, seqs, CHEAP) == {seqs[0]: 1}
-    least = Step.forecast(dict.fromkeys(seqs, 1), CHEAP, None, lambda rows: True).least_chance()
-    assert 0.5 < least < 0.6 and Step.forecast({seqs[0]: 1}, DEAR, None, lambda rows: True).least_chance() > 1
+    least = Step.forecast(dict.fromkeys(seqs, 1), CHEAP, None, lambda rows: 0.0).least_chance
+    assert 0.5 < least < 0.6 and Step.forecast({seqs[0]: 1}, DEAR, None, lambda rows: 0.0).least_chance > 1
 
 
 def test_steps_that_are_not_recorded_must_give_more() -> None:
     seq = sequence()
-    known = {1, 2, 5}.__contains__
-    assert lengths({seq: [0.9] * 4}, [seq], CHEAP, recorded=known) == {seq: 4}
-    assert lengths({seq: [0.9] * 2}, [seq], CHEAP, recorded=known) == {seq: 1}, "3 rows are not recorded"
-    assert lengths({seq: [0.9]}, [seq], CHEAP, recorded={1}.__contains__) == {}
-    assert lengths({seq: [0.9] * 16}, [seq], CHEAP, recorded={1}.__contains__) == {seq: 16}, "it pays nevertheless"
-    assert lengths({seq: [0.9]}, [seq], CHEAP, recorded={9}.__contains__) == {seq: 1}, "neither is the step without"
+
+    def recorded(*sizes: int) -> Callable[[int], float]:
+        return lambda rows: 0.0 if rows in sizes else 0.01  # as long as the step itself
+
+    assert lengths({seq: [0.9] * 4}, [seq], CHEAP, extra=recorded(1, 2, 5)) == {seq: 4}
+    assert lengths({seq: [0.9] * 2}, [seq], CHEAP, extra=recorded(1, 2, 5)) == {seq: 1}, "3 rows are not recorded"
+    assert lengths({seq: [0.9]}, [seq], CHEAP, extra=recorded(1)) == {}
+    assert lengths({seq: [0.9] * 16}, [seq], CHEAP, extra=recorded(1)) == {seq: 16}, "it pays nevertheless"
+    assert lengths({seq: [0.9]}, [seq], CHEAP, extra=recorded(9)) == {seq: 1}, "neither is the step without"
 
 
 def test_beside_a_prompt_a_draft_costs_little() -> None:
     seq, prompt = sequence(), sequence(900, computed=-500)
     costs = Costs(prefill=(0.0, 1e-3, 0.0), decode=(0.0, 0.01, 0.0))
-    alone = Step.forecast({seq: 1}, costs, None, lambda rows: False)
-    beside = Step.forecast({seq: 1, prompt: 500}, costs, None, lambda rows: False)
+    alone = Step.forecast({seq: 1}, costs, None, lambda rows: 9.0)
+    beside = Step.forecast({seq: 1, prompt: 500}, costs, None, lambda rows: 9.0)
     assert (alone.seconds, beside.seconds) == pytest.approx((0.01, 0.51)) and beside.num_seqs == 1
     assert worthwhile(alone, {seq: [0.9]}) == {} and worthwhile(beside, {seq: [0.9]}) == {seq: 1}
 
 
 def test_acceptance_is_measured_by_match_and_forgotten() -> None:
     own, all_of_them = Acceptance(), Acceptance()
-    draft = Draft([1, 2, 3], 3, [1.0] * 3)
-    before = chances(draft, own, all_of_them)
-    assert before == [0, 0, 0], "nothing is expected of what has never proved right"
+    draft = Draft([1, 2, 3, 4], 3, [1.0, 0.5, 1.0, 1.0])
+    assert chances(draft, own, all_of_them) == [0] * 4, "nothing is expected of what has never proved right"
     predicted = Draft([1, 2], 3, [1.0] * 2, is_predicted=True)
-    assert chances(predicted, own, all_of_them) == [0.5, 0.25]
-    for _ in range(20):
-        compare(draft, [1, 2, 9], own, all_of_them)
-    first, second, third = chances(draft, own, all_of_them)
-    assert 0.5 < first < 0.7 and second == first**2, "two of three tokens behind short matches are right"
-    assert third == first**3 and chances(Draft([1], 6, [1.0]), own, all_of_them) == [0], (
-        "of longer ones nothing is known"
+    assert chances(predicted, own, all_of_them) == [0.5, 0.25], "a client is trusted"
+    for table in (own, all_of_them):
+        for is_right in [True] * 20:
+            table.record(bucket(4), is_right)
+    first, second, third, fourth = chances(draft, own, all_of_them)
+    assert 0.9 < first < 1 and second == first**2 / 2 and third == first**3 / 2, (
+        "half of the places have the second token"
     )
-    for _ in range(20):
-        compare(draft, [9, 9, 9], own, all_of_them)
-    assert chances(draft, own, all_of_them)[0] < 0.6
-    long, before_that = Draft([1] * 4, 3, [1.0] * 4), dict(own.counts)
-    compare(long, [1], own, all_of_them)
-    assert own.counts.keys() == before_that.keys(), "what has not followed yet is not compared"
-    compare(long, [1] * 4, own, all_of_them)
-    assert 6 in own.counts
+    assert fourth == pytest.approx(third * first, rel=0.05), "longer matches are no worse than shorter ones"
+    for _ in range(100):
+        own.record(bucket(5), False)
+    assert chances(draft, own, all_of_them)[0] < 0.1 < chances(draft, Acceptance(), all_of_them)[0]
+    assert [bucket(match) for match in (0, 3, 5, 6, 11, 12, 23, 24, 99)] == [1, 1, 1, 2, 2, 3, 3, 4, 4]

@@ -79,23 +79,28 @@ def test_what_reaches_the_end_repeats_itself_and_what_reaches_another_answer_end
 
 
 @pytest.mark.parametrize(
-    ("answer", "match", "drafts"),
+    ("answer", "match", "drafts", "position"),
     [
-        ([1], 1, [2, 3, 4]),  # its beginning
-        ([2], 0, None),  # not its beginning, and too few
-        ([8, 9, 2, 3, 4], 3, [5, 1, 2]),  # elsewhere
-        ([9, 2], 1, [3, 4, 5]),  # one token is another, and those behind it are where they were expected
-        ([8, 8, 8, 8, 8, 8, 2, 3, 4], 3, [6]),  # the place nearer to that of the answer
-        ([2, 3, 4, 6], 0, None),  # it ends there
-        ([7], 0, None),
+        ([1], 1, [2, 3, 4], 1),  # its beginning
+        ([2], 0, None, 0),  # not its beginning, and too few
+        ([8, 9, 2, 3, 4], 3, [5, 1, 2], 4),  # elsewhere
+        ([9, 2], 1, [3, 4, 5], 2),  # one token is another, and those behind it are where they were expected
+        ([8, 8, 8, 8, 8, 8, 2, 3, 4], 3, [6], 9),  # the place nearer to that of the answer
+        ([2, 3, 4, 6], 0, None, 0),  # it ends there
+        ([7], 0, None, 0),
     ],
 )
-def test_what_a_client_has_predicted_is_found(answer: list[int], match: int, drafts: list[int] | None) -> None:
+def test_what_a_client_has_predicted_is_found(
+    answer: list[int], match: int, drafts: list[int] | None, position: int
+) -> None:
     prediction, own = Index(token_array([1, 2, 3, 4, 5, 1, 2, 3, 4, 6])), Index(token_array([1, 2, 3, 4, 9, *answer]))
     prediction.extend()
     own.extend()
     draft = continue_predicted(prediction, own.text, own.gram, 5, 3)
-    assert draft == (None if drafts is None else Draft(drafts, match, [1.0] * len(drafts), is_predicted=True))
+    expected = (
+        None if drafts is None else Draft(drafts, match, [1.0] * len(drafts), is_predicted=True, position=position)
+    )
+    assert draft == expected
 
 
 def test_what_follows_most_often_is_proposed() -> None:

@@ -1,6 +1,7 @@
 """Speculator: what it proposes of a sequence that decodes, and how often it looks."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -12,17 +13,20 @@ from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array
 from pdserve.request import NO_TENANT, SamplingParams, Tenant
-from pdserve.speculation.matches import Draft
-from pdserve.speculation.speculator import MAX_INDEXED, Speculator
+from pdserve.speculation.speculator import FORECAST_STEPS, MAX_INDEXED, Speculator
 
 
-def proposals(method: str, tokens: list[int], guess: list[int] | None = None) -> Iterator[tuple[int, list[int]]]:
-    """Yield the drafts of each step of a sequence that gets these tokens one by one; with a guess, that is what is found."""
+def speculator_of(method: str, clock: Callable[[], float] = lambda: 0.0) -> Speculator:
+    """Return a speculator over an empty engine. By the clock, looks take no time."""
     scheduler = Scheduler(BlockPool(9, 16), max_num_seqs=4, max_num_batched_tokens=64)
-    speculator = Speculator(EngineConfig(speculate=method, speculative_tokens=4), scheduler, lambda rows: True)
-    if guess is not None:
-        setattr(speculator, "find", lambda *_: Draft(guess, 3, [1.0] * len(guess)))  # noqa: B010
-    seq = Sequence.new("a", token_array([0]), 1, 1, SamplingParams(max_tokens=999), b"", 16)
+    return Speculator(EngineConfig(speculate=method, speculative_tokens=4), scheduler, lambda rows: 0.0, clock)
+
+
+def proposals(method: str, tokens: list[int], text: list[int] | None = None) -> Iterator[tuple[int, list[int]]]:
+    """Yield the drafts of each step of a sequence that gets these tokens one by one; it may be expected to follow a text."""
+    speculator, seq = speculator_of(method), sampled([])
+    if text is not None:
+        setattr(speculator, "meet", lambda _, followed: followed.follow(token_array(text), 1, 3))  # noqa: B010
     for at, token in enumerate(tokens):
         seq.output.append(token)
         seq.kv.mark_computed(len(seq) - 1 - seq.kv.num_computed)
@@ -35,20 +39,19 @@ def test_all_that_is_found_is_proposed(method: str) -> None:
     assert found.pop(7) == [8, 9, 5, 6] and not any(found.values())
 
 
-def test_what_proves_right_is_proposed_and_what_proves_wrong_no_more() -> None:
+def test_what_proves_right_is_proposed_and_what_proves_wrong_is_not_computed() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
-    right = [drafts for at, drafts in proposals("auto", text) if at > 24]
-    assert all(drafts for drafts in right[-8:])
-    wrong = [bool(drafts) for _, drafts in proposals("auto", [*range(10, 400)], guess=[1, 1, 1, 1])]
-    assert not any(wrong), "what has never been right is compared, and not computed"
-    mended = [drafts for at, drafts in proposals("auto", [*range(10, 100), *[1] * 40], guess=[1] * 4)]
-    assert not any(mended[:90]) and all(mended[120:-1])
+    drafts = dict(proposals("auto", text))
+    assert not any(drafts[at] for at in range(11)) and all(drafts[at] for at in range(13, 48))
+    drawn = [*range(10, 100)] * 2
+    assert not any(drafts for at, drafts in proposals("auto", drawn[:90], text=[7] * 300)), "it is compared only"
+    again = [drafts for _, drafts in proposals("auto", drawn)]
+    assert not any(again[:93]) and all(again[94:])
 
 
 @pytest.mark.parametrize("method", ["suffix", "auto"])
 def test_a_prediction_comes_before_own_tokens_and_is_told_apart(method: str) -> None:
-    scheduler = Scheduler(BlockPool(9, 16), max_num_seqs=4, max_num_batched_tokens=64)
-    speculator = Speculator(EngineConfig(speculate=method, speculative_tokens=4), scheduler, lambda rows: True)
+    speculator = speculator_of(method)
     answer = [*[5, 6, 7, 8] * 8, *range(50, 80)]
     seq = Sequence.new("a", token_array([0]), 1, 1, SamplingParams(max_tokens=999), b"", 16)
     seq.predict(token_array([*answer[:16], 9, *answer[17:]]))
@@ -66,28 +69,59 @@ def test_a_prediction_comes_before_own_tokens_and_is_told_apart(method: str) -> 
     assert (True, True) in kinds and (False, True) not in kinds
 
 
-def test_nothing_is_looked_for_where_no_draft_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    monkeypatch.setattr(Speculator, "find", lambda _, seq, *rest: looks.append(len(seq)))
-    scheduler = Scheduler(BlockPool(9, 16), max_num_seqs=4, max_num_batched_tokens=64)
-    speculator = Speculator(EngineConfig(speculate="auto"), scheduler, lambda rows: True)
-    seq = sampled([1, 2, 3] * 4)
-    speculator.propose(StepPlan({seq: 1}))
-    scheduler.costs = Costs(decode=(0.0, 0.01, 0.0))
-    speculator.propose(StepPlan({seq: 1}))
-    assert len(looks) == 1
+def test_nothing_is_looked_for_where_no_draft_can_pay() -> None:
+    speculator, seq = speculator_of("auto"), sampled([1, 2, 3] * 4)
+    looks = list[int]()
+    setattr(speculator, "meet", lambda seq, _: looks.append(len(seq)))  # noqa: B010
+    for row in (1e-4, 0.01):
+        speculator._scheduler.costs = Costs(decode=(0.0, row, 0.0) if row == 0.01 else (0.01, row, 0.0))
+        for _ in range(FORECAST_STEPS):
+            speculator.propose(StepPlan({seq: 1}))
+    assert FORECAST_STEPS <= len(looks) < 2 * FORECAST_STEPS
+
+
+def test_steps_without_streams_have_no_drafts() -> None:
+    speculator, seq = speculator_of("auto"), sampled([])
+    prompt = Sequence.new("b", token_array(range(50)), 50, 50, SamplingParams(), b"", 16)
+    for counts in ({}, {prompt: 40}, {}, {prompt: 40}, {seq: 1}, {}):
+        assert speculator.propose(StepPlan(dict(counts))) == {}
+
+
+def test_looks_in_vain_take_a_hundredth_of_the_steps_in_turns() -> None:
+    times = iter(i * 5e-4 for i in range(10**6))  # half a millisecond from one call to the next
+    speculator, seqs = speculator_of("auto", lambda: next(times)), [sampled([1, 2, 3] * 4) for _ in range(8)]
+    looks = Counter[Sequence]()
+    setattr(speculator, "meet", lambda seq, _: looks.update([seq]))  # noqa: B010
+    counts = dict.fromkeys(seqs, 1)
+    for _ in range(4000):
+        speculator.propose(StepPlan(dict(counts)))
+    before = looks.copy()
+    for _ in range(4000):
+        speculator.propose(StepPlan(dict(counts)))
+    late = looks - before
+    seconds = 4000 * speculator._scheduler.costs.step_seconds(len(seqs), sum(map(len, seqs)))
+    assert 0.002 < late.total() * 5e-4 / seconds < 0.011
+    assert max(late.values()) - min(late[seq] for seq in seqs) <= 1, "each has its turn"
+
+
+def test_what_is_drafted_is_looked_at_in_every_step() -> None:
+    times = iter(i * 5e-4 for i in range(10**6))
+    speculator, seq = speculator_of("auto", lambda: next(times)), sampled([])
+    drafted = []
+    for at in range(3000):
+        seq.output.append(at % 50)
+        seq.kv.mark_computed(1)
+        drafted.append(bool(speculator.propose(StepPlan({seq: 1}))))
+    assert all(drafted[-1000:])
 
 
 def test_a_long_prompt_is_indexed_in_several_steps() -> None:
-    scheduler = Scheduler(BlockPool(9, 16), max_num_seqs=4, max_num_batched_tokens=64)
-    speculator = Speculator(EngineConfig(speculate="auto"), scheduler, lambda rows: True)
-    seq = sampled([1, 2, 3], prompt=[*range(MAX_INDEXED), 1, 2, 3] * 2)
+    speculator, seq = speculator_of("auto"), sampled([1, 2, 3], prompt=[*range(MAX_INDEXED), 1, 2, 3] * 2)
     found = []
     for _ in range(4):
         speculator.propose(StepPlan({seq: 1}))
-        followed = speculator._followed[seq]
-        found.append(followed.guess is not None and followed.guess.tokens == [4])
-    assert found == [False, False, True, True]
+        found.append(speculator._followed[seq].at)
+    assert found[:2] == [0, 0] and found[2] == found[3] > 0
 
 
 def sampled(tokens: list[int], prompt: Iterable[int] = (0,), tenant: Tenant = NO_TENANT, root: bytes = b"") -> Sequence:
@@ -111,8 +145,7 @@ def sampled(tokens: list[int], prompt: Iterable[int] = (0,), tenant: Tenant = NO
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_finished_answers_are_found_by_their_owner_alone(method: str) -> None:
-    scheduler = Scheduler(BlockPool(9, 16), max_num_seqs=4, max_num_batched_tokens=64)
-    speculator = Speculator(EngineConfig(speculate=method, speculative_tokens=4), scheduler, lambda rows: True)
+    speculator = speculator_of(method)
     mine, salt = Tenant(1, 1.0), b"salt"
     answer = [*range(20, 40)]
     for tenant, root, leaves_nothing in [(mine, salt, False), (Tenant(2, 1.0), b"", True)]:

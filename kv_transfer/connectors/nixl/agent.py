@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, install
 from pdserve.kv_transfer.connectors.nixl.memory import Memory
 
 _POLL_INTERVAL_S = 20e-6
@@ -199,7 +199,7 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "nixl":
-            raise SetupError("nixl:// needs the package NIXL: pip install -e '.[nixl]'.") from None
+            raise SetupError(f"nixl:// needs the package NIXL: {install('nixl')}.") from None
         raise SetupError(f"The installed NIXL cannot be imported: {error}.") from error
 
 

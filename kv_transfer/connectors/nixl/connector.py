@@ -8,7 +8,7 @@
                                                          verify each block against its header
     `Result.held` is done: rows are free       ◄─────    notify: these blocks of this lease were read
 
-NIXL (`pip install -e '.[nixl]'`) transfers the bytes over UCX: RDMA, or shared memory and TCP where there is none.
+NIXL (the extra `nixl`) transfers the bytes over UCX: RDMA, or shared memory and TCP where there is none.
 Guarantees and design:
 
 - **The checksum is the fence.** If a lease ends while its rows are being read, or the peer was restarted, the rows may hold
@@ -31,7 +31,7 @@ Guarantees and design:
   it fail at once. A dead peer is detected within milliseconds.
 
 Without a shared store, `match` always returns 0, and a block lives as long as its lease. `release` on the reading side ends
-the leases of the given tickets, read or not.
+the leases of the given tickets, read or not; `prolong` asks the owners to prolong them.
 
 A pool in a GPU's memory is registered as such, and its checksums are computed on the GPU. Peers with memory of the other
 kind are not read.
@@ -69,6 +69,7 @@ from pdserve.kv_transfer.connectors.nixl.tickets import (
     RemoteBlock,
     Ticket,
     pack_notification,
+    pack_prolongation,
     pack_ticket,
 )
 from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector
@@ -85,7 +86,7 @@ class NixlConnector(BatchedConnector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, in_place=True, gpu_memory=True)
+        return replace(super().capabilities, in_place=True, prolongs=True, gpu_memory=True)
 
     def configure(self, query: Query) -> None:
         self._devices = query.text("devices", os.environ.get("UCX_NET_DEVICES", "lo"))
@@ -152,6 +153,18 @@ class NixlConnector(BatchedConnector):
         operation: Operation[int] = Operation("release", keys, [], self._deadline(0))
         copied = list(tickets)
         self._submit(operation, lambda: self._notify_owners(self._tickets.release(copied)))
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        operation: Operation[int] = Operation("prolong", keys, [], self._deadline(0))
+        copied, seconds = list(tickets), min(lease_s, MAX_LEASE_S)
+
+        def tell_owners() -> None:
+            for ticket in self._tickets.prolong(copied, seconds):
+                self._tell_owner(ticket, pack_prolongation(ticket.lease_id, seconds))
+            with suppress(NixlError):
+                self._leases.poll()
+
+        self._submit(operation, tell_owners)
 
     def _submit_after_steps(self, operation: Operation[Result], work: Callable[[], None]) -> Future[Result]:
         """Submit work on rows of the pool that steps of the model before this call may still write."""
@@ -250,15 +263,17 @@ class NixlConnector(BatchedConnector):
     def _notify_owners(self, read_bits: Iterable[tuple[Ticket, int]]) -> None:
         """Notify owners of blocks read, best effort: if that fails, the lease ends at its expiry."""
         for ticket, bits in read_bits:
-            message = pack_notification(ticket.lease_id, bits)
-            if ticket.owner.name == self._own_pool.name:
-                self._leases.acknowledge(message)
-                continue
-            with suppress(NixlError):
-                if self._readers[0].notify(ticket.owner, message):
-                    self._leases.keep_polling()
+            self._tell_owner(ticket, pack_notification(ticket.lease_id, bits))
         with suppress(NixlError):
             self._leases.poll()  # also flushes unsent messages
+
+    def _tell_owner(self, ticket: Ticket, message: bytes) -> None:
+        if ticket.owner.name == self._own_pool.name:
+            self._leases.acknowledge(message)
+            return
+        with suppress(NixlError):
+            if self._readers[0].notify(ticket.owner, message):
+                self._leases.keep_polling()
 
 
 class _LeasedBlock(Outgoing):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError
-from pdserve.kv_transfer.connectors.nixl.tickets import unpack_notification
+from pdserve.kv_transfer.connectors.nixl.tickets import unpack_notification, unpack_prolongation
 
 _LINGER_S: Final = 5.0  # polling continues for this long after the last lease, for reads that began before its end
 
@@ -60,7 +60,14 @@ class Leases:
         return lease_id, lease.held
 
     def acknowledge(self, notification: bytes) -> None:
-        """Process a reader's notification that it has read blocks or does not need them. Ends the lease after the last."""
+        """Process a reader's notification that it has read blocks or does not need them, which ends the lease after the last,
+        or that it still needs them."""
+        if (prolongation := unpack_prolongation(notification)) is not None:
+            lease_id, lease_s = prolongation
+            with self._changed:
+                if (lease := self._leases.get(lease_id)) is not None:
+                    lease.expires_at = max(lease.expires_at, time.monotonic() + lease_s)
+            return
         if (unpacked := unpack_notification(notification)) is None:
             return
         lease_id, read = unpacked

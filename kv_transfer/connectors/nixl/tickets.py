@@ -1,4 +1,4 @@
-"""Wire formats of `nixl://`: tickets, sent to the reading side, and read notifications, sent back to the owner."""
+"""Wire formats of `nixl://`: tickets, sent to the reading side, and notifications, sent back to the owner."""
 
 import struct
 import threading
@@ -16,6 +16,8 @@ _TICKET_MAGIC: Final = b"pdserveU"
 ENTRY: Final = struct.Struct("<16sI64s")  # key, row, header
 _NOTIFICATION: Final = struct.Struct("<8sQ")  # magic, lease id; one bit per entry of the ticket follows
 _NOTIFICATION_MAGIC: Final = b"pdserveR"
+_PROLONGATION: Final = struct.Struct("<8sQd")  # magic, lease id, seconds
+_PROLONGATION_MAGIC: Final = b"pdserveP"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,19 @@ def unpack_notification(raw: bytes) -> tuple[int, int] | None:
     return (lease_id, int.from_bytes(raw[_NOTIFICATION.size :], "little")) if magic == _NOTIFICATION_MAGIC else None
 
 
+def pack_prolongation(lease_id: int, lease_s: float) -> bytes:
+    """Pack the notification that a lease is to end in `lease_s` seconds at the earliest."""
+    return _PROLONGATION.pack(_PROLONGATION_MAGIC, lease_id, lease_s)
+
+
+def unpack_prolongation(raw: bytes) -> tuple[int, float] | None:
+    """Return the lease id and the seconds. None if the bytes are not such a notification."""
+    if len(raw) != _PROLONGATION.size:
+        return None
+    magic, lease_id, lease_s = _PROLONGATION.unpack(raw)
+    return (lease_id, min(lease_s, MAX_LEASE_S)) if magic == _PROLONGATION_MAGIC and lease_s > 0 else None
+
+
 class ReceivedTickets:
     """The tickets received by this instance, until they are released or their leases expire. Thread-safe."""
 
@@ -152,6 +167,15 @@ class ReceivedTickets:
         with self._lock:
             removed = [self._tickets.pop(raw, None) or _try_unpack_ticket(raw) for raw in tickets]
         return [(ticket, ticket.unread) for ticket in removed if ticket is not None and ticket.unread]
+
+    def prolong(self, tickets: Sequence[bytes], lease_s: float) -> list[Ticket]:
+        """Count these leases as prolonged here, and return those whose owners are to be told."""
+        with self._lock:
+            known = [self._tickets.get(raw) or _try_unpack_ticket(raw) for raw in tickets]
+            prolonged = [ticket for ticket in known if ticket is not None and ticket.unread]
+            for ticket in prolonged:
+                ticket.expires_at = max(ticket.expires_at, time.monotonic() + lease_s)
+        return prolonged
 
     def _remove_expired(self) -> None:
         now = time.monotonic()

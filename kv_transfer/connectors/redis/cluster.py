@@ -104,6 +104,10 @@ class RedisClusterConnector(RedisConnector):
             self._run_on_nodes(chunk, bytes, query)
             yield from (key in stored for key in chunk)
 
+    def prolong_many(self, keys: Sequence[bytes], lease_s: float) -> None:
+        milliseconds = self._ttl_ms(lease_s)
+        self._run_on_nodes(keys, bytes, lambda node, share: node.prolong(share, milliseconds))
+
     def delete_many(self, keys: Sequence[bytes]) -> None:
         self._run_on_nodes(keys, bytes, lambda node, share: node.delete(share))
 

@@ -4,7 +4,8 @@
     pdserve:{<namespace>:<key>}:<piece bytes>:<i>    the payload, in pieces of at most `value_bytes`, because Redis is slow
                                                      with large values and blocks other clients meanwhile
 
-All values of a block have the same time to live: `ttl` seconds, or the lease if that is longer, counted from the last store.
+All values of a block have the same time to live: `ttl` seconds, or the lease if that is longer, counted from the last
+store, or from when it was prolonged.
 `release` does nothing: Redis evicts by its own policy. With `maxmemory-policy noeviction`, stores to a full server end FULL.
 
 TLS: the server's certificate must be signed by a CA that the machine trusts, or by one in the file `?ca=/path`; `verify=0`
@@ -159,6 +160,11 @@ class RedisServer:
         for reply in self.call(*(("DEL", *self._names.of(key)) for key in keys)):
             self._has_error([reply])
 
+    def prolong(self, keys: Sequence[bytes], milliseconds: int) -> None:
+        for group in self._groups(keys):
+            names = (name for key in group for name in self._names.of(key))
+            self._has_error(list(self.call(*(("PEXPIRE", name, milliseconds) for name in names))))
+
     def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         """Delete blocks whose headers are still those that were read. The server compares and deletes in one step."""
         scripts = []
@@ -245,7 +251,7 @@ class RedisConnector(BatchedConnector):
     @property
     def capabilities(self) -> Capabilities:
         # A `maxmemory-policy` may evict leased blocks.
-        return replace(super().capabilities, keeps_leases=False)
+        return replace(super().capabilities, keeps_leases=False, prolongs=True)
 
     def configure(self, query: Query) -> None:
         self._ttl = query.seconds("ttl", 600.0)
@@ -287,6 +293,9 @@ class RedisConnector(BatchedConnector):
 
     def contains_many(self, keys: Sequence[bytes]) -> Iterator[bool]:
         return self._server.contains(keys)
+
+    def prolong_many(self, keys: Sequence[bytes], lease_s: float) -> None:
+        self._server.prolong(keys, self._ttl_ms(lease_s))
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         self._server.delete(keys)

@@ -61,7 +61,7 @@ class ShmConnector(BatchedConnector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, follows=True, stores_growing=self.codec_name == "none")
+        return replace(super().capabilities, follows=True, prolongs=True, stores_growing=self.codec_name == "none")
 
     def configure(self, query: Query) -> None:
         self._name = _segment_name(self.url)
@@ -147,6 +147,11 @@ class ShmConnector(BatchedConnector):
         with self._slab.locked(self.timeout):
             for slot in self._slab.find_all(self.namespace, keys):
                 self._slab.release(slot)
+
+    def prolong_many(self, keys: Sequence[bytes], lease_s: float) -> None:
+        with self._slab.locked(self.timeout):
+            for slot in self._slab.find_all(self.namespace, keys):
+                self._slab.prolong(slot, lease_s)
 
     def _put_group(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         claimed = self._claim(blocks, lease_s)

@@ -247,6 +247,12 @@ class Slab:
         remaining_s = end - time.monotonic()
         self._set_lease(slot, max(lease_s, remaining_s), holders + (lease_s > 0) if remaining_s > 0 else 1)
 
+    def prolong(self, slot: int, lease_s: float) -> None:
+        """Let the lease end in `lease_s` seconds at the earliest, unless all holders have released it."""
+        _, end, _, holders = self._record(slot)
+        if holders:
+            self._set_lease(slot, max(lease_s, end - time.monotonic()), holders)
+
     def release(self, slot: int) -> None:
         """Remove one holder from the lease."""
         _, end, last_use, holders = self._record(slot)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from pdserve.engine.cpu_fusion.linear_method import packed_weight
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.kernels import linear, memory, native
@@ -72,7 +73,8 @@ def pack_experts(model: torch.nn.Module) -> int:
         _row_products.pop(module, None)  # the trial called torch's products with the plain weights
         for value in vars(module).values():
             if isinstance(value, linear.PackedWeight):
-                memory.huge_pages(value.data, written=True)
+                for tensor in value.tensors():
+                    memory.huge_pages(tensor, written=True)
     return len(packed)
 
 
@@ -85,9 +87,13 @@ def _pack(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], tr
         expected = module(*trial)
     except _REFUSALS:
         return False
-    for name, parameter in parameters.items():
+    try:
+        packed = {name: packed_weight(parameter, transposed=transposed) for name, parameter in parameters.items()}
+    except ValueError:  # codes along the other dimension
+        return False
+    for name, weight in packed.items():
         delattr(module, name)
-        setattr(module, name, linear.pack(parameter.data, transposed=transposed))
+        setattr(module, name, weight)
     try:
         got = module(*trial)
         error = (got - expected).float().abs().max()

@@ -184,7 +184,8 @@ class FusedMLP(torch.nn.Module):
 def _packed(layer: torch.nn.Module) -> linear.PackedWeight | None:
     """Return the weight of a layer that the gated kernel computes: packed, in bfloat16, with nothing added."""
     method = layer.method if isinstance(layer, Linear) and layer.delta is None else None
-    is_plain = isinstance(method, PackedMethod) and method.bias is None and method.weight.dtype == torch.bfloat16
+    is_plain = isinstance(method, PackedMethod) and method.bias is None and type(method.weight) is linear.PackedWeight
+    is_plain = is_plain and cast(PackedMethod, method).weight.dtype == torch.bfloat16
     return cast(PackedMethod, method).weight if is_plain else None
 
 

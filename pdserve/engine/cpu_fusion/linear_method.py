@@ -59,12 +59,12 @@ class PlainMethod(torch.nn.Module):
 
 
 class PackedMethod(torch.nn.Module):
-    """A 16-bit weight that is packed. The original can be freed."""
+    """A weight for 16-bit rows that is packed, in 16 bits or fewer. The original can be freed."""
 
     def __init__(self, weight: PackedWeight, bias: torch.nn.Parameter | None) -> None:
         super().__init__()
         self.features = weight.features
-        self.num_bytes = weight.data.nbytes + (0 if bias is None else bias.nbytes)
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.weight = weight  # no parameter, so that nothing takes it for the plain weight
         self.bias = bias
 
@@ -113,6 +113,14 @@ def add_delta(model: torch.nn.Module, name: str, delta: Delta) -> None:
     layer.delta = delta
 
 
+def packed_weight(parameter: torch.nn.Parameter, *, transposed: bool) -> PackedWeight:
+    """Return a packed copy of a 16-bit weight; if it has codes of fewer bits, of these."""
+    if (codes := getattr(parameter, "codes", None)) is None:
+        return linear.pack(parameter.data, transposed=transposed)
+    weight: PackedWeight = codes.pack(parameter.dtype, transposed=transposed)
+    return weight
+
+
 def prepack(model: torch.nn.Module) -> int:
     """Replace in place the linear layers of a model on the CPU that are in 16 bits.
 
@@ -126,9 +134,10 @@ def prepack(model: torch.nn.Module) -> int:
         children: Iterator[tuple[str, Any]] = parent.named_children()
         for name, child in children:
             if type(child) in (torch.nn.Linear, Conv1D) and child.weight.dtype in FUSED_DTYPES:
-                weight = linear.pack(child.weight.data, transposed=type(child) is Conv1D)
+                weight = packed_weight(child.weight, transposed=type(child) is Conv1D)
                 packed.append(PackedMethod(weight, child.bias))
                 setattr(parent, name, Linear(packed[-1]))
     for method in packed:  # after all are allocated: neighbours share pages
-        memory.huge_pages(method.weight.data, written=True)
+        for tensor in method.weight.tensors():
+            memory.huge_pages(tensor, written=True)
     return len(packed)

@@ -7,6 +7,7 @@ Shape legend: see kernels/batch.py; V vocabulary.
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ class PaddedGraphs:
         self._enabled = True
         self.num_replayed = 0
 
-    def has(self, size: int) -> bool:
-        """Return whether steps of so many sequences are replayed: the first one records its size, padded."""
-        return True
+    def extra_seconds(self, size: int) -> float:
+        """Return 0: sizes are padded to a few, and the first step of each records it."""
+        return 0.0
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
@@ -118,9 +119,17 @@ class _PaddedGraph:
             kv_lens_S=torch.ones(rows, **indices),
             starts=torch.arange(rows + 1, **indices),
             kernel=like.kernel,
+            group_of=like.group_of,
         )
+        if like.tails:
+            self._batch = replace(self._batch, tails=tuple(self._in_group() for _ in like.tails))
         self._replay: Callable[[], object] = lambda: None
         self._logits_SV: torch.Tensor | None = None
+
+    def _in_group(self) -> PagedBatch:
+        """Return the batch with slots and tables of its own."""
+        slots_T, tables_SM = self._batch.slots_T.clone(), self._batch.tables_SM.clone()
+        return replace(self._batch, slots_T=slots_T, tables_SM=tables_SM)
 
     def run(self, model: Model) -> torch.Tensor:
         return model(self._ids_1S, self._positions_1S, self._batch)
@@ -144,12 +153,13 @@ class _PaddedGraph:
         count, blocks = ids_1S.shape[1], min(batch.tables_SM.shape[1], self._batch.tables_SM.shape[1])
         self._ids_1S[:, :count] = ids_1S
         self._positions_1S[:, :count] = positions_1S
-        self._batch.slots_T[:count] = batch.slots_T
-        self._batch.kv_lens_S[:count] = batch.kv_lens_S
-        self._batch.tables_SM[:count, :blocks] = batch.tables_SM[:, :blocks]
-        if count < self._ids_1S.shape[1]:
-            self._batch.slots_T[count:] = -1
-            self._batch.kv_lens_S[count:] = 1
+        for own, other in zip((self._batch, *self._batch.tails), (batch, *batch.tails), strict=True):
+            own.slots_T[:count] = other.slots_T
+            own.kv_lens_S[:count] = other.kv_lens_S
+            own.tables_SM[:count, :blocks] = other.tables_SM[:, :blocks]
+            if count < self._ids_1S.shape[1]:
+                own.slots_T[count:] = -1
+                own.kv_lens_S[count:] = 1
 
 
 def padded_rows(count: int) -> int:

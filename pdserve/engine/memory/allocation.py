@@ -8,7 +8,8 @@ import torch
 from pdserve.config import EngineConfig, parse_size
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.checkpoint_loader import cpu_memory_available
-from pdserve.engine.memory.kv_memory import KVMemory
+from pdserve.engine.memory.groups import blocks_in, pages_for
+from pdserve.engine.memory.kv_memory import KVMemory, page_numbers, pool_groups
 from pdserve.errors import SetupError
 from pdserve.kernels.batch import Kernel
 from pdserve.kernels.memory import huge_pages
@@ -40,8 +41,8 @@ def allocate(checkpoint: Checkpoint, config: EngineConfig, kernel: Kernel, step_
 
 
 def zeroed_blocks(checkpoint: Checkpoint, count: int, device: torch.device) -> torch.Tensor:
-    """Return new memory for `count` blocks, [count, X]. On CPUs the system clears each page when it is first used."""
-    shape_NX = (count, checkpoint.layout.block_numbers)
+    """Return new memory for `count` pages, [count, X]. On CPUs the system clears each page when it is first used."""
+    shape_NX = (count, page_numbers(checkpoint.layout))
     if device.type != "cpu" or not count:
         return torch.zeros(shape_NX, dtype=checkpoint.dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape_NX) * checkpoint.dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -51,17 +52,18 @@ def zeroed_blocks(checkpoint: Checkpoint, count: int, device: torch.device) -> t
 
 
 def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:
-    """Return the blocks of the pool: as configured, or as the memory allows beside that of a step.
+    """Return the pages of the pool: as configured, or as the memory allows beside that of a step.
 
     Raises:
         SetupError: fewer than 2 blocks fit.
     """
-    block_bytes = checkpoint.layout.block_bytes
+    block_bytes, groups = checkpoint.layout.block_bytes, pool_groups(checkpoint.layout, 0)
     if config.num_blocks is not None:
         count = config.num_blocks
     else:
         useful = config.max_num_seqs * -(-checkpoint.context_length // config.block_size)
-        count = min(_pool_bytes(checkpoint, config, step_bytes) // block_bytes, useful)
+        page_bytes = page_numbers(checkpoint.layout) * checkpoint.layout.itemsize
+        count = min(blocks_in(_pool_bytes(checkpoint, config, step_bytes) // page_bytes, groups), useful)
     if count < 2:
         where = ""
         if checkpoint.device.type == "cuda":
@@ -71,7 +73,7 @@ def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> 
             f"no room for KV: a block takes {block_bytes} bytes and {count} would fit{where}; "
             "raise --kv-cache-memory or --num-blocks, or lower --max-num-batched-tokens"
         )
-    return count
+    return pages_for(count, groups)
 
 
 def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:
@@ -84,7 +86,8 @@ def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -
 
 
 def _num_host_blocks(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    size, block_bytes = int(config.swap_space * 2**30) // checkpoint.layout.ranks, checkpoint.layout.block_bytes
+    size = int(config.swap_space * 2**30) // checkpoint.layout.ranks
+    block_bytes = page_numbers(checkpoint.layout) * checkpoint.layout.itemsize
     if 0 < size < block_bytes:
         raise SetupError(f"--swap-space {config.swap_space} GiB is less than one block of {block_bytes} bytes")
     if size > (free := cpu_memory_available()):

@@ -5,6 +5,10 @@ The pool counts references, and is the prefix cache, from which it evicts. A blo
     cached   unreferenced, with a key: a prefix hit revives it, an allocation may evict it (least recently used first)
     held     referenced by one or more holders (sequences, transfers in flight), or pinned: never evicted until a reset
 
+A model whose layers have several windows has several groups of blocks, which differ in bytes. Memory is given out in *pages*,
+each to one group for as long as a block of it is held or cached: so memory moves between groups. Where there is one group, a
+page is a block. What the pool counts (`num_blocks`, `num_free`, promises) are pages.
+
 A sequence holds blocks only for KV that exists or is being computed. Those that it will need later are *promised* to it: they
 are counted, not allocated. What sequences with promises hold and are promised is together never more than the pool. Only
 running sequences may take promised blocks, and these end without waiting for a promise; so every promise is kept in the end,
@@ -15,16 +19,28 @@ methods change this state; other modules call them and read the attributes.
 """
 
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
+from pdserve.engine.memory.groups import (
+    ONE_GROUP,
+    BlockTable,
+    Group,
+    SwappedKV,
+    Table,
+    Tails,
+    copy_on_write,
+    extend,
+    num_pages,
+    num_usable,
+    pages_for,
+)
 from pdserve.keys import KeyChain, Tokens
 
 BlockPairs = list[tuple[int, int]]  # (block, block of the same pool or of another)
-BlockTable: TypeAlias = "array[int]"  # int64: a step copies it into its input, which takes a list fifteen times as long
 
 
 class NoFreeBlocks(Exception):
@@ -41,10 +57,14 @@ class BlockListener(Protocol):
 
 
 class BlockPool:
-    """Reference counts, content keys and an LRU of cached blocks. Every operation is constant time per block.
+    """Reference counts, content keys and an LRU of cached pages. Every operation is constant time per block.
+
+    Args:
+        num_blocks: pages.
+        groups: the one of the longest window first.
 
     Attributes:
-        num_promised: free blocks that are promised to sequences, see `SequenceKV.promise`.
+        num_promised: free pages that sequences are promised, see `SequenceKV.promise`.
         num_shared: blocks with several holders.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
@@ -52,16 +72,24 @@ class BlockPool:
         max_pinned: how many blocks may be pinned.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: Sequence[Group] = ONE_GROUP) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = groups
+        self.tail_groups = [*enumerate(groups)][1:]
         self.num_promised = 0
         self.num_shared = 0
-        self.refs = [0] * num_blocks
+        self._page_of: Sequence[int] = range(num_blocks)
+        if len(groups) > 1:
+            self._page_of = [page for group in groups for page in range(num_blocks) for _ in range(group.per_page)]
+        self.refs = [0] * len(self._page_of)
+        # Pages without a held block. If a block of one has a key, it is cached, the least recently used first.
         self._free: deque[int] = deque(range(num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._block_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._held, self._keyed = [0] * num_blocks, [0] * num_blocks  # of each page: blocks that are, or have keys
+        self._group_of = [0] * num_blocks  # of each page, as long as it is not free
+        self._block_of: list[dict[bytes, int]] = [{} for _ in groups]
         self._key_of: dict[int, bytes] = {}
         self.listeners: list[BlockListener] = []
         self.pinned: set[int] = set()
@@ -69,43 +97,66 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks available to an allocation: free or cached."""
+        """Number of pages available to an allocation: free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_spare(self) -> int:
-        """Free blocks that are promised to no sequence; negative if running ones have taken promised blocks."""
+        """Free pages that are promised to no sequence; negative if running ones have taken promised pages."""
         return self.num_free - self.num_promised
 
     @property
     def num_held(self) -> int:
-        """Number of blocks that have holders, without the pinned ones."""
-        return self.num_blocks - self.num_free - len(self.pinned)
+        """Number of pages that have holders, without the pinned ones."""
+        return self.num_blocks - self.num_free - len({self._page_of[block] for block in self.pinned})
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the block ids of the longest prefix of `keys` in the pool, held or cached. Takes no reference."""
+    def pages_for(self, num_blocks: int) -> int:
+        """Return how many pages so many blocks of each group take."""
+        return pages_for(num_blocks, self.groups)
+
+    def match(self, keys: Sequence[bytes], first: int = 0, num_coming: int = 0) -> list[int]:
+        """Return the ids of the first group's blocks of the longest prefix of `keys` in the pool. Takes no reference.
+
+        In the other groups, the pool must have those of its blocks that tokens behind the prefix reach.
+
+        Args:
+            first: index in the sequence of the first key's block.
+            num_coming: leading tokens that nobody computes here: what no token behind these reaches may be missing.
+        """
         blocks: list[int] = []
+        block_of = self._block_of[0]
         for key in keys:
-            block = self._block_of.get(key)
+            block = block_of.get(key)
             if block is None:
                 break
             blocks.append(block)
-        return blocks
+        return blocks if not self.tail_groups else self._usable(keys, blocks, first, num_coming)
+
+    def _usable(self, keys: Sequence[bytes], blocks: list[int], first: int, num_coming: int) -> list[int]:
+        keys = keys[: len(blocks)]
+        return blocks[: num_usable(self.groups, self._block_of, keys, self.block_size, first, num_coming)]
+
+    def match_tail(self, at: int, keys: Sequence[bytes]) -> list[int]:
+        """Return the ids of a group's blocks of `keys`, all of which are in the pool. Takes no reference."""
+        return [*map(self._block_of[at].__getitem__, keys)]
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block, reviving cached ones."""
         for block in blocks:
             if self.refs[block] == 0:
-                assert block in self._cached, f"block {block} is free and cannot be held"
-                del self._cached[block]
+                assert block in self._key_of, f"block {block} is free and cannot be held"
+                page = self._page_of[block]
+                if not self._held[page]:
+                    del self._cached[page]
+                self._held[page] += 1
             self.refs[block] += 1
             self.num_shared += self.refs[block] == 2
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with one reference each, evicting cached blocks when the free ones run out.
+    def allocate(self, count: int, at: int = 0) -> list[int]:
+        """Take the blocks of `count` pages for a group, with one reference each, evicting cached pages if none is free.
 
         Raises:
             NoFreeBlocks: fewer than `count` are free or cached; nothing was taken.
@@ -113,43 +164,63 @@ class BlockPool:
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks requested, {self.num_free} of {self.num_blocks} free")
         blocks: list[int] = []
+        group = self.groups[at]
         for _ in range(count):
-            block = self._free.popleft() if self._free else self._evict()
-            self.refs[block] = 1
-            blocks.append(block)
+            page = self._free.popleft() if self._free else self._evict()
+            self._group_of[page], self._held[page] = at, group.per_page
+            first = group.first_id + page * group.per_page
+            for block in range(first, first + group.per_page):
+                self.refs[block] = 1
+                blocks.append(block)
         return blocks
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block. A block without references is cached if it has a key, else free.
+    def release(self, blocks: Sequence[int], *, goes_first: bool = False) -> None:
+        """Drop one reference of each block. A page without references is cached if it has a key, else free.
 
         The last block is released first, so that the tail of a prefix is evicted before its head.
+
+        Args:
+            goes_first: evict them before all others.
         """
         for block in reversed(blocks):
             assert self.refs[block] > 0, f"block {block} released more often than held"
             self.refs[block] -= 1
             self.num_shared -= self.refs[block] == 1
             if self.refs[block] == 0:
-                if block in self._key_of:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+                page = self._page_of[block]
+                self._held[page] -= 1
+                if not self._held[page]:
+                    if self._keyed[page]:
+                        self._cached[page] = None
+                        if goes_first:
+                            self._cached.move_to_end(page, last=False)
+                    else:
+                        self._free.append(page)
 
-    def register(self, block: int, key: bytes, parent: bytes | None = None, tokens: Sequence[int] = ()) -> None:
+    def register(
+        self, block: int, key: bytes, parent: bytes | None = None, tokens: Sequence[int] = (), at: int = 0
+    ) -> None:
         """Make a held block, now full and final, findable by its key. The first block registered for a key keeps it.
 
         Args:
-            parent, tokens: for the listeners.
+            parent, tokens: for the listeners, which are told of the first group.
+            at: the group's index.
         """
         assert self.refs[block] > 0, f"block {block} registered without a holder"
-        if key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
+        if key not in self._block_of[at] and block not in self._key_of:
+            self._block_of[at][key] = block
             self._key_of[block] = key
-            for listener in self.listeners:
+            self._keyed[self._page_of[block]] += 1
+            for listener in self.listeners if not at else ():
                 listener.store(key, parent, tokens)
 
     def pin(self, keys: Sequence[bytes]) -> None:
         """Keep the blocks of the longest prefix of `keys` that is here from eviction, as far as `max_pinned` allows."""
-        for block in self.match(keys):
+        blocks, size = self.match(keys), self.block_size
+        num_hits = len(blocks)
+        for at, group in self.tail_groups:
+            blocks += self.match_tail(at, keys[group.num_unreached(num_hits * size, size) : num_hits])
+        for block in blocks:
             if block not in self.pinned and len(self.pinned) < self.max_pinned:
                 self.pinned.add(block)
                 self.hold([block])
@@ -160,50 +231,46 @@ class BlockPool:
         self.release([*pinned])
         self._free.extend(self._cached)
         self._cached.clear()
-        keys, self._block_of, self._key_of = [*self._block_of], {}, {}
+        keys, self._block_of, self._key_of = [*self._block_of[0]], [{} for _ in self.groups], {}
+        self._keyed = [0] * self.num_blocks
         for key in keys:
             for listener in self.listeners:
                 listener.remove(key)
 
     def check_integrity(self) -> None:
-        """Assert that every block is in exactly one state and that keys and blocks agree."""
+        """Assert that every page is in exactly one state and that keys and blocks agree."""
         free, cached = set(self._free), set(self._cached)
-        held = set(compress(range(self.num_blocks), self.refs))
+        held_blocks = set(compress(range(len(self.refs)), self.refs))
+        held = Counter(self._page_of[block] for block in held_blocks)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached and not held & (free | cached), "a block is in two states"
+        assert not free & cached and not held.keys() & (free | cached), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
+        assert self._held == [held[page] for page in range(self.num_blocks)]
         assert self.num_shared == sum(count > 1 for count in self.refs)
-        assert self.pinned <= held and len(self.pinned) <= self.max_pinned, "a pinned block was released"
+        assert self.pinned <= held_blocks and len(self.pinned) <= self.max_pinned, "a pinned block was released"
         assert min(self.refs) >= 0 and self.num_promised >= 0
-        assert dict(zip(self._key_of.values(), self._key_of, strict=True)) == self._block_of, "keys and blocks disagree"
-        assert cached <= self._key_of.keys() and not free & self._key_of.keys()
+        found = {block: key for blocks in self._block_of for key, block in blocks.items()}
+        assert found == self._key_of, "keys and blocks disagree"
+        keyed = {self._page_of[block] for block in self._key_of}
+        assert cached <= keyed and not free & keyed, "a free block has a key"
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        key = self._key_of.pop(block)
-        del self._block_of[key]
-        for listener in self.listeners:
-            listener.remove(key)
-        return block
+        page, _ = self._cached.popitem(last=False)
+        at = self._group_of[page]
+        group = self.groups[at]
+        first = group.first_id + page * group.per_page
+        for block in range(first, first + group.per_page):
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                del self._block_of[at][key]
+                for listener in self.listeners if not at else ():
+                    listener.remove(key)
+        self._keyed[page] = 0
+        return page
 
 
 def block_table(ids: Iterable[int] = ()) -> BlockTable:
     return array("q", ids)
-
-
-@dataclass(frozen=True)
-class SwappedKV:
-    """Copy in host memory of a preempted sequence's KV.
-
-    Attributes:
-        first_block: index in the sequence of the first block that was copied.
-        num_tokens: leading tokens of the sequence that have KV.
-        host_blocks: block ids in the host pool, of the sequence's blocks from `first_block` on.
-    """
-
-    first_block: int
-    num_tokens: int
-    host_blocks: list[int]
 
 
 @dataclass(eq=False)
@@ -217,8 +284,10 @@ class SequenceKV:
         initial_keys: those of all blocks of the initial tokens, a partial last block included.
         block_ids: one per block of tokens. The first `num_dropped` entries are void.
         num_dropped: leading blocks released because they lie outside the attention window of every later token.
+        spare: blocks of its pages that are behind those of `block_ids`; none if a page is a block.
+        tails: its blocks in the further groups of the pool, while it has blocks.
         num_computed: leading tokens whose KV is in `block_ids`.
-        num_promised: further blocks that it will get when KV comes for them.
+        num_promised: further pages that it will get when KV comes for them.
         num_lost: leading tokens whose KV a preemption has taken away, if it is not in host memory.
         num_registered: leading blocks that are registered in the pool by key.
         keys: content keys of the full blocks of `tokens`, derived on demand.
@@ -241,6 +310,8 @@ class SequenceKV:
     initial_keys: list[bytes] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
     num_dropped: int = 0
+    spare: list[int] = field(default_factory=list)
+    tails: Tails = field(default_factory=Tails)
     num_promised: int = 0
     num_lost: int = 0
     num_computed: int = 0
@@ -259,7 +330,10 @@ class SequenceKV:
     @property
     def held_blocks(self) -> list[int]:
         """Ids of the blocks to which the sequence holds a reference."""
-        return self.block_ids[self.num_dropped :].tolist()
+        held = self.block_ids[self.num_dropped :].tolist()
+        for tail in self.tails:
+            held += tail.held_blocks
+        return held + self.spare if self.tails else held
 
     def blocks(self, first: int, stop: int) -> list[int]:
         """Return the ids of its blocks [first, stop). None of them may have been dropped."""
@@ -292,7 +366,10 @@ class SequenceKV:
         return self.num_registered if self.block_ids else len(pool.match(keys))
 
     def blocks_needed(self, pool: BlockPool) -> int:
-        """Return how many new blocks are needed to compute all tokens, the copy of a shared block included."""
+        """Return how many new pages are needed to compute all tokens, the copy of a shared block included."""
+        if self.tails:
+            stop, index = pool.blocks_for(len(self.tokens)), self.num_computed // self.block_size
+            return num_pages(pool, self._tables, stop, index, self.num_registered)
         is_copied = self._block_to_copy(pool) is not None
         return max(0, pool.blocks_for(len(self.tokens)) - len(self.block_ids)) + is_copied
 
@@ -301,14 +378,18 @@ class SequenceKV:
     def for_sibling(self, tokens: Tokens) -> "SequenceKV":
         """Return the state, without KV, of another sequence of the same tokens, of which `tokens` is a copy."""
         assert not self.block_ids and not self.admitted
-        return replace(self, tokens=tokens, keys=[], block_ids=block_table(), chain=self.chain.copy())
+        return replace(
+            self, tokens=tokens, keys=[], block_ids=block_table(), chain=self.chain.copy(), spare=[], tails=Tails()
+        )
 
     def fork(self, pool: BlockPool, tokens: Tokens) -> "SequenceKV":
         """Return the state of another sequence, which shares all KV computed so far. `tokens` is a copy of its own."""
         block_ids = self.block_ids[: pool.blocks_for(self.num_computed)]
         pool.hold(block_ids[self.num_dropped :])
         chain, keys = self.chain.copy(), [*self.keys]
-        return replace(self, tokens=tokens, keys=keys, block_ids=block_ids, num_promised=0, swapped=None, chain=chain)
+        other = replace(self, tokens=tokens, keys=keys, block_ids=block_ids, num_promised=0, swapped=None, chain=chain)
+        other.spare, other.tails = [], self.tails.shared(pool, len(block_ids))
+        return other
 
     def share(self, other: "SequenceKV", pool: BlockPool) -> None:
         """Take over the KV that another sequence of the same tokens has. Later writes are copy-on-write."""
@@ -316,6 +397,7 @@ class SequenceKV:
         self.block_ids = other.block_ids[: pool.blocks_for(other.num_computed)]
         self.num_dropped, self.num_computed = min(other.num_dropped, len(self.block_ids)), other.num_computed
         pool.hold(self.held_blocks)
+        self.tails = other.tails.shared(pool, len(self.block_ids))
         self.num_registered = min(other.num_registered, len(self.block_ids))
         self.keys, self.chain, self.cacheable = other.keys[:], other.chain.copy(), other.cacheable
         self.num_shared, self.num_unneeded = other.num_computed, min(other.num_unneeded, other.num_computed)
@@ -336,6 +418,23 @@ class SequenceKV:
         if not self.admitted:
             self.num_local_hit, self.num_unneeded = len(hits) * self.block_size, first * self.block_size
 
+    def take_groups(
+        self, pool: BlockPool, first: int, hits: list[int], num_coming: int, num_blocks: int, num_now: int, room: int
+    ) -> bool:
+        """Take over prefix hits, see `take_blocks`, and be promised `num_blocks` blocks of all groups, `num_now` of them now.
+
+        Returns:
+            False if more than `room` pages would have to be promised beyond the spare ones; nothing was taken.
+        """
+        self.take_blocks(first, hits, [])
+        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], max(num_coming, self.num_computed))
+        if (count := num_pages(pool, self._tables, num_blocks)) > room + pool.num_spare:
+            self.release_blocks(pool)
+            return False
+        self.promise(pool, count)
+        self.take_promised(pool, stop=num_now)
+        return True
+
     def grow(self, pool: BlockPool, further: int = 0) -> None:
         """Allocate the blocks that all tokens need, and `further` tokens after them."""
         self._take(pool, pool.blocks_for(len(self.tokens) + further) - len(self.block_ids))
@@ -346,12 +445,16 @@ class SequenceKV:
         Returns:
             how many of these tokens have blocks.
         """
-        stop = max(stop, pool.blocks_for(self.num_computed + num_tokens))
-        self._take(pool, min(stop - len(self.block_ids), self.num_promised, pool.num_free))
+        stop, most = max(stop, pool.blocks_for(self.num_computed + num_tokens)), min(self.num_promised, pool.num_free)
+        if self.tails:
+            while stop > len(self.block_ids) and num_pages(pool, self._tables, stop) > most:
+                stop -= 1
+            most = stop
+        self._take(pool, min(stop - len(self.block_ids), most))
         return min(num_tokens, len(self.block_ids) * self.block_size - self.num_computed)
 
     def promise(self, pool: BlockPool, count: int) -> None:
-        """Change the number of blocks that the pool keeps for this sequence by `count`, without allocating them."""
+        """Change the number of pages that the pool keeps for this sequence by `count`, without allocating them."""
         self.num_promised += count
         pool.num_promised += count
 
@@ -361,6 +464,11 @@ class SequenceKV:
         Returns:
             (source, target): the block whose content must be copied, and its replacement. Empty if nothing was replaced.
         """
+        if self.tails:
+            at = self.num_computed // self.block_size
+            pairs = copy_on_write(pool, self._tables, at, self.num_registered)
+            self.num_registered = min(self.num_registered, at)
+            return pairs
         index = self._block_to_copy(pool)
         if index is None:
             return []
@@ -383,10 +491,14 @@ class SequenceKV:
             self.num_dropped = stop
 
     def release_blocks(self, pool: BlockPool) -> None:
-        """Release all blocks."""
-        pool.release(self.held_blocks)
+        """Release all blocks. Of a window, the last ones are evicted last: a hit needs them."""
+        pool.release(self.block_ids[self.num_dropped :].tolist())
+        if self.tails:
+            pool.release(self.spare)
+            for tail in self.tails:
+                pool.release(tail.held_blocks[::-1])
         self.promise(pool, -self.num_promised)
-        self.block_ids = block_table()
+        self.block_ids, self.spare, self.tails = block_table(), [], Tails()
         self.num_computed = self.num_registered = self.num_dropped = 0
 
     def give_up_blocks(self, pool: BlockPool) -> None:
@@ -429,6 +541,9 @@ class SequenceKV:
             for i in range(self.num_registered, full):
                 tokens = self.tokens[i * self.block_size : (i + 1) * self.block_size]
                 pool.register(self.block_ids[i], keys[i], keys[i - 1] if i else None, tokens)
+                for tail in self.tails:
+                    if i >= tail.num_dropped:
+                        pool.register(tail.ids[i], keys[i], at=tail.at)
             self.num_registered = full
 
     def preempt(self, pool: BlockPool, swapped: SwappedKV | None, *, is_stored: bool) -> None:
@@ -462,9 +577,17 @@ class SequenceKV:
 
     def _take(self, pool: BlockPool, count: int) -> None:
         """Allocate `count` further blocks, if positive. They count as promised ones first."""
-        if count > 0:
+        if count > 0 and self.tails:
+            taken = extend(pool, self._tables, len(self.block_ids) + count)
+            self.promise(pool, -min(taken, self.num_promised))
+        elif count > 0:
             self.block_ids.extend(pool.allocate(count))
             self.promise(pool, -min(count, self.num_promised))
+
+    @property
+    def _tables(self) -> list[Table]:
+        """Its blocks in all groups. Changes of ids and spare blocks are changes of its own."""
+        return [Table(0, self.block_ids, self.num_dropped, self.spare), *self.tails]
 
     def _block_to_copy(self, pool: BlockPool) -> int | None:
         """Return the index of the block that the next token is written to if others read it or may find it, else None."""

@@ -1,7 +1,8 @@
 """Swap space: host memory for the KV of preempted sequences, and the decision whether to use it. Plain Python."""
 
 from pdserve.costs import Costs
-from pdserve.engine.memory.blocks import BlockPairs, BlockPool, SwappedKV
+from pdserve.engine.memory.blocks import BlockPairs, BlockPool
+from pdserve.engine.memory.groups import SwappedKV
 from pdserve.engine.sequence import Sequence
 
 
@@ -23,14 +24,22 @@ class SwapSpace:
         """Return whether the sequence's KV of `num_blocks` fits, and is copied out and in faster than computed again."""
         if self.pool is None or not 0 < num_blocks <= self.pool.num_free:
             return False
+        if seq.kv.tails and self.pool.pages_for(num_blocks) > self.pool.num_free:
+            return False
         return 2 * costs.swap_seconds(num_blocks) < costs.prefill_seconds(seq.kv.num_computed)
 
     def swap_out(self, seq: Sequence, num_blocks: int) -> tuple[SwappedKV, BlockPairs]:
         """Reserve room for the first `num_blocks` that the sequence holds, and return the copies to make."""
         assert self.pool is not None
-        swapped = SwappedKV(seq.kv.num_dropped, seq.kv.num_computed, self.pool.allocate(num_blocks))
+        kv = seq.kv
+        swapped = SwappedKV(kv.num_dropped, kv.num_computed, self._allocate(num_blocks))
         self.num_swaps += 1
-        return swapped, list(zip(seq.kv.held_blocks[:num_blocks], swapped.host_blocks, strict=True))
+        pairs = list(zip(kv.held_blocks[:num_blocks], swapped.host_blocks, strict=False))
+        for tail in kv.tails:
+            held = tail.ids[tail.num_dropped : kv.num_dropped + num_blocks].tolist()
+            swapped.tails.append((tail.num_dropped, self._allocate(len(held), tail.at)))
+            pairs += zip(held, swapped.tails[-1][1], strict=False)
+        return swapped, pairs
 
     def swap_in(self, seq: Sequence) -> BlockPairs:
         """Restore the KV of a sequence that has blocks again, and return the copies to make.
@@ -39,9 +48,14 @@ class SwapSpace:
         """
         cached = seq.kv.num_registered
         swapped = seq.kv.restore_swapped()
+        stop = -(-swapped.num_tokens // seq.kv.block_size)
         host_blocks = swapped.host_blocks[cached - swapped.first_block :]
         self._release(swapped)
-        return list(zip(seq.kv.block_ids[cached : cached + len(host_blocks)], host_blocks, strict=True))
+        pairs = list(zip(seq.kv.block_ids[cached:stop], host_blocks, strict=False))
+        for tail, (first, of_tail) in zip(seq.kv.tails, swapped.tails, strict=True):
+            begin = max(cached, first)
+            pairs += zip(tail.ids[begin:stop], of_tail[begin - first :], strict=False)
+        return pairs
 
     def discard(self, seq: Sequence) -> None:
         """Release the room of a sequence that will not run again."""
@@ -50,3 +64,10 @@ class SwapSpace:
     def _release(self, swapped: SwappedKV) -> None:
         assert self.pool is not None
         self.pool.release(swapped.host_blocks)
+        for _, host_blocks in swapped.tails:
+            self.pool.release(host_blocks)
+
+    def _allocate(self, num_blocks: int, at: int = 0) -> list[int]:
+        """Take so many blocks in host memory, and what else is in their pages."""
+        assert self.pool is not None
+        return self.pool.allocate(-(-num_blocks // self.pool.groups[at].per_page), at)

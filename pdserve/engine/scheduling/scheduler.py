@@ -28,6 +28,8 @@ sequence that loses its slot keeps its blocks until they are needed. A step is n
 for, and hardly longer than alone for one that has used less than its share lately (`budget.py`); what then is left out of it
 takes turns.
 
+A sequence is left out of a step while it waits for the store, or for its grammar's mask. For the latter, it lends its slot.
+
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
 requests can overtake one of a lower priority: no sequence starves.
 """
@@ -35,8 +37,9 @@ requests can overtake one of a lower priority: no sequence starves.
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
+from collections.abc import Set as AbstractSet
 from itertools import count, islice
 from operator import attrgetter, itemgetter
 
@@ -44,13 +47,20 @@ from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
-from pdserve.engine.scheduling.levels import giving_way, last_to_run, levels_of
+from pdserve.engine.scheduling.levels import (
+    Order,
+    giving_way,
+    last_to_run,
+    levels_of,
+    place_alone,
+    precedes,
+    tokens_now,
+)
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import SchedulerOutput, StepPlan
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
-Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
-Order = Callable[[Sequence], Place]
+Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
 Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
 MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
 _RANK, _FIRST = attrgetter("rank"), itemgetter(0)
@@ -160,7 +170,7 @@ class Scheduler:
     def order(self) -> Order:
         """Return the present order of sequences in all queues, as a key: the level of the tenant, then the rank."""
         if not self._has_rivals:
-            return _place_alone
+            return place_alone
         levels = levels_of(self.running)
         return lambda seq: (levels.get(seq.tenant, 0.0), seq.rank)
 
@@ -171,16 +181,21 @@ class Scheduler:
             return len(self._by_tenant) > 1
         return len(self._by_tenant) > 0
 
-    def schedule(self, *, pause_storing: bool = False) -> SchedulerOutput:
+    def schedule(self, *, pause_storing: bool = False, late: AbstractSet[Sequence] = frozenset()) -> SchedulerOutput:
         """Decide the next step. It contains at least one sequence whenever one can run.
 
         Args:
             pause_storing: leave out sequences whose KV is stored as it is computed.
+            late: further ones to leave out, since the masks of their grammars are not there.
         """
         self._num_steps += 1
         if not self._by_tenant:
             return SchedulerOutput()
         output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
+        if output.storing_paused or late:
+            output.late = {seq for seq in self.sequences() if seq in late}
+            output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}
+            self._lend_slots(output)
         budget = self._schedule_running(output)
         if not output.preempted:
             self._admit(output, budget)
@@ -191,11 +206,11 @@ class Scheduler:
                 output.plan.counts[seq] = seq.kv.take_promised(self.pool, count)
                 if output.plan.counts[seq] <= 0:
                     del output.plan.counts[seq]
-        if not (self.running or output.storing_paused or output.preempted) and self.loaded:
+        if not (self.running or output.left_out or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             self._preempt(self.loaded[-1], self.loaded, output)
         has_acted = output.preempted or output.resumed or output.swap_in
-        if (self.running or self.loaded) and not (output.plan.counts or output.storing_paused or has_acted):
+        if (self.running or self.loaded) and not (output.plan.counts or output.left_out or has_acted):
             self._make_room_for_beams(output)
         if self.grows_ahead:
             self._grow_ahead(output)
@@ -209,19 +224,18 @@ class Scheduler:
     def _grow_ahead(self, output: SchedulerOutput) -> None:
         """Give decoding sequences the block of the token after the next one, but leave one for each running sequence."""
         for seq in output.plan.counts:
-            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_spare > len(self.running):
+            least = len(self.running) + len(self.pool.tail_groups)
+            if seq.kv.is_decoding and not seq.output.awaits_last_token and self.pool.num_spare > least:
                 seq.kv.grow(self.pool, 1)
 
     def add_drafts(self, plan: StepPlan, proposed: Mapping[Sequence, SequenceABC[int]]) -> None:
         """Add the proposed drafts to a plan, as far as the step has room for their tokens, and the pool for their KV."""
         room = self.max_num_batched_tokens - sum(plan.counts.values())
         for seq, drafts in proposed.items():
-            spare = max(0, self.pool.num_spare - len(self.running)) + len(
-                seq.kv.block_ids
-            )  # one stays for each running one
-            most = min(
-                room, seq.sampling.max_tokens - seq.output.num_generated - 1, spare * seq.kv.block_size - len(seq)
-            )
+            # One stays for each running one.
+            spare = max(0, self.pool.num_spare - len(self.running)) // len(self.pool.groups) + len(seq.kv.block_ids)
+            left = seq.sampling.max_tokens - seq.output.num_generated - 1
+            most = min(room, left, spare * seq.kv.block_size - len(seq))
             if most > 0 and drafts:
                 plan.drafts[seq] = list(drafts[:most])
                 seq.kv.grow(self.pool, len(plan.drafts[seq]))
@@ -251,6 +265,7 @@ class Scheduler:
         respect_queue: bool = False,
         watermark: int = 0,
         num_now: int | None = None,
+        num_coming: int = 0,
     ) -> bool:
         """Give a sequence without blocks room for `num_tokens`: prefix hits first, new blocks for the rest.
 
@@ -260,21 +275,28 @@ class Scheduler:
             respect_queue: leave the blocks that waiting sequences before it in the order, or of its rank, need.
             watermark: leave this many blocks free.
             num_now: leading blocks that it gets now, while the others are promised to it. None: all.
+            num_coming: leading tokens that nobody computes here, see `BlockPool.match`.
 
         Returns:
             False if the pool has too few blocks; nothing was taken.
         """
         assert not seq.kv.block_ids
         claimed = self._claimed_before(seq) if respect_queue and self.waiting else 0
-        hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks])
+        hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks], first_block, num_coming)
         self.pool.hold(hits)
-        needed = self.pool.blocks_for(num_tokens) - first_block - len(hits)
-        if needed > self.pool.num_spare - claimed - watermark:
-            self.pool.release(hits)
-            return False
-        now = needed if num_now is None else min(needed, max(0, num_now - first_block - len(hits)))
-        seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
-        seq.kv.promise(self.pool, needed - now)
+        num_blocks, room = self.pool.blocks_for(num_tokens), -claimed - watermark
+        stop = num_blocks if num_now is None else min(num_blocks, num_now)
+        if self.pool.tail_groups:
+            if not seq.kv.take_groups(self.pool, first_block, hits, num_coming, num_blocks, stop, room):
+                return False
+        else:
+            needed = num_blocks - first_block - len(hits)
+            if needed > self.pool.num_spare + room:
+                self.pool.release(hits)
+                return False
+            now = max(0, stop - first_block - len(hits))
+            seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
+            seq.kv.promise(self.pool, needed - now)
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += len(hits) * self.pool.block_size
         return True
@@ -283,7 +305,7 @@ class Scheduler:
         """Return how many blocks the waiting sequences need that are before one in the order, or of its rank."""
         order = self.order()
         ahead = [other for other in self.waiting if order(other) <= order(seq)]
-        blocks = sum(self.pool.blocks_for(len(other)) for other in ahead)
+        blocks = sum(self.pool.pages_for(self.pool.blocks_for(len(other))) for other in ahead)
         return blocks + max((self._watermark(other) for other in ahead), default=0)
 
     def num_out_of_window(self, num_computed: int) -> int:
@@ -297,14 +319,17 @@ class Scheduler:
         if self.window is not None:
             for seq in self.running:
                 seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
+        if self.pool.tail_groups:
+            for seq in self.running:
+                seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         for seq in list(self.running):
             is_promised = seq.kv.blocks_needed(self.pool) <= seq.kv.num_promised <= self.pool.num_free
-            if seq not in output.preempted and not is_promised:
+            if seq not in output.preempted and seq not in output.late and not is_promised:
                 self._ensure_blocks(seq, output)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
         decoding, prompts = list[Sequence](), list[Sequence]()
         for seq in self.running:
-            if not (output.storing_paused and seq.stores_kv):
+            if seq not in output.left_out:
                 (decoding if seq.kv.is_decoding else prompts).append(seq)
         most, plan = self.max_num_batched_tokens, output.plan
         budget = StepBudget.for_step(self.costs, most, decoding, self.itl_target, self.pool.block_size, plan)
@@ -315,8 +340,12 @@ class Scheduler:
                 self._schedule_prompt(seq, output, budget)
             return budget
         creditors = self._credit.creditors(self._by_tenant.keys())
-        candidates, queued = [*decoding, *prompts], [*self._queued()]
-        budget.share([*candidates, *queued], self._tokens_now(candidates, queued), creditors, self._num_steps)
+        candidates, queued = [*decoding, *prompts], [*self._queued(output.late)]
+        is_full = len(self.running) >= self.max_num_seqs
+        may_run = giving_way(self.running, self._by_tenant) if is_full else self._by_tenant
+        demanding = [seq for seq in queued if seq.tenant in may_run]
+        tokens = tokens_now(self._by_tenant, candidates, demanding, self.pool)
+        budget.share([*candidates, *queued], tokens, creditors, self._num_steps)
         order = self.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
@@ -353,7 +382,7 @@ class Scheduler:
         def may_go(other: Sequence) -> bool:
             return (
                 other.rank < seq.rank + ARRIVALS_PER_PRIORITY
-                and not (output.storing_paused and other.stores_kv)
+                and other not in output.left_out
                 and not (other.reads_logits or other.kv.swapped is not None or other.kv.needs_refetch)
             )
 
@@ -392,38 +421,26 @@ class Scheduler:
             if has_room := seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 self.loaded.remove(seq)
             return has_room
-        swapped, most, watermark = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
-        first = 0 if swapped is None else swapped.first_block
+        swapped, most, spare = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
+        first, coming = (0, 0) if swapped is None else (swapped.first_block, swapped.num_tokens)
         now = 1 if swapped is None and not seq.kv.needs_refetch else None
-        if has_room := self.reserve(seq, most, len(seq), first_block=first, watermark=watermark, num_now=now):
+        has_room = self.reserve(seq, most, len(seq), first_block=first, watermark=spare, num_now=now, num_coming=coming)
+        if has_room:
             self._end_wait(seq)
         return has_room
 
-    def _queued(self) -> Iterator[Sequence]:
-        """Yield sequences that do not run, of each tenant as many as there are slots: if it were alone, they would."""
-        running = set(self.running)
+    def _queued(self, late: set[Sequence]) -> Iterator[Sequence]:
+        """Yield sequences that could run, of each tenant as many as there are slots: if it were alone, they would."""
+        running = late.union(self.running)
         for seqs in self._by_tenant.values():
             yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
-
-    def _tokens_now(self, candidates: list[Sequence], queued: list[Sequence]) -> dict[Tenant, float]:
-        """Return how many tokens of each tenant there are that this step could compute, if it were alone in the step."""
-        is_full = len(self.running) >= self.max_num_seqs
-        may_run = giving_way(self.running, self._by_tenant) if is_full else self._by_tenant
-        tokens = dict.fromkeys(self._by_tenant, 0.0)
-        for seq in candidates:
-            tokens[seq.tenant] += seq.kv.num_uncomputed
-        blocks = dict.fromkeys(self._by_tenant, self.pool.num_spare)
-        for seq in queued:
-            blocks[seq.tenant] -= seq.kv.blocks_needed(self.pool)
-            if blocks[seq.tenant] >= 0 and seq.tenant in may_run:
-                tokens[seq.tenant] += seq.kv.num_uncomputed
-        return tokens
 
     def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
         while seq.kv.blocks_needed(self.pool) > self.pool.num_free:
-            if paused := [one for one in self.loaded if one.gave_way_at is not None]:
-                self._preempt(paused[-1], self.loaded, output)
+            idle = [one for one in self.loaded if one.gave_way_at is not None or one in output.late]
+            if idle := idle or [one for one in self.running if one in output.late]:
+                self._preempt(idle[-1], self.running if idle[-1] in self.running else self.loaded, output)
                 continue
             last = last_to_run(self.running, seq.tenant)
             # The sequences of another request leave together. Those of its own leave one by one: together, a request that
@@ -442,6 +459,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
         queue.remove(seq)
+        seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         held = set(seq.kv.held_blocks)
         copies = [copy for copy in output.block_copies if copy[1] not in held]
         is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
@@ -459,7 +477,7 @@ class Scheduler:
     def _admit(self, output: SchedulerOutput, budget: StepBudget, below: float = math.inf) -> None:
         """Admit sequences of tenants whose level is below the given one, as far as the budget, slots and blocks allow."""
         while budget.tokens > 0:
-            seq = self._pop_next(output.storing_paused, budget, below)
+            seq = self._pop_next(output, budget, below)
             if seq is None:
                 return
             if seq.kv.needs_refetch:
@@ -479,6 +497,14 @@ class Scheduler:
                 else:
                     self._schedule_prompt(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
+
+    def _lend_slots(self, output: SchedulerOutput) -> None:
+        """Take the slots of late sequences, the newest first, for those that could use them."""
+        wanting = sum(seq not in output.left_out for seq in (*self.loaded, *self.waiting))
+        lenders = [seq for seq in self.running if seq in output.late]
+        for seq in lenders[::-1][: max(0, len(self.running) + wanting - self.max_num_seqs)]:
+            self.running.remove(seq)
+            insort(self.loaded, seq, key=_RANK)
 
     def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Take the slot of a running sequence, which keeps its blocks."""
@@ -505,25 +531,25 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys))
+        needed = self.pool.pages_for(self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys)))
         return needed + self._watermark(seq) <= self.pool.num_spare
 
-    def _pop_next(self, pause_storing: bool, budget: StepBudget, below: float) -> Sequence | None:
+    def _pop_next(self, output: SchedulerOutput, budget: StepBudget, below: float) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
 
         No prompt overtakes one for which there is no time.
 
         Args:
-            pause_storing: leave out sequences whose KV is stored as it is computed.
+            output: of the step, which names sequences to leave out.
             budget: leave out sequences of which it has no room for a token.
             below: leave out tenants of this level or a higher one.
         """
         if not self._has_rivals and len(self.running) >= self.max_num_seqs:
             return None
-        loaded, waiting, order = self._queues(budget, below)
+        loaded, waiting, order = self._queues(budget, below, output.late)
         computable, has_time = list[Sequence](), True
         for seq in loaded if waiting is None else [*loaded, waiting]:
-            if (pause_storing and seq.stores_kv) or (not budget.scored_tokens and seq.reads_logits):
+            if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits):
                 continue
             if seq.kv.swapped is not None:
                 computed = seq.kv.swapped.num_tokens
@@ -540,23 +566,21 @@ class Scheduler:
             if seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 first_loaded = seq
                 break
-        goes_first = waiting is not None and (not computable or _goes_first(waiting, computable, first_loaded, order))
+        goes_first = waiting is not None and (not computable or precedes(waiting, computable, first_loaded, order))
         if waiting is not None and goes_first and self._dequeue(waiting):
             return waiting
         return first_loaded if first_loaded is not None and self._dequeue(first_loaded) else None
 
-    def _queues(self, budget: StepBudget, below: float) -> tuple[list[Sequence], Sequence | None, Order]:
+    def _queues(self, budget: StepBudget, below: float, late: set[Sequence]) -> Queues:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""
         # Scored prompts share a small budget, and must not hold up the others.
-        if self._has_rivals:
-            tenants, order = self._eligible_tenants(budget, below), self.order()
-            loaded = sorted((seq for seq in self.loaded if seq.tenant in tenants), key=order)
-            may_wait = (seq for seq in self.waiting if budget.scored_tokens or not seq.reads_logits)
-            return loaded, min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None), order
-        for seq in self.waiting:
-            if budget.scored_tokens or not seq.reads_logits:
-                return self.loaded, seq, _place_alone
-        return self.loaded, None, _place_alone
+        scored = budget.scored_tokens
+        may_wait = (seq for seq in self.waiting if seq not in late and (scored or not seq.reads_logits))
+        if not self._has_rivals:
+            return self.loaded, next(may_wait, None), place_alone
+        tenants, order = self._eligible_tenants(budget, below), self.order()
+        loaded = sorted((seq for seq in self.loaded if seq.tenant in tenants), key=order)
+        return loaded, min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None), order
 
     def _eligible_tenants(self, budget: StepBudget, below: float) -> set[Tenant]:
         """Return the tenants of which a sequence may be admitted: there is a slot, or another gives way, and time is left."""
@@ -570,19 +594,3 @@ class Scheduler:
         A preempted sequence is readmitted only if each running one keeps a spare block; otherwise it thrashes.
         """
         return len(self.running) if seq.kv.num_preemptions else 0
-
-
-def _place_alone(seq: Sequence) -> Place:
-    """Return the place of a sequence in the order while its tenant is alone."""
-    return 0.0, seq.rank
-
-
-def _goes_first(waiting: Sequence, loaded: list[Sequence], first_loaded: Sequence | None, order: Order) -> bool:
-    """Return whether a waiting sequence goes before `first_loaded`, the first of some loaded ones that has room.
-
-    It overtakes none that is before it in the order, even if that lacks room, nor one of its level that only decodes.
-    """
-    if order(waiting) >= min(map(order, loaded)):
-        return False
-    has_rivals = any(order(seq)[0] <= order(waiting)[0] for seq in loaded)
-    return not has_rivals or (first_loaded is not None and not first_loaded.kv.is_decoding)

@@ -154,12 +154,12 @@ class Controller:
         situation = self._situation(seen, expected)
         draft = replace(draft, rate=expected, horizon=situation.horizon)
         again = cache(lambda: self._situation(seen, expected, draw=1))
-        now = self._forecast(situation, None)
+        now = judged = self._forecast(situation, None)
         margin = max(now.ratio, MIN_GOOD / max(now.attainment, 1e-9))
         if 1 - CLIFF < margin < 1 + CLIFF:
-            now = _mean(now, self._forecast(again(), None))
-        suffices = now.meets and now.attainment >= MIN_GOOD
-        decision = self._shrink(draft, seen, now) if suffices else self._improve(draft, seen, situation, again, now)
+            judged = _mean(now, self._forecast(again(), None))
+        suffices = judged.meets and judged.attainment >= MIN_GOOD
+        decision = self._shrink(draft, seen, judged) if suffices else self._improve(draft, seen, situation, again, now)
         if decision.change is not None:
             self._begin(seen, decision.change, decision.horizon)
         return decision

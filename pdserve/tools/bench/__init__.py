@@ -7,6 +7,6 @@
 
 What decides (datasets, vocabulary, events, metrics, slo, sweep) reads no clock and opens no socket.
 
-In reading order: command, datasets, traces, requests, vocabulary; workers, load, http_client, events, server; metrics,
-slo, sweep, report, run_page, page, plot.
+In reading order: command, datasets, traces, requests, vocabulary; workers, load, http_client, events, server,
+energy; metrics, slo, sweep, report, run_page, page, plot.
 """

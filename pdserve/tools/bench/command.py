@@ -13,12 +13,14 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from pdserve.errors import SetupError
 from pdserve.tools.bench import report
 from pdserve.tools.bench.datasets import draw_load
+from pdserve.tools.bench.energy import EnergyMeter
 from pdserve.tools.bench.load import Target
 from pdserve.tools.bench.metrics import summarize
 from pdserve.tools.bench.requests import Request, counted
@@ -33,6 +35,7 @@ from pdserve.tools.load_config import BenchServeConfig
 PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 PROMPT_TOLERANCE = 0.05  # of prompt lengths that the server counts, beyond which there is a warning
 WARM_UP_RUN = "w"
+LOCAL = ("127.0.0.1", "localhost", "::1")  # hosts whose energy can be measured
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,14 @@ def measure_once(benchmark: Benchmark) -> tuple[dict[str, Any], Callable[[], str
     """Play the load once and print the report. Returns its figures, its page, and whether any request succeeded."""
     config = benchmark.config
     requests = requests_of(benchmark, config.request_rate, config.seed)
-    drafts = read_drafts(benchmark.target.url)
-    with progress("requests", len(requests)) as show:
+    drafts, is_here = read_drafts(benchmark.target.url), urlsplit(benchmark.target.url).hostname in LOCAL
+    meter = EnergyMeter() if is_here else None
+    with progress("requests", len(requests), meter) as show:
         played = play(requests, benchmark.target, config.client_processes, show)
+    joules = {} if meter is None else meter.joules()
     played.samples = counted(played.samples, config.warmup_requests)
     figures = _figures(benchmark, played) | {"request_rate": _rate(config.request_rate)}
+    figures |= {f"{kind}_joules": used for kind, used in joules.items()}
     if benchmark.is_ours:
         figures["ttft_breakdown"] = read_breakdown(benchmark.target.url, played.samples)
         figures |= acceptance(drafts, read_drafts(benchmark.target.url)) or {}
@@ -269,13 +275,19 @@ def _file_name(config: BenchServeConfig, model: str) -> str:
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Any]:
-    """Yield a function that shows how far a run is: on a terminal as it changes, otherwise a line every few seconds."""
+def progress(title: str, total: int, meter: EnergyMeter | None = None) -> Iterator[Any]:
+    """Yield a function that shows how far a run is: on a terminal as it changes, otherwise a line every few seconds.
+
+    Args:
+        meter: updated on the way.
+    """
     console, started, last = Console(stderr=True), time.monotonic(), time.monotonic()
     with console.status(title) as status:
 
         def show(run: Run) -> None:
             nonlocal last
+            if meter is not None:
+                meter.update()
             failed = sum(not sample.ok for sample in run.samples[-1000:])
             ended = f"{title}: {len(run.samples)} of {total} ended"
             text = f"{ended}, {failed} of the last 1000 failed, {time.monotonic() - started:.0f} s"

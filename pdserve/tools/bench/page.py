@@ -130,4 +130,6 @@ def listing(lines: Sequence[str]) -> str:
 
 
 def format_ratio(ratio: float) -> str:
+    """Return a ratio as text: 1.00 only if the target is met, and `fails` from 100 on, of a fleet that loses requests."""
+    ratio = 1.01 if 1 < ratio < 1.01 else ratio
     return f"{ratio:.2f}" if ratio < 10 else "fails" if ratio >= 100 else f"{ratio:.0f}"

@@ -18,6 +18,7 @@ DRAFTS = {
     "Draft tokens:": "draft_tokens",
     "Accepted tokens:": "accepted_tokens",
 }
+ENERGY = {"cpu_joules": "Energy of this machine's processors", "gpu_joules": "Energy of its GPUs"}
 HEADINGS = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -63,7 +64,7 @@ def together_sentence(figures: Mapping[str, Any]) -> str:
 
 def totals(figures: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return the rows about the whole run, some with None."""
-    rate, good = figures.get("request_rate"), figures["good_request_fraction"]
+    rate, good, outputs = figures.get("request_rate"), figures["good_request_fraction"], figures["total_output_tokens"]
     return [
         ("Successful requests:", figures["completed"]),
         ("Failed requests:", figures["failed"]),
@@ -82,6 +83,11 @@ def totals(figures: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Peak concurrent requests:", figures["max_concurrent_requests"]),
         ("Total token throughput (tok/s):", figures["total_token_throughput"]),
         ("Normalized latency (ms per output token):", figures["mean_normalized_latency_ms"]),
+        *(
+            (f"{ENERGY[kind]} (J per output token):", figures[kind] / outputs)
+            for kind in ENERGY
+            if kind in figures and outputs
+        ),
     ]
 
 

@@ -167,7 +167,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
         engine=EngineFacts(
             block_size=layout.block_size,
             block_bytes=layout.block_bytes,
-            num_blocks=engine.pool.num_blocks,
+            num_blocks=engine.runner.kv.num_blocks,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=engine.max_model_len,

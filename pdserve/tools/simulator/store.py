@@ -141,7 +141,7 @@ class SimulatedConnector(Connector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(follows=self._store.link.follows, skips_hanging=True)
+        return Capabilities(follows=self._store.link.follows, prolongs=True, skips_hanging=True)
 
     def attach(self, memory: PoolMemory) -> None: ...
 
@@ -167,6 +167,10 @@ class SimulatedConnector(Connector):
                 self._store.release(key)
 
         self._at(self._now(), end)
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        until = self._now() + lease_s
+        self._at(self._now(), lambda: [self._store.renew(key, until) for key in keys])
 
     def stats(self) -> Stats:
         return self._stats

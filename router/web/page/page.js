@@ -1,70 +1,23 @@
 // The live page: fetches /debug/overview every second and draws it. Data of clients, such as request ids, is only ever inserted
 // as text nodes; the page's content security policy forbids anything else.
 
-const POLL_MS = 1000;
-const CURVE_S = 900; // the time that a curve shows: what a router keeps
-const FINE_S = 60; // the latest time of which each second's snapshot is kept, and of older ones one in COARSE_S
-const COARSE_S = 15;
-const RATE_WINDOW_S = 10;
+import { clock, linear, svg } from "./charts.js";
+import { bandwidth, count, duration, format, h, integer, latencyTick, percent, perSecond, setText, short } from "./format.js";
+import { PANELS, promptSources, rolesOf } from "./panels.js";
+import {
+  CURVE_S, add, around, between, bucketPosition, counterDelta, distribution, forget, last, latestRequests, needsHistory, quantile, rate, rates, routers, shareBelow, show,
+  snapshots, sum,
+} from "./snapshots.js";
+
+const POLL_MS = 1000; // between two questions, divided by the number of routers
 const MAX_ROWS = 40; // requests shown
 const KEY_ITEM = "pdserve-admin-key"; // in sessionStorage
 
 const $ = (id) => document.getElementById(id);
 
-const histories = new Map(); // router id → its snapshots: routers that share a port answer in turns
-let snapshots = []; // of the router that answered last, oldest first
-let requests = []; // its latest requests, newest first
+let requests = []; // the latest, newest first
 let paused = false;
 let timer = 0;
-
-// ---- elements and formatting --------------------------------------------------------------------------------------
-
-function h(tag, className = "", ...children) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...children.filter((child) => child !== null && child !== ""));
-  return made;
-}
-
-function svg(tag, attributes, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
-}
-
-function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
-
-const last = (list) => list[list.length - 1];
-const sum = (values) => values.reduce((a, b) => a + b, 0);
-const integer = (number) => Math.round(number).toLocaleString("en");
-const percent = (share) => `${(share * 100).toFixed(share > 0.9 && share < 1 ? 1 : 0)} %`;
-const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
-
-/** Returns [number, unit], like the next two. */
-function duration(seconds) {
-  if (seconds === null || !isFinite(seconds)) return ["–", ""];
-  const ms = seconds * 1000;
-  if (ms < 10) return [ms.toFixed(1), "ms"];
-  if (ms < 1000) return [ms.toFixed(0), "ms"];
-  return [seconds < 10 ? seconds.toFixed(2) : seconds.toFixed(seconds < 100 ? 1 : 0), "s"];
-}
-
-function bandwidth(bytes) {
-  if (bytes === null) return ["–", ""];
-  for (const [size, unit] of [[1e9, "GB/s"], [1e6, "MB/s"], [1e3, "kB/s"]]) {
-    if (bytes >= size) return [(bytes / size).toFixed(bytes < 10 * size ? 2 : bytes < 100 * size ? 1 : 0), unit];
-  }
-  return [bytes.toFixed(0), "B/s"];
-}
-
-function perSecond(rate, unit) {
-  return rate === null ? ["–", ""] : [rate < 10 ? rate.toFixed(1) : integer(rate), unit];
-}
-
-const format = ([number, unit]) => (unit ? `${number} ${unit}` : number);
 
 // ---- polling ------------------------------------------------------------------------------------------------------
 
@@ -85,7 +38,8 @@ async function poll() {
   clearTimeout(timer);
   if (paused || document.hidden) return;
   try {
-    addSnapshot(await fetchJson(histories.size ? "/debug/overview" : "/debug/overview?history=true"));
+    add(await fetchJson(needsHistory() ? "/debug/overview?history=true" : "/debug/overview"));
+    requests = latestRequests();
     showKeyForm(null);
     showConnectionError("");
     draw();
@@ -95,32 +49,7 @@ async function poll() {
     showConnectionError("The router does not respond; retrying every second. The data shown is out of date.");
   }
   clearTimeout(timer);
-  timer = setTimeout(poll, POLL_MS);
-}
-
-function addSnapshot(snapshot) {
-  if (!histories.has(snapshot.router)) histories.set(snapshot.router, []);
-  snapshots = histories.get(snapshot.router);
-  while (histories.size > 16) histories.delete(histories.keys().next().value); // restarted routers have new ids
-  requests = snapshot.timelines;
-  delete snapshot.timelines;
-  for (const one of [...(snapshot.history ?? []), snapshot]) {
-    one.byId = new Map(one.instances.map((instance) => [instance.instance_id, instance]));
-    snapshots.push(one);
-  }
-  delete snapshot.history;
-  thinOut(snapshot.time);
-}
-
-/** Leaves each second of the last minute, each COARSE_S before it, and nothing from before CURVE_S. */
-function thinOut(now) {
-  let kept = -Infinity;
-  const left = snapshots.filter(({ time }) => {
-    if (now - time > CURVE_S || (now - time > FINE_S && time - kept < COARSE_S - 0.5)) return false;
-    kept = time;
-    return true;
-  });
-  snapshots.splice(0, snapshots.length, ...left);
+  timer = setTimeout(poll, POLL_MS / Math.max(1, routers().length));
 }
 
 /** Shows the form for the admin key, or with null the page. */
@@ -130,8 +59,7 @@ function showKeyForm(message) {
   if (message === null) return;
   const wasRejected = sessionStorage.getItem(KEY_ITEM) !== null;
   sessionStorage.removeItem(KEY_ITEM);
-  histories.clear();
-  snapshots = [];
+  forget();
   $("rows").replaceChildren();
   setText($("state"), "");
   setText($("key-message"), wasRejected ? "This key is wrong." : message.includes("no admin key") ? `${message}.` : "");
@@ -159,65 +87,13 @@ $("pause").addEventListener("click", () => {
 });
 
 document.addEventListener("visibilitychange", poll);
-for (const id of ["window", "filter"]) $(id).addEventListener("change", draw);
-
-// ---- rates and distributions --------------------------------------------------------------------------------------
-
-/** The oldest snapshot within `seconds` before the one at `end`, but not that one itself where there is one before it. */
-function snapshotBefore(seconds, end = snapshots.length - 1) {
-  let start = Math.max(0, end - 1);
-  while (start > 0 && snapshots[end].time - snapshots[start - 1].time <= seconds + 0.5) start--;
-  return snapshots[start];
-}
-
-/** Growth per second of what `delta(now, then)` measures; null while there is only one snapshot. */
-function rate(delta, seconds = RATE_WINDOW_S, end = snapshots.length - 1) {
-  const then = snapshotBefore(seconds, end), now = snapshots[end];
-  return now === then ? null : Math.max(0, delta(now, then)) / (now.time - then.time);
-}
-
-/** The growth of a counter, summed over instances; a counter of a restarted instance begins at 0. */
-function counterDelta(name, filter = () => true) {
-  return (now, then) => sum(now.instances.filter(filter).map((instance) => {
-    const old = then.byId.get(instance.instance_id);
-    return old === undefined ? 0 : Math.max(0, instance[name] - old[name]);
-  }));
-}
-
-const difference = (value) => (now, then) => value(now) - value(then);
-const rates = (delta, seconds = 3) => snapshots.map((_, i) => (i ? rate(delta, seconds, i) : null));
-const finishedRequests = difference((snapshot) => sum(Object.values(snapshot.requests)));
-const outputTokens = difference((snapshot) => sum(snapshot.ttft.counts) + sum(snapshot.itl.counts));
-
-/** The histogram of the last `seconds`; 0 means since the start of the router. */
-function distribution(name, seconds, end = snapshots.length - 1) {
-  const now = snapshots[end][name], then = snapshotBefore(seconds, end)[name];
-  return { limits: now.limits, counts: now.counts.map((n, i) => (seconds ? n - then.counts[i] : n)) };
-}
-
-/** Interpolated within its bucket on a logarithmic scale, like the buckets. */
-function quantile({ limits, counts }, q) {
-  let remaining = q * sum(counts);
-  if (!remaining) return null;
-  const i = counts.findIndex((count) => (remaining -= count) <= 0);
-  if (i < 0 || i >= limits.length) return last(limits);
-  const low = i ? limits[i - 1] : limits[0] / 2;
-  return low * (limits[i] / low) ** (1 + remaining / counts[i]);
-}
-
-/** The position of a time among the buckets: 2.5 is the middle of the third. */
-function bucketPosition(limits, seconds) {
-  const i = limits.findIndex((limit) => seconds <= limit);
-  if (i < 0) return limits.length;
-  const low = i ? limits[i - 1] : limits[0] / 2;
-  return i + Math.max(0, Math.log(seconds / low) / Math.log(limits[i] / low));
-}
-
-/** The share of values up to `seconds`. */
-function shareBelow({ limits, counts }, seconds) {
-  const at = bucketPosition(limits, seconds);
-  return sum(counts.map((count, i) => count * Math.min(1, Math.max(0, at - i)))) / sum(counts);
-}
+for (const id of ["window", "filter", "range"]) $(id).addEventListener("change", draw);
+addEventListener("resize", draw);
+$("router").addEventListener("change", () => {
+  show($("router").value);
+  requests = latestRequests();
+  draw();
+});
 
 // ---- drawing ------------------------------------------------------------------------------------------------------
 
@@ -229,6 +105,7 @@ function draw() {
   setText($("state"), now.ready ? "ready" : `not ready: ${now.why}`);
   $("state").className = now.ready ? "good" : "bad";
   setText($("about"), `${now.router} · pdserve ${now.version} · up ${uptime(now.uptime)}`);
+  drawRouters();
   drawFigures(now);
   drawFleet(now);
   drawLatency(now);
@@ -237,73 +114,43 @@ function draw() {
   drawRequests(now);
 }
 
+/** Lets the user choose a router, if several answer. */
+function drawRouters() {
+  const ids = routers(), select = $("router"), options = [...select.options].slice(1).map((option) => option.value);
+  select.parentElement.hidden = ids.length < 2;
+  if (options.join() !== ids.join()) select.replaceChildren(select.options[0], ...ids.map((id) => new Option(id, id)));
+  setText(select.options[0], `all ${ids.length}`);
+}
+
 function uptime(seconds) {
   const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
   const i = Math.max(0, units.findIndex(([size]) => seconds >= size * 2));
   return `${Math.floor(seconds / units[i][0])} ${units[i][1]}`;
 }
 
-/** The time that the curves show: what there is, from a minute on. */
-function curveSeconds() {
-  return Math.min(CURVE_S, Math.max(FINE_S, last(snapshots).time - snapshots[0].time));
+/** A curve without axes, of the last CURVE_S or of what there is; null leaves a gap. */
+function sparkline(values, color, top) {
+  const height = 34, end = last(snapshots).time, span = Math.max(60, Math.min(CURVE_S, end - snapshots[0].time));
+  const points = values.map((value, i) => (value === null ? null : `${(snapshots[i].time - end + span).toFixed(1)} ${(height - 1 - (value / (top || 1)) * (height - 2)).toFixed(1)}`));
+  const line = points.map((point, i) => (point === null ? "" : (i && points[i - 1] !== null ? "L" : "M") + point)).join("");
+  return svg("svg", { class: `spark c-${color}`, viewBox: `0 0 ${span} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" }, svg("path", { d: line }));
 }
 
-/** A sparkline that ends at the right; null leaves a gap. */
-function sparkline(values, color, top = 0) {
-  const height = 26, max = Math.max(top, ...values) || 1, start = last(snapshots).time - curveSeconds();
-  const points = values.map((value, i) => value === null ? null : [snapshots[i].time - start, height - 1 - (value / max) * (height - 2)]);
-  const runs = [];
-  points.forEach((point, i) => {
-    if (point === null) return;
-    if (i && points[i - 1] !== null) last(runs).push(point);
-    else runs.push([point]);
-  });
-  const lines = runs.map((run) => "M" + run.map((point) => point.map((x) => x.toFixed(1)).join(" ")).join("L"));
-  const areas = runs.map((run, i) => `${lines[i]}L${last(run)[0]} ${height}L${run[0][0]} ${height}Z`);
-  return svg("svg", { class: `spark c-${color}`, viewBox: `0 0 ${curveSeconds()} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
-    svg("path", { class: "area", d: areas.join("") }), svg("path", { d: lines.join("") }));
-}
-
-function figure(name, [number, unit], below, values, color, late = false) {
-  return h("div", "", h("dt", "", name),
-    h("dd", "", h("div", late ? "number late" : "number", number, h("span", "unit", unit)), h("div", "below", below), sparkline(values, color)));
+for (const panel of PANELS) {
+  Object.assign(panel, { number: h("div", "number"), below: h("div", "below") });
+  $("figures").append(h("div", "", h("dt", "", panel.title), h("dd", "", panel.number, panel.below, panel.chart.element)));
 }
 
 function drawFigures(now) {
-  const latency = (name, color, title) => {
-    const minute = distribution(name, 60), slo = now.slo[name];
-    const values = snapshots.map((_, i) => (i ? quantile(distribution(name, 5, i), 0.5) : null));
-    const p99 = quantile(minute, 0.99);
-    const below = h("span", slo < p99 ? "late" : "", `p99 ${format(duration(p99))}`);
-    return figure(`${title}, median`, duration(quantile(minute, 0.5)), below, values, color, slo < quantile(minute, 0.5));
-  };
-  setText($("span"), `${Math.round(curveSeconds() / 60)} min ago`);
-  const sources = promptSources();
-  const loadRate = rate(counterDelta("load_bytes")), storeRate = rate(counterDelta("store_bytes"));
-  const total = sum(Object.values(sources));
-  $("figures").replaceChildren(
-    figure("Requests", perSecond(rate(finishedRequests), "/s"), `${integer(now.under_way)} running${now.waiting ? `, ${integer(now.waiting)} queued` : ""}`, rates(finishedRequests), "router"),
-    figure("Output", perSecond(rate(outputTokens), "tokens/s"), "of this router", rates(outputTokens), "decode"),
-    latency("ttft", "prefill", "TTFT"),
-    latency("itl", "decode", "ITL"),
-    figure("Prefix hits", [total ? percent(1 - sources.computed / total) : "–", ""], "of prompt tokens", hitRates(), "prefill"),
-    figure("KV loaded", bandwidth(loadRate), `stored ${format(bandwidth(storeRate))}`, rates(counterDelta("load_bytes")), "connector"),
-  );
-}
-
-/** Prompt tokens of the latest requests by the source of their KV. */
-function promptSources() {
-  const prefilled = requests.filter((request) => request.stages_ms.first_token !== undefined);
-  const total = (name) => sum(prefilled.map((request) => request[name]));
-  return { computed: total("computed_tokens"), pool: total("local_hit_tokens"), store: total("loaded_tokens") };
-}
-
-function hitRates() {
-  return snapshots.map((now, i) => {
-    if (!i) return null;
-    const then = snapshotBefore(5, i), queries = counterDelta("prefix_cache_queries")(now, then);
-    return queries ? counterDelta("prefix_cache_hits")(now, then) / queries : null;
-  });
+  const start = now.time - Math.min(Number($("range").value), Math.max(60, now.time - snapshots[0].time)), times = snapshots.map((one) => one.time);
+  const marks = incidents(now).flatMap((one) => one.events.map((event) => ({ time: event.time, text: `${EVENTS[event.event][0]}${event.count > 1 ? ` × ${event.count}` : ""} ${event.instance}` })));
+  for (const { chart, curves, figure, limit, number, below } of PANELS) {
+    const { shown: [value, unit], below: text, isLate } = figure(now);
+    number.className = isLate ? "number late" : "number";
+    number.replaceChildren(value, h("span", "unit", unit));
+    below.replaceChildren(text);
+    chart.update({ start, end: now.time, times, series: curves(now), limit: limit?.(now) ?? null, marks: marks.filter((mark) => mark.time > start) });
+  }
 }
 
 // ---- instances
@@ -311,7 +158,7 @@ function hitRates() {
 const pools = new Map(); // role → { card, title, list }, reused so that a list keeps its scroll position
 
 function drawFleet(now) {
-  const roles = ["prefill", "decode", "both"].filter((role) => now.instances.some((instance) => instance.role === role));
+  const roles = rolesOf(now);
   const shown = roles.includes("prefill") || roles.includes("decode") || !roles.length ? ["prefill", "decode"] : [];
   if (roles.includes("both")) shown.push("both");
   const cards = shown.map((role) => drawPool(now, role));
@@ -331,7 +178,7 @@ function drawPool(now, role) {
   const what = role === "prefill" ? "prompt tokens/s" : "output tokens/s";
   const series = members.map((member) => rates(counterDelta(count, (instance) => instance.instance_id === member.instance_id)));
   const top = Math.max(0, ...series.flat());
-  title.replaceChildren(`${name} · ${members.length}`, h("small", "", what));
+  title.replaceChildren(`${name} · ${members.length}`, h("small", "", `${what}${top ? `, curves up to ${short(top)}` : ""}`));
   list.replaceChildren(...members.map((member, i) => drawInstance(member, series[i], top, role)));
   if (!members.length) list.replaceChildren(h("li", "none", "no instance is attached"));
   return card;
@@ -376,39 +223,55 @@ function drawStore(now) {
 
 function drawLatency(now) {
   const seconds = Number($("window").value);
-  $("latency").replaceChildren(
-    histogram("Time to first token", distribution("ttft", seconds), now.slo.ttft, "prefill", "requests"),
-    histogram("Time between tokens", distribution("itl", seconds), now.slo.itl, "decode", "tokens"));
+  drawHistogram(HISTOGRAMS[0], distribution("ttft", seconds), now.slo.ttft);
+  drawHistogram(HISTOGRAMS[1], distribution("itl", seconds), now.slo.itl);
 }
 
-function histogram(title, values, slo, color, unit) {
-  const { limits, counts } = values, total = sum(counts), max = Math.max(1, ...counts);
+const HISTOGRAMS = [["Time to first token", "prefill", "requests"], ["Time between tokens", "decode", "tokens"]].map(([title, color, unit]) => {
+  const made = { title, unit, facts: h("div", "facts"), chart: h("div", `chart c-${color}`), axis: h("div", "axis"), columns: [] };
+  made.chart.setAttribute("role", "img");
+  made.axis.setAttribute("aria-hidden", "true");
+  $("latency").append(h("div", "card", h("h3", "", title), made.facts, made.chart, made.axis));
+  return made;
+});
+
+/** Columns are reused, so that the text of the one under the pointer stays. */
+function drawHistogram(made, values, slo) {
+  const { limits, counts } = values, total = sum(counts), { title, unit, chart, columns } = made;
   const facts = [0.5, 0.9, 0.99].map((q) => [`p${q * 100}`, format(duration(quantile(values, q))), slo < quantile(values, q)]);
   if (slo && total) facts.push([`within the SLO of ${format(duration(slo))}`, percent(shareBelow(values, slo)), shareBelow(values, slo) < 0.99]);
   facts.push([unit, integer(total), false]);
-  const chart = h("div", `chart c-${color}`);
-  chart.setAttribute("role", "img");
   chart.setAttribute("aria-label", `${title}: ${facts.map(([name, value]) => `${name} ${value}`).join(", ")}`);
-  const at = slo ? bucketPosition(limits, slo) : Infinity;
-  counts.forEach((count, i) => {
-    const bar = h("i", at <= i ? "late" : "");
-    bar.style.height = `${count ? Math.max(1.5, (count / max) * 100) : 0}%`;
-    if (at > i && at < i + 1) bar.style.background = `linear-gradient(90deg, var(--c) ${(at - i) * 100}%, var(--bad) ${(at - i) * 100}%)`;
-    chart.append(bar);
+  made.facts.replaceChildren(...facts.map(([name, value, late]) => h("span", late ? "late" : "", `${name} `, h("b", "", value))));
+  if (columns.length !== counts.length) {
+    columns.splice(0, columns.length, ...counts.map(() => h("span", "column", h("i"), h("span", "tip"))));
+    made.axis.replaceChildren(...counts.map((_, i) => h("span", "", i < limits.length && /^1(e|0|\b)|^0?\.0*1$/.test(String(limits[i])) ? latencyTick(limits[i]) : "")));
+  }
+  const at = slo ? bucketPosition(limits, slo) : Infinity, { ticks, place } = linear(total ? counts.map((count) => count / total) : [1]);
+  columns.forEach((column, i) => {
+    const [bar, tip] = column.children, share = total ? counts[i] / total : 0;
+    bar.className = at <= i ? "late" : "";
+    bar.style.height = `${share ? Math.max(1.5, place(share) * 100) : 0}%`;
+    bar.style.background = at > i && at < i + 1 ? `linear-gradient(90deg, var(--c) ${(at - i) * 100}%, var(--bad) ${(at - i) * 100}%)` : "";
+    const range = i === limits.length ? `over ${latencyTick(last(limits))}` : i ? `${latencyTick(limits[i - 1])} to ${latencyTick(limits[i])}` : `up to ${latencyTick(limits[0])}`;
+    setText(tip, `${range}: ${integer(counts[i])} ${unit}, ${percent(share)}`);
+    tip.className = i > counts.length / 2 ? "tip left" : "tip";
   });
-  if (!total) chart.append(h("span", "empty", Number($("window").value) ? "none in this time" : "none yet"));
+  const marks = ticks.map((tick) => {
+    const mark = h("span", "level", percent(tick));
+    mark.style.bottom = `${place(tick) * 100}%`;
+    return mark;
+  });
+  if (!total) marks.push(h("span", "empty", Number($("window").value) ? "none in this time" : "none yet"));
   if (slo) {
     const mark = h("span", at > counts.length * 0.7 ? "mark left" : "mark", "SLO");
     mark.style.left = `${(at / counts.length) * 100}%`;
-    chart.append(mark);
+    marks.push(mark);
   }
-  const axis = h("div", "axis", ...counts.map((_, i) => h("span", "", i < limits.length && /^1(e|0|\b)|^0?\.0*1$/.test(String(limits[i])) ? format(bucketLabel(limits[i])) : "")));
-  axis.setAttribute("aria-hidden", "true");
-  const factElements = facts.map(([name, value, late]) => h("span", late ? "late" : "", `${name} `, h("b", "", value)));
-  return h("div", "card", h("h3", "", title), h("div", "facts", ...factElements), chart, axis);
+  for (const old of chart.querySelectorAll(":scope > :not(.column)")) old.remove();
+  chart.prepend(...marks);
+  if (columns[0].parentElement !== chart) chart.append(...columns);
 }
-
-const bucketLabel = (seconds) => (seconds < 1 ? [String(Math.round(seconds * 1000)), "ms"] : [String(seconds), "s"]);
 
 // ---- KV
 
@@ -421,19 +284,10 @@ function shares(title, parts, unit) {
 
 function drawKv(now) {
   const sources = promptSources(), placements = now.placements;
-  const transfer = (title, direction) => {
-    const bytes = counterDelta(`${direction}_bytes`), busyShare = rate(counterDelta(`${direction}_seconds`));
-    const speed = busyShare ? rate(bytes) / busyShare : null;
-    const [number, unit] = bandwidth(rate(bytes));
-    return h("div", "", h("h3", "", title), h("div", "number", number, h("span", "unit", unit)),
-      h("div", "below", `${format(bandwidth(speed))} during transfers`), sparkline(rates(bytes), "connector"));
-  };
   $("kv").replaceChildren(
-    h("div", "card",
-      shares("KV sources of the latest prompts", [["computed", sources.computed, "prefill"], ["pool", sources.pool, "decode"], ["store", sources.store, "connector"]], "tokens"),
-      shares("Placement of prefills", [["on a prefill instance", placements.split ?? 0, "prefill"], ["on the decode instance", placements.decode ?? 0, "decode"],
-        ["prefill and decode on one instance", (placements.both ?? 0) + (placements.prefill ?? 0), "router"]], "requests since the start")),
-    h("div", "card", h("div", "two", transfer("Stored by prefill", "store"), transfer("Loaded by decode", "load"))));
+    h("div", "card", shares("KV sources of the latest prompts", [["computed", sources.computed, "prefill"], ["pool", sources.pool, "decode"], ["store", sources.store, "connector"]], "tokens")),
+    h("div", "card", shares("Placement of prefills", [["on a prefill instance", placements.split ?? 0, "prefill"], ["on the decode instance", placements.decode ?? 0, "decode"],
+      ["prefill and decode on one instance", (placements.both ?? 0) + (placements.prefill ?? 0), "router"]], "requests since the start")));
 }
 
 // ---- faults
@@ -444,23 +298,59 @@ const EVENTS = {
   role: ["role", "good"], failed_handovers: ["failed hand-overs", "warn"], refused: ["refused", "warn"], draining: ["draining", ""], drained: ["drained", ""], joined: ["joined", "good"],
   autoscaler: ["autoscaler", ""],
 };
-let drawnEvents = ""; // router and numbers of the events drawn last
+const APART_S = 30; // between two faults of different incidents
+const COST_S = 60; // after the last fault of an incident, in which what happens is its cost
+let drawnEvents = ""; // the events and costs drawn last
+
+const isFault = (event) => ["bad", "warn"].includes(EVENTS[event.event]?.[1]);
+
+/** Faults that lie close together, latest first, each with its first and last time. */
+function incidents(now) {
+  const found = [];
+  for (const event of now.events.filter(isFault)) {
+    if (!found.length || last(found).start - event.time > APART_S) found.push({ start: event.time, end: event.time, events: [] });
+    last(found).start = event.time;
+    last(found).events.push(event);
+  }
+  return found;
+}
+
+/** What an incident has cost clients up to now: streams moved, failed and refused, and latencies before and after. */
+function cost({ start, end }) {
+  const known = around(start, end, COST_S);
+  if (known === null) return "";
+  const { then, now, before } = known, grown = (name) => sum(Object.values(now[name])) - sum(Object.values(then[name]));
+  const moved = grown("migrations"), failed = (now.requests.error ?? 0) - (then.requests.error ?? 0);
+  const pauses = between("pauses", then, now), parts = [];
+  const pause = sum(pauses.counts) ? `, for whose next token clients waited ${format(duration(quantile(pauses, 0.5)))} in the median and ${format(duration(quantile(pauses, 1)))} at most` : "";
+  if (moved) parts.push(`${count(moved, "stream")} moved${pause}`);
+  if (grown("fallbacks")) parts.push(`${count(grown("fallbacks"), "prompt")} recomputed by decode`);
+  if (grown("refusals")) parts.push(`${count(grown("refusals"), "request")} refused`);
+  parts.push(failed ? `${count(failed, "request")} failed` : "no request failed");
+  for (const [name, title] of [["ttft", "TTFT"], ["itl", "ITL"]]) {
+    const [was, is] = [before && quantile(between(name, before, then), 0.99), quantile(between(name, then, now), 0.99)];
+    if (is !== null) parts.push(`${title} p99 ${was === null ? "" : `${format(duration(was))} → `}${format(duration(is))}`);
+  }
+  return parts.join(" · ");
+}
 
 function drawFaults(now) {
-  const recent = now.events.filter((event) => now.time - event.time < 60 && ["bad", "warn"].includes(EVENTS[event.event]?.[1]));
+  const recent = now.events.filter((event) => now.time - event.time < 60 && isFault(event));
   $("alarm").hidden = !recent.length;
   setText($("alarm"), `${recent.map((event) => EVENTS[event.event][0] + (event.count > 1 ? ` × ${event.count}` : "")).slice(0, 3).join(", ")} in the last minute`);
   const total = (counts) => integer(sum(Object.values(counts)));
   setText($("faults-sum"), `${total(now.migrations)} streams migrated · ${total(now.fallbacks)} prompts recomputed by decode · ` +
     `${total(now.refusals)} requests refused · ${integer(now.requests.error ?? 0)} failed`);
-  const state = now.router + now.events.map((event) => event.number).join();
+  const costs = new Map(incidents(now).map((incident) => [incident.events[0], cost(incident)]));
+  const state = now.router + now.events.map((event) => `${event.time}${event.count}`).join() + [...costs.values()].join();
   if (state === drawnEvents) return;
   drawnEvents = state;
-  $("faults").replaceChildren(...now.events.map((event) => {
+  $("faults").replaceChildren(...now.events.flatMap((event) => {
     const [word, color] = EVENTS[event.event] ?? [event.event, ""];
     const time = h("time", "", clock(event.time));
     time.dateTime = new Date(event.time * 1000).toISOString();
-    return h("li", "", time, h("span", `what ${color}`, event.count > 1 ? `${word} × ${event.count}` : word), h("p", "", event.text));
+    const item = h("li", "", time, h("span", `what ${color}`, event.count > 1 ? `${word} × ${event.count}` : word), h("p", "", event.text));
+    return costs.get(event) ? [h("li", "cost", h("span"), h("span", "what", "cost"), h("p", "", costs.get(event))), item] : [item];
   }));
   if (!now.events.length) $("faults").append(h("li", "empty", "No events yet."));
 }
@@ -551,10 +441,14 @@ function segments(request, now, scale) {
 }
 
 async function loadDetail(row) {
-  try {
-    row.detail.replaceChildren(...detail(row, await fetchJson(`/debug/requests/${encodeURIComponent(row.id)}`)));
-  } catch (error) {
-    row.detail.replaceChildren(h("p", "", `Details are not available: ${error.message}.`));
+  let tries = routers().length > 1 ? 8 * routers().length : 1; // each may reach a router that has not served it
+  while (tries-- > 0) {
+    try {
+      return row.detail.replaceChildren(...detail(row, await fetchJson(`/debug/requests/${encodeURIComponent(row.id)}`)));
+    } catch (error) {
+      row.detail.replaceChildren(h("p", "", `Details are not available: ${error.message}.`));
+      if (tries) await fetchJson("/debug/overview").catch(() => null); // which ends the connection to that router
+    }
   }
 }
 
@@ -578,7 +472,8 @@ function detail(row, timeline) {
     loaded.blocks ? `${integer(loaded.blocks)} blocks (${(loaded.bytes / 2 ** 20).toFixed(2)} MiB) loaded at ${format(bandwidth(loaded.gb_per_s * 1e9))}.` : "",
   ];
   const elements = [gantt, h("p", "", facts.filter(Boolean).join(" "))];
-  elements.push(...timeline.moves.map((move) => h("p", "bad", `Migrated from ${move.instance} after ${format(duration(move.ms / 1000))}: ${move.why}`)));
+  const pause = (move) => (move.pause_s === null ? "" : `; the client waited ${format(duration(move.pause_s))} for the next token`);
+  elements.push(...timeline.moves.map((move) => h("p", "bad", `Migrated from ${move.instance} after ${format(duration(move.ms / 1000))}${pause(move)}: ${move.why}`)));
   if (timeline.error) elements.push(h("p", "bad", timeline.error));
   if (timeline.placement) elements.push(h("p", "", `Placement: ${timeline.placement.way}, because of ${timeline.placement.reason}.`));
   elements.push(...timeline.decisions.map(decisionTable));

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pdserve.engine.memory.blocks import BlockPool, SequenceKV, SwappedKV
+from pdserve.engine.memory.blocks import BlockPool, SequenceKV
+from pdserve.engine.memory.groups import SwappedKV
 from pdserve.keys import KeyChain, token_array
 
 BLOCK = 4

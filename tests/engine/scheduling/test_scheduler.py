@@ -1,7 +1,6 @@
 """Scheduler: budgets are kept, no sequence starves, and no block leaks, for any arrivals and departures."""
 
-import sys
-from collections import Counter
+import cProfile
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 from zlib import crc32
@@ -97,21 +96,16 @@ def test_a_stream_of_short_prompts_and_a_long_one_hardly_delay_each_other() -> N
 
 def test_a_step_does_not_look_at_every_prompt_that_waits() -> None:
     """Nor at every shorter one, once no further one can run."""
-    calls = Counter[int]()
+    calls = []
     for waiting in (100, 3000):
-        sched = scheduler(100_000, max_num_seqs=4, budget=32)
+        sched, profile = scheduler(100_000, max_num_seqs=4, budget=32), cProfile.Profile()
         arrive(sched, "long", 400, 0)
         for rank in range(1, waiting + 1):
             arrive(sched, str(rank), 4 + rank % 50, rank)
         run_step(sched)
-
-        def count(frame: object, event: str, _: object, waiting: int = waiting) -> None:
-            calls[waiting] += event == "call"
-
-        sys.setprofile(count)
-        run_step(sched)
-        sys.setprofile(None)
-    assert 0 < calls[3000] < 2 * calls[100]
+        profile.runcall(run_step, sched)
+        calls.append(sum(entry.callcount for entry in profile.getstats()))
+    assert calls[1] < 2 * calls[0]
 
 
 def test_prompts_of_one_length_go_one_by_one() -> None:
@@ -130,6 +124,17 @@ def test_a_prompt_that_fits_into_the_step_shares_it_with_one_that_does_not() -> 
     sched = scheduler(600, budget=32)
     first, second = arrive(sched, "first", 32, 0), arrive(sched, "second", 20, 1)
     assert run_step(sched)[0].plan.counts == {first: 32}
+
+
+def test_the_shortest_goes_first_whether_it_runs_or_waits() -> None:
+    sched = scheduler(600, budget=32)
+    long, last = arrive(sched, "long", 400, 0), arrive(sched, "last", 390, 1)
+    run_step(sched)
+    middle = arrive(sched, "middle", 60, 2)
+    assert run_step(sched)[0].plan.counts == {middle: 16, long: 16}
+    short = arrive(sched, "short", 4, 3)
+    assert run_step(sched)[0].plan.counts == {short: 4, middle: 12, long: 16}
+    assert last.overtaken == 0, "it lacks no blocks"
 
 
 def test_no_prompt_overtakes_one_of_higher_priority() -> None:

@@ -344,6 +344,14 @@ def test_a_model_without_tool_support(client: Client) -> None:
     )
 
 
+@pytest.mark.parametrize(("store", "leaves_nothing"), [(False, True), (True, False), (None, False)])
+def test_answers_that_are_not_to_be_stored_leave_nothing(
+    store: bool | None, leaves_nothing: bool, client: Client, backend: ScriptedBackend
+) -> None:
+    assert client.post(CHAT, {"messages": ASKING["messages"], "store": store}).status_code == 200
+    assert backend.requests[-1].leaves_nothing == leaves_nothing
+
+
 def test_a_prediction_is_tokenized_and_counted(client: Client, backend: ScriptedBackend, tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     for content, text in (("sunny <x>", "sunny <x>"), (parts, "one\ntwo")):

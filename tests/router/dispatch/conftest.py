@@ -40,7 +40,8 @@ class Cluster:
         self.now = 1000.0
         self.fleet = Fleet("router", "model", lease_seconds, lambda: self.now)
         config = RouterConfig(model="model", **{"local_prefill_tokens": 0, "no_instance_timeout": 0.0, **settings})
-        self.dispatcher = Dispatcher(config, self.fleet, Metrics(self.fleet), seed=0)
+        self.metrics = Metrics(self.fleet)
+        self.dispatcher = Dispatcher(config, self.fleet, self.metrics, seed=0)
         self.instances = [self.join(f"{role}-{i}", role) for i, role in enumerate(roles)]
 
     def join(self, name: str, role: str) -> InstanceHandle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -116,6 +117,41 @@ def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     assert cluster.tokens(state) == [7, 8, 9, 10]
     assert len(state.timeline.migrations) == 1
     cluster.open("r").cancel()  # the id may be used again
+
+
+def pauses(cluster: Cluster) -> list[float]:
+    """Return the number and the sum of the pauses in the metrics."""
+    text = cluster.metrics.text().decode()
+    return [
+        float(re.findall(rf"^pdserve_migration_pause_seconds_{name} (.*)", text, re.M)[0]) for name in ("count", "sum")
+    ]
+
+
+def test_the_pause_of_a_moved_stream_lasts_from_token_to_token(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("both", "both", "both")
+    state = cluster.open(max_tokens=9)
+    cluster.deliver(state.final_instance, token_ids=[7])
+    for _ in range(2):  # it is moved twice before another token comes
+        cluster.now += 2.0
+        cluster.fleet.deregister(state.final_instance, "test")
+    assert pauses(cluster) == [0, 0]
+    cluster.now += 1.0
+    cluster.deliver(state.final_instance, state.id, token_ids=[8])
+    assert pauses(cluster) == [1, 5.0]
+    cluster.now += 7.0
+    cluster.deliver(state.final_instance, state.id, token_ids=[9])
+    assert pauses(cluster) == [1, 5.0], "it does not wait for a token of before"
+    assert [move.pause_s for move in state.timeline.migrations] == [5.0, 5.0]
+
+
+def test_the_pause_of_a_stream_without_a_token_begins_with_its_move(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("both", "both")
+    state = cluster.open()
+    cluster.now += 2.0
+    cluster.fleet.deregister(state.final_instance, "test")
+    cluster.now += 1.0
+    cluster.deliver(state.final_instance, state.id, token_ids=[8])
+    assert pauses(cluster) == [1, 1.0]
 
 
 def test_lost_decode_that_computed_the_prompt_migrates_the_stream(make_cluster: type[Cluster]) -> None:

@@ -133,6 +133,16 @@ def test_decode_gets_the_layout_of_prefill_if_it_differs(make_cluster: type[Clus
     assert "submit" in [kind for kind, _ in cluster.sent(same)]
 
 
+@pytest.mark.parametrize("leaves_nothing", [True, False])
+def test_the_instance_that_decodes_knows_whose_answers_are_not_kept(
+    leaves_nothing: bool, make_cluster: type[Cluster]
+) -> None:
+    cluster = make_cluster("prefill", "decode")
+    state = cluster.open(max_tokens=9, leaves_nothing=leaves_nothing)
+    sent = {one.role: [kind[1].leaves_nothing for kind in cluster.sent(one)] for one in state.holders}
+    assert sent == {"prefill": [False], "decode": [leaves_nothing]}
+
+
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("both",)])
 def test_a_prediction_goes_to_the_instance_that_decodes_also_after_a_migration(
     make_cluster: type[Cluster], roles: tuple[str, ...]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdserve.output import Output, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.scheduling.policy import Load
@@ -129,6 +130,17 @@ def test_heartbeats_are_acknowledged_every_few_seconds(
     assert {frame.WhichOneof("frame") for frame in connection} == {"heard"}
 
 
+def test_stamps_age_while_their_frame_waits_to_be_written(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    stamps = list[dict[str, float]]()
+    fleet.listener = cast(Any, SimpleNamespace(on_output=lambda _, output: stamps.append(output.stamps)))
+    instance = fleet.register(make_hello("decode-0"), make_connection())
+    outputs = pack([Output(request_id="r", stamps={"reserved": 2.0, "kv_ready": 1.0}), Output(request_id="s")])
+    fleet.handle_frame(instance, pb.InstanceFrame(outputs=outputs, waited=0.5))
+    assert stamps == [{"reserved": 2.5, "kv_ready": 1.5}, {}]
+
+
 def test_instances_serve_in_their_role_unless_they_drain_or_leave(
     fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
 ) -> None:
@@ -162,6 +174,14 @@ def test_a_joining_instance_is_compared_with_all_kinds_of_instances(
     assert not fleet.rejection_reason(pb.InstanceFrame(hello=make_hello("prefill-3", block_size=32)))
     reason = fleet.rejection_reason(pb.InstanceFrame(hello=make_hello("decode-1", block_size=32)))
     assert reason.endswith("make them the same, or start decode-1 with --convert-kv")
+
+
+def test_a_heartbeat_tells_the_room_in_the_pool(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    instance = fleet.register(make_hello("prefill-0"), make_connection())
+    fleet.handle_frame(instance, pb.InstanceFrame(heartbeat=pb.Heartbeat(free_blocks=3)))
+    assert instance.candidate.free_tokens == 3 * instance.hello.block_size
 
 
 def test_load_is_that_of_own_and_other_routers_requests(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.keys import KEY_BYTES
+from pdserve.output import pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import MAX_COUNTERS, MAX_KEYS_PER_FRAME
@@ -118,6 +119,8 @@ def test_id_and_epoch_cannot_be_taken_over_without_the_nonce(
         (heartbeat(counters={'engine_steps{instance="b"}': 1.0}), "labels"),
         (heartbeat(counters={f"c{i}": 1.0 for i in range(MAX_COUNTERS + 1)}), "the limit is"),
         (heartbeat(free_blocks=100), "100 free blocks of 99"),
+        (pb.InstanceFrame(outputs=pack([]), waited=-1.0), "it waited for -1.0 seconds"),
+        (pb.InstanceFrame(outputs=pack([]), waited=math.nan), "it waited for nan seconds"),
         (pb.InstanceFrame(blocks=pb.Blocks(added=b"x")), "KV events of 1 bytes"),
         (pb.InstanceFrame(blocks=pb.Blocks(added=bytes(KEY_BYTES * (MAX_KEYS_PER_FRAME + 1)))), "KV events of"),
         (pb.InstanceFrame(blocks=pb.Blocks(added=b"".join(bytes([i]) * KEY_BYTES for i in range(100)))), "more keys"),

@@ -4,11 +4,22 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Overloaded
-from pdserve.router.instances.fleet import Fleet
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.key_file import ApiKey
 from pdserve.router.limits.quota import Limits, Rate
 from pdserve.router.telemetry.metrics import Metrics
+
+
+class NoConnection:
+    """To an instance that is told nothing."""
+
+    def send(self, frame: pb.RouterFrame) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 class Scene:
@@ -101,3 +112,19 @@ def test_at_most_as_many_choices_again_run_above_the_limit() -> None:
         running[0].release(1)
         assert sum(slot.is_admitted and not slot.released for slot in slots) <= 8
     assert all(slot.is_admitted for slot in slots)
+
+
+def test_instances_tell_the_blocks_of_keys_by_number_and_the_router_by_name() -> None:
+    key, fleet = ApiKey("alice", b"a"), Fleet("router", "model", 1.0, lambda: 0.0)
+    metrics = Metrics(fleet)
+    AdmissionQueue([key], RouterConfig(), metrics, lambda: 0.0)
+    instance = InstanceHandle(
+        pb.Hello(instance_id="d", role="decode", num_blocks=8, block_size=16), NoConnection(), 0.0
+    )
+    number = f"{key.tenant.id:x}"
+    instance.heartbeat = pb.Heartbeat(counters={f'kv_cache_blocks_of_key{{key="{one}"}}': 7 for one in (number, "abc")})
+    fleet.instances["d"] = instance
+    labels = {"instance": "d", "role": "decode"}
+    for name in ("alice", "abc"):
+        assert metrics.registry.get_sample_value("pdserve_kv_cache_blocks_of_key", {**labels, "key": name}) == 7
+    assert b"_of_key" not in b"".join(metrics.parts(with_keys=False))

@@ -52,6 +52,10 @@ def test_with_an_itl_target_decode_takes_prompts_that_would_wait() -> None:
     prefill.replace_load(NO_LOAD, Load(1, 3000, prefills=1))
     placement = place(prefill, decode, request, None, 0.2)
     assert (placement.way, placement.reason) == ("decode", "backlog")
+    long = request._replace(output_tokens=10_000)
+    assert place(prefill, decode, long, None, 0.2).way == "split", "decode is what such requests wait for"
+    assert place(prefill, decode, long._replace(mean_answer=100), None, 0.2).way == "decode", "few answers are so long"
+    assert place(prefill, decode, long, None, 0.2, 0.01).way == "decode", "there are 100 decode instances"
     assert placement.here_seconds is not None and placement.there_seconds is not None
     assert 0.11 < placement.here_seconds < placement.there_seconds, "prompts get a part of each step"
     assert place(prefill, decode, request, None, 1.0).way == "split", "it meets the target by way of prefill"

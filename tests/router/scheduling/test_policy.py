@@ -21,7 +21,9 @@ from pdserve.router.scheduling.policy import (
     Load,
     PlacementRequest,
     decide,
+    forecast_itl,
     forecast_ttft,
+    place,
 )
 
 TOKENS = st.integers(0, 10_000)
@@ -288,3 +290,19 @@ def test_forecasts_within_the_tolerance_are_ties() -> None:
 
 def test_the_setting_lists_every_policy() -> None:
     assert tuple(POLICIES) == POLICY_NAMES and EXPLANATIONS.keys() == POLICIES.keys()
+
+
+def test_of_layers_with_a_window_no_more_than_that_is_moved_or_kept() -> None:
+    """A prompt of 4,096 tokens moves its KV of one layer, and of five others the last 512 tokens."""
+    costs = Costs(transfer=(0, 1e-6), decode=(0.01, 0, 0), prefill=(0, 1e-3, 0))
+    full = Candidate("decode", token_bytes=6, costs=costs, capacity_tokens=8192)
+    windows = Candidate("decode", token_bytes=1, windows=((512, 5),), costs=costs, capacity_tokens=6 * 8192)
+    long, short = (PlacementRequest(tokens, decode=True) for tokens in (4096, 300))
+    moved = [forecast_itl(one, long) - 0.01 for one in (full, windows)]
+    assert moved == pytest.approx([4096 * 6e-6, (4096 + 512 * 5) * 1e-6])
+    assert forecast_itl(windows, short) == pytest.approx(forecast_itl(full, short))
+    split = [place(Candidate("prefill", costs=costs), one, long, None).there_seconds for one in (full, windows)]
+    assert split == pytest.approx([4.096 + seconds for seconds in moved])
+    full, windows = (replace(one, requests=2, context_tokens=8192, output_tokens=10) for one in (full, windows))
+    assert forecast_itl(full, long) > 0.01 + moved[0], "another must end before"
+    assert forecast_itl(windows, long) == pytest.approx(0.01 + moved[1]), "the pool has room for more of them"

@@ -1,11 +1,13 @@
 """SLO admission over arbitrary loads."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
-from pdserve.router.scheduling.policy import Candidate, Load, PlacementRequest
+from pdserve.router.scheduling.policy import Candidate, Load, PlacementRequest, place
 from pdserve.router.scheduling.slo_admission import MAX_RETRY_AFTER_S, check_slo
 from pdserve.slo import Slo
 
@@ -94,6 +96,22 @@ def test_time_waited_in_the_router_counts() -> None:
     idle, asked = Candidate("prefill", costs=MACHINE), PlacementRequest(500, output_tokens=9)
     for prefill, waited, late in [(prefilling(100), 0.3, False), (prefilling(100), 0.5, True), (idle, 9.0, False)]:
         assert (check_slo(BOTH, prefill, decoding(10), asked, waited) is not None) == late
+
+
+def test_prompts_that_wait_for_decode_in_the_pool_of_prefill_count() -> None:
+    """Over `nixl://` they fill it, and the next prompt waits until decode has room for them."""
+    asked, idle = PlacementRequest(500, output_tokens=9), prefilling(0)
+    decode = replace(
+        decoding(40, capacity_tokens=2000), context_tokens=3000
+    )  # 1,000 tokens wait: 5 s until 1,500 more fit
+    assert check_slo(Slo(ttft=1.0), idle, decode, asked) is None, "prefill has room"
+    idle.free_tokens = 499
+    refused = check_slo(Slo(ttft=1.0), idle, decode, asked)
+    assert refused is not None and refused.kind == "slo_ttft" and "wait for room on decode" in str(refused)
+    assert check_slo(Slo(ttft=1.0), idle, decoding(40), asked) is None, "decode has room, so it empties soon"
+    full, other = place(idle, decode, asked, None, 1.0), place(prefilling(0), decode, asked, None, 1.0)
+    assert full.there_seconds is not None and other.there_seconds is not None
+    assert full.there_seconds > other.there_seconds + 1
 
 
 def test_unsplit_request_needs_no_transfer() -> None:

@@ -22,7 +22,9 @@ def test_times_are_milliseconds_since_the_first_stamp() -> None:
     timeline.migrations.append(Migration(10.5, "d0", "lost"))
     body = timeline.as_dict()
     assert body["stages_ms"] == {"received": 0.0, "admitted": 250.0}
-    assert body["migrations"] == 1 and body["moves"] == [{"ms": 500.0, "instance": "d0", "why": "lost"}]
+    assert body["migrations"] == 1 and body["moves"] == [
+        {"ms": 500.0, "instance": "d0", "why": "lost", "pause_s": None}
+    ]
     assert body["stored"] == {"blocks": 2, "bytes": 10**9, "seconds": 0.5, "gb_per_s": 2.0}
     assert body["parts"] == [{"name": "admission", "who": "router", "start_ms": 0.0, "end_ms": 250.0}]
 

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,24 @@ from transformers import AutoTokenizer
 
 from pdserve import model_path
 from pdserve.errors import BadRequest, SetupError
-from pdserve.model_path import resolve_model
-from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
+from pdserve.model_path import DEMO, resolve_model
+from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer, needs_torch
 
 
 @pytest.mark.parametrize("text", ["", "hello", " hello  world\n", "漢字 👩‍👩‍👧 e\u0301", "\x00"])
 def test_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_router_of_the_demo_model_needs_no_torch(tmp_path: Path) -> None:
+    """Its tokenizer is read as transformers reads that of any model, which imports torch."""
+    assert not needs_torch(DEMO) and needs_torch("some/hub-id") and needs_torch(tmp_path)
+    ours, theirs = Tokenizer("demo"), AutoTokenizer.from_pretrained(DEMO)
+    assert type(ours._hf) is type(theirs) and ours._hf.init_kwargs == theirs.init_kwargs
+    assert ours._rust.to_str() == theirs.backend_tokenizer.to_str()
+    code = "import sys; from pdserve.router import server; from pdserve.router.text.tokenizer import Tokenizer; "
+    code += "Tokenizer('demo'); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_special_tokens_are_skipped_on_demand(tokenizer: Tokenizer) -> None:

@@ -65,6 +65,17 @@ class Scene:
         self.output(decode, request_id, token_ids=[8], stamps={"decode_started": 0.0})
         self.output(decode, request_id, token_ids=[9], finish_reason="length")
 
+    def move(self, request_id: str, prefill: InstanceHandle, decode: InstanceHandle) -> None:
+        """Run one request of three tokens, whose decode instance is lost after the first one; another one ends it."""
+        other = self.join(decode.role, "other")
+        sampling = SamplingParams(max_tokens=3)
+        state = self.dispatcher.open(RoutedRequest(request_id=request_id, prompt=[1, 2, 3], sampling=sampling))
+        assert state.decode is not None
+        self.output(prefill, request_id, token_ids=[7], stored=Stored(num_blocks=1, final=True))
+        self.fleet.deregister(state.decode, "test")
+        self.output(prefill, f"{request_id}#1", token_ids=[8], stored=Stored(num_blocks=1, final=True))
+        self.output(state.decode or other, f"{request_id}#1", token_ids=[9], finish_reason="length")
+
     def output(self, instance: InstanceHandle, request_id: str, **output: Any) -> None:
         self.dispatcher.on_output(instance, Output(request_id=request_id, **output))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import sys
@@ -11,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve import __version__
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
-from pdserve.router.web.pages import PAGE
+from pdserve.router.web.pages import FILES, PAGE
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
@@ -24,9 +24,10 @@ EVIL = '<img src=x onerror="window.hit=1">'
 
 
 def test_the_page_loads_only_from_its_own_host(client: Client) -> None:
-    for path, kind in {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}.items():
-        answer = client.get(path)
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
+    for path in ("", *FILES):
+        answer = client.get(f"/{path}")
+        kind = {"": "html", "css": "css", "js": "javascript"}[path.rpartition(".")[2]]
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith(f"text/{kind}")
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
         hosts = set(re.findall(r"https?://([\w.]+)", answer.text))
@@ -76,15 +77,20 @@ def browser() -> Iterator[Any]:
 def open_page(
     browser: Any, make_scene: Callable[..., Scene], serving: Callable[[Application], AbstractContextManager[str]]
 ) -> Iterator[Callable[..., Any]]:
-    """Factory: open_page(width, path, history, **settings) opens a page of a router that served and lost an instance."""
+    """Factory: open_page(width, path, history, fault, **settings) opens a page of a router that served and lost an instance.
+
+    With `fault`, a stream has moved from it to another.
+    """
     opened: list[Any] = []
 
-    def make(width: int = 1280, path: str = "/", history: int = 0, **settings: Any) -> Any:
+    def make(width: int = 1280, path: str = "/", history: int = 0, fault: bool = False, **settings: Any) -> Any:
         scene = make_scene(**settings)
         prefill, decode = scene.join("prefill", "p", ranks=2), scene.join("decode", EVIL)
         for _ in range(history):
             scene.overview.record()
         scene.serve("the-request", prefill, decode)
+        if fault:
+            scene.move("moved", prefill, decode)
         scene.fleet.deregister(scene.join("both", "gone"), EVIL)
         running = serving(scene.app)
         url = running.__enter__()
@@ -131,11 +137,63 @@ def test_the_page_shows_instances_requests_and_faults(open_page: Callable[..., A
 
 def test_curves_begin_before_the_page_was_opened(open_page: Callable[..., Any]) -> None:
     page = open_page(history=3)
-    page.wait_for_selector("#figures .spark")
-    first = page.evaluate("document.querySelectorAll('#figures .spark path')[1].getAttribute('d')")
+    page.wait_for_selector("#figures path.curve")
+    first = page.evaluate("document.querySelector('#figures path.curve').getAttribute('d')")
     assert first.count("L") >= 2, "it is drawn of the history and the current state"
     assert page.get_by_role("link", name="API").get_attribute("href") == "/docs"
     assert page.get_by_role("link", name="Metrics").get_attribute("href") == "/metrics"
+    assert not page.problems
+
+
+def test_curves_have_units_values_the_slo_and_marks_of_faults(open_page: Callable[..., Any]) -> None:
+    page = open_page(history=3)
+    page.wait_for_selector("#figures line.fault", state="attached")
+    panel = page.locator("#figures > div", has_text="Time to first token")
+    assert panel.locator("text.name").text_content() == "SLO 1 s"
+    ticks = panel.locator("text.tick").all_text_contents()
+    assert len(ticks) >= 2 and all(re.fullmatch(r"[\d.]+ m?s", tick) for tick in ticks)
+    assert "SLO 1 s" in panel.locator(".plot").get_attribute("aria-label")
+    panel.locator(".plot").focus()
+    page.keyboard.press("ArrowLeft")
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\dmedian (–|[\d.]+ m?s)p99 (–|[\d.]+ m?s).*", panel.locator(".tip").text_content()
+    )
+    assert page.locator("#figures line.cross").count() == page.locator("#figures > div").count(), (
+        "all charts show that time"
+    )
+    page.locator("#latency .column").first.hover()
+    assert "requests" in page.locator("#latency .column .tip").first.inner_text()
+    assert not page.problems
+
+
+def test_a_fault_has_its_cost(open_page: Callable[..., Any]) -> None:
+    page = open_page(history=1, fault=True)
+    page.wait_for_selector("#faults .cost")
+    cost = page.inner_text("#faults .cost")
+    assert re.search(r"1 stream moved, for whose next token clients waited .* · no request failed", cost), cost
+    assert not page.problems
+
+
+def test_routers_that_share_an_address_are_shown_together_or_alone(open_page: Callable[..., Any]) -> None:
+    page = open_page(path="/docs", history=1)
+    told = page.evaluate("fetch('/debug/overview?history=true').then((answer) => answer.json())")
+    answers = itertools.count(1)
+
+    def answer(route: Any) -> None:
+        number = next(answers)
+        changed = {"router": f"router-{number % 2}", "time": told["time"] + number, "under_way": 3 + number % 2}
+        route.fulfill(json=told | changed)
+
+    page.route("**/debug/overview*", answer)
+    page.goto(page.url.removesuffix("docs"))
+    page.wait_for_selector("#router", state="visible")
+    assert page.inner_text("#about").startswith("2 routers · ")
+    assert page.locator("#router option").all_text_contents() == ["all 2", "router-0", "router-1"]
+    panel = page.locator("#figures > div", has_text="Under way")
+    assert panel.locator(".number").inner_text() == "7requests", "the sum"
+    page.select_option("#router", "router-1")
+    assert page.inner_text("#about").startswith("router-1 · ")
+    assert panel.locator(".number").inner_text() == "4requests"
     assert not page.problems
 
 
@@ -168,31 +226,21 @@ def test_the_page_resumes_when_its_router_answers_again(open_page: Callable[...,
     assert page.get_attribute("#pause", "aria-pressed") == "true"
 
 
-def test_swagger_ui_shows_and_calls_the_endpoints(open_page: Callable[..., Any]) -> None:
-    page = open_page(path="/docs")
-    page.wait_for_selector("#operations-operation-version")
+@pytest.mark.until_recorded("router/web")
+def test_swagger_ui_shows_the_endpoints_and_calls_them_with_the_key_it_is_given(open_page: Callable[..., Any]) -> None:
+    page = open_page(path="/docs", api_key="of clients", admin_key="of operators")
+    page.wait_for_selector("#operations-model-models")
     document = page.evaluate("fetch('/openapi.json').then((answer) => answer.json())")
     assert len(page.query_selector_all(".opblock")) == sum(map(len, document["paths"].values()))
     page.click("#operations-generation-chat .opblock-summary-control")
     page.wait_for_selector("#operations-generation-chat .opblock-section-request-body")
     assert "Continue a conversation" in page.inner_text("#operations-generation-chat")
-    page.click("#operations-operation-version .opblock-summary-control")
-    page.click("#operations-operation-version .try-out__btn")
-    page.click("#operations-operation-version .execute")
-    page.wait_for_selector("#operations-operation-version .live-responses-table")
-    assert __version__ in page.inner_text("#operations-operation-version .live-responses-table")
-    assert not page.problems
-
-
-def test_swagger_ui_opens_without_a_key_and_sends_the_one_it_is_given(open_page: Callable[..., Any]) -> None:
-    page = open_page(path="/docs", api_key="of clients", admin_key="of operators")
 
     def list_models() -> str:
         page.click("#operations-model-models .execute")
         page.wait_for_selector("#operations-model-models .live-responses-table")
         return str(page.inner_text("#operations-model-models .live-responses-table tr.response .response-col_status"))
 
-    page.wait_for_selector("#operations-model-models")
     page.click("#operations-model-models .opblock-summary-control")
     page.click("#operations-model-models .try-out__btn")
     assert list_models().startswith("401")
@@ -203,16 +251,10 @@ def test_swagger_ui_opens_without_a_key_and_sends_the_one_it_is_given(open_page:
     page.click(".modal-ux .close-modal")
     page.click("#operations-model-models .btn-clear")
     assert list_models().startswith("200")
+    assert "demo" in page.inner_text("#operations-model-models .live-responses-table")
     assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""], "a key stays in its tab"
     assert [problem for problem in page.problems if "401" not in problem] == []
 
 
 def test_the_package_has_the_pages() -> None:
-    assert {path.name for path in PAGE.iterdir()} == {
-        "page.html",
-        "page.css",
-        "page.js",
-        "docs.html",
-        "docs.js",
-        "no_docs.html",
-    }
+    assert {path.name for path in PAGE.iterdir()} == {"page.html", *FILES, "docs.html", "docs.js", "no_docs.html"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.tools.bench.metrics import summarize
-from pdserve.tools.bench.page import heat_map, page, ratios, shares, table
+from pdserve.tools.bench.page import format_ratio, heat_map, page, ratios, shares, table
 from pdserve.tools.bench.plot import Curve, axis, plot
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.bench.run_page import run_charts, run_page, sweep_page
@@ -78,6 +78,10 @@ def test_names_that_would_cover_others_are_left_out() -> None:
     text = plot("", [crowd], "x")
     assert re.findall(r'class="name"[^>]*>(\w+)', text) == ["second", "dot", "last"]
     assert re.findall(r"<title>(\w+)", text) == ["first", "second", "covers", "dot", "last"]
+
+
+def test_a_ratio_is_1_only_if_the_target_is_met() -> None:
+    assert [format_ratio(one) for one in (0.996, 1.0, 1.001, 12.3, 100.0)] == ["1.00", "1.00", "1.01", "12", "fails"]
 
 
 def test_a_run_without_answers_has_no_charts() -> None:

@@ -1,0 +1,37 @@
+"""Low-bit weights through a router, a prefill and a decode instance: KV crosses between instances of one rounding only."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pdserve.config import EngineConfig
+from pdserve.engine.engine import Engine
+from pdserve.request import SamplingParams
+
+
+def test_split_answers_have_the_bits_of_one_engine(
+    checkpoint: Callable[..., Path],
+    prompts: list[list[int]],
+    deploy: Callable[..., Any],
+    complete_all: Callable[..., list[list[int]]],
+    metric: Callable[..., float],
+) -> None:
+    path = checkpoint("llama", dtype="bfloat16")
+
+    def alone(**settings: Any) -> list[list[int]]:
+        engine = Engine(EngineConfig(model=str(path), num_blocks=1024, **settings))
+        greedy = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+        seqs = [engine.new_sequence(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
+        for seq in seqs:
+            engine.add(seq)
+        while any(seq.output.num_generated < 32 for seq in seqs):
+            engine.step()
+        return [seq.output.tokens[len(prompt) :].tolist() for seq, prompt in zip(seqs, prompts, strict=True)]
+
+    expected = alone(quantization="int4")
+    assert expected != alone()
+    flags = {role: ["--quantization", "int4", "--num-blocks", "1024"] for role in ("prefill", "decode")}
+    with deploy(model=str(path), flags=flags) as deployment:
+        assert complete_all(deployment, prompts) == expected
+        assert metric(deployment, "kv_transfer_blocks_total", role="decode", direction="load") > 0
+        assert metric(deployment, "kv_transfer_failures_total") == 0

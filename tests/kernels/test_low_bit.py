@@ -1,0 +1,78 @@
+"""Products with weights of 4 and 8 bits: the bits of the same product with the dequantized weight."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pdserve.kernels import linear, low_bit, native
+from pdserve.kernels.batch import Kernel
+
+DTYPES = [torch.bfloat16, torch.float16]
+ROWS = (0, 1, 5, 6, 17, 97, 130)
+# K, N and the codes that share a scale: padded in both dimensions, deeper than what is unpacked at a time, whole columns.
+SHAPES = [(64, 96, 32), (512, 100, 128), (40, 70, 40), (2080, 33, 2080), (2048, 64, 64)]
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest, cpu_kernel: Kernel) -> None:
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+
+
+def random_codes(
+    shape: tuple[int, ...], group: int, bits: int, scale_dtype: torch.dtype, with_zeros: bool
+) -> low_bit.Codes:
+    groups = (*shape[:-1], shape[-1] // group)
+    scales = (torch.randn(groups) * 10.0 ** torch.randint(-4, 1, groups)).to(scale_dtype)
+    zeros = torch.randint(0, 1 << bits, groups, dtype=torch.uint8) if with_zeros else None
+    return low_bit.Codes(torch.randint(0, 1 << bits, shape, dtype=torch.uint8), scales, zeros, bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", native.DTYPES)
+@pytest.mark.parametrize("bits", low_bit.BITS)
+def test_rows_have_the_bits_of_products_with_the_dequantized_weight(
+    bits: int, scale_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(bits)
+    for in_features, out_features, group in SHAPES:
+        for with_zeros in (False, True):
+            codes = random_codes((out_features, in_features), group, bits, scale_dtype, with_zeros)
+            weight, plain = low_bit.pack(codes, dtype), linear.pack(codes.dequantize(dtype))
+            assert weight.nbytes < 0.75 * plain.nbytes
+            bias = torch.randn(out_features).to(dtype) if with_zeros else None
+            for i, rows in enumerate(ROWS):
+                torch.set_num_threads((1, 3, 4)[i % 3])
+                x = torch.randn(rows, in_features).to(dtype)
+                got = linear.linear(x, weight, bias)
+                assert torch.equal(got, linear.linear(x, plain, bias))
+                assert rows == 0 or got.abs().max() > 0
+
+
+@pytest.mark.parametrize("bits", low_bit.BITS)
+def test_several_products_at_once_equal_each(bits: int) -> None:
+    codes = random_codes((3, 70, 96), 32, bits, torch.float16, with_zeros=True)
+    x = torch.randn(3, 5, 96).bfloat16()
+    weight = low_bit.pack(codes, torch.bfloat16)
+    together = linear.linear(x, weight)
+    for i in range(3):
+        assert torch.equal(F.linear(x[i], weight[i]), together[i])  # type: ignore[arg-type]
+    transposed = low_bit.pack(codes, torch.bfloat16, transposed=True)
+    assert transposed.shape == (3, 96, 70)
+    assert torch.equal(torch.bmm(x, transposed), together)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.004), (4, 0.07)])
+def test_quantized_weights_are_near_the_weights(bits: int, most: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256).bfloat16()
+    codes = low_bit.quantize(weight, bits, 32)
+    assert codes.scales.shape == (64, 8)
+    assert (codes.dequantize(torch.float32) - weight.float()).abs().mean() < most * weight.float().abs().max()
+    assert low_bit.quantize(weight, bits, 48).scales.shape == (64, 1)  # no multiple: whole columns
+    assert not low_bit.quantize(torch.zeros(4, 32).half(), bits, 32).dequantize(torch.float16).any()
+
+
+def test_groups_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="groups of 16 codes are not multiples of 32"):
+        low_bit.pack(random_codes((32, 64), 16, 4, torch.float16, with_zeros=False), torch.bfloat16)

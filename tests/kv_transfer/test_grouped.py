@@ -1,0 +1,115 @@
+"""One connector for all groups of a pool: which blocks it moves of each, and which prefixes it finds."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.keys import Layout, Section
+from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
+from pdserve.kv_transfer.grouped import GroupedConnector, attach_groups
+
+FORMAT: dict[str, Any] = {"model_fingerprint": "m", "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8", "itemsize": 1}
+LAYOUT = Layout(
+    num_layers=1, block_size=16, more=(Section(num_layers=2, num_kv_heads=1, head_dim=4, window=48),), **FORMAT
+)
+KEYS = [bytes([i]) * 16 for i in range(10)]
+OK, MISSING, CORRUPT = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT
+
+
+class Part(Connector):
+    """Has some keys, and ends every operation at once."""
+
+    scheme = "part"
+
+    def __init__(self, found: Sequence[bytes] = KEYS) -> None:
+        self.found = set(found)
+        self.calls: list[tuple[Any, ...]] = []
+        self.memory: PoolMemory | None = None
+        self.asked = 0
+
+    def attach(self, memory: PoolMemory) -> None:
+        self.memory = memory
+
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
+        self.calls.append(("store", [*keys], [*block_ids], lease_s))
+        return self._done(Result([OK] * len(keys), 1.0, b"ticket of %d" % len(keys)))
+
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
+        self.calls.append(("load", [*keys], [*block_ids], [*tickets]))
+        return self._done(Result([OK if key in self.found else MISSING for key in keys], 2.0))
+
+    def match(self, keys: Sequence[bytes]) -> Future[int]:
+        self.asked += 1
+        return self._done(next((i for i, key in enumerate(keys) if key not in self.found), len(keys)))
+
+    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
+        self.calls.append(("release", [*keys], [*tickets]))
+
+    def stats(self) -> Stats:
+        return Stats(blocks={"store": 1, "load": 2})
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+    def _done(self, result: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return future
+
+
+def test_each_group_has_a_connector_with_its_own_layout() -> None:
+    class Views:
+        views = (torch.zeros((4, 128), dtype=torch.uint8), torch.zeros((2, 256), dtype=torch.uint8))
+        copies = None
+
+    parts = [Part(), Part()]
+    attach_groups(parts[0], lambda: parts[1], Views(), LAYOUT)
+    for part, layout, rows in zip(parts, LAYOUT.groups, Views.views, strict=True):
+        assert part.memory is not None and part.memory.layout == layout
+        assert part.memory.rows.shape == tuple(rows.shape) == (len(rows), layout.block_bytes)
+
+
+def test_blocks_go_to_their_groups_and_outcomes_come_back_in_order() -> None:
+    full, window = Part(KEYS[:2]), Part(KEYS[1:])
+    grouped = GroupedConnector([full, window], LAYOUT, [100, 50])
+    keys, blocks = [*KEYS[:3], *KEYS[:2]], [7, 8, 9, 100, 149]
+    stored = grouped.store(keys, blocks, lease_s=5.0).result()
+    assert stored.outcomes == [OK] * 5
+    assert full.calls == [("store", KEYS[:3], [7, 8, 9], 5.0)] and window.calls == [("store", KEYS[:2], [0, 49], 5.0)]
+    loaded = grouped.load(keys, blocks, tickets=[stored.ticket]).result()
+    assert loaded.outcomes == [OK, OK, MISSING, MISSING, OK]
+    assert full.calls[1][3] == [b"ticket of 3"] and window.calls[1][3] == [b"ticket of 2"]
+    only_full = grouped.store(KEYS[:1], [0], lease_s=0.0).result()
+    assert len(window.calls) == 2
+    grouped.release(KEYS[:1], tickets=[only_full.ticket])
+    assert full.calls[-1] == ("release", KEYS[:1], [b"ticket of 1"]) and window.calls[-1] == ("release", KEYS[:1], [])
+    assert grouped.stats().blocks == {"store": 2, "load": 4}
+
+
+@pytest.mark.parametrize(
+    ("full", "missing", "expected"),
+    [
+        (10, [], 10),
+        (10, [*range(7)], 10),  # token 160 reaches token 113, in block 7
+        (10, [7], 7),
+        (10, [*range(8)], 0),
+        (10, [8, 9], 8),
+        (6, [], 6),
+        (0, [], 0),
+        (1, [0], 0),
+    ],
+)
+def test_a_prefix_is_found_if_the_window_behind_it_is_there(full: int, missing: list[int], expected: int) -> None:
+    window = Part([key for i, key in enumerate(KEYS) if i not in missing])
+    grouped = GroupedConnector([Part(KEYS[:full]), window], LAYOUT, [100, 50])
+    assert grouped.match(KEYS).result() == expected
+
+
+def test_a_store_is_asked_a_bounded_number_of_times() -> None:
+    keys = [i.to_bytes(16, "big") for i in range(1000)]
+    window = Part([key for i, key in enumerate(keys) if i % 3])
+    grouped = GroupedConnector([Part(keys), window], LAYOUT, [100, 50])
+    assert grouped.match(keys).result() == 0 and window.asked < 20
