@@ -152,6 +152,7 @@ class EngineConfig(ModelConfig):
         "adapters (LoRA) in PEFT's format, as name=folder, comma separated or repeated; requests name one as their model",
         "",
     )
+    lora_folder: str = flag("folder from which POST /v1/load_lora_adapter may load adapters; empty: it loads none", "")
     max_loras: int = flag("most adapters in one step", 8, least=1)
     max_lora_rank: int = flag("highest rank of an adapter", 64, least=1, most=512)
     pooling: str = flag(
@@ -188,7 +189,7 @@ class EngineConfig(ModelConfig):
     @property
     def has_adapters(self) -> bool:
         """Whether requests may have adapters."""
-        return bool(self.lora_modules)
+        return bool(self.lora_modules or self.lora_folder)
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -114,6 +114,14 @@ class Backend(Protocol):
             now_ms: milliseconds since 1970, which number the epoch that begins, so that persistent stores hold none of it.
         """
 
+    def change_adapter(self, name: str, path: str, replaces: bool, on_done: Callable[[str], None]) -> None:
+        """Let all instances that do so load an adapter from a folder or, if that is empty, unload the one with this name.
+
+        Args:
+            replaces: it may take the name of another one.
+            on_done: called with the reason why an instance could not do so; empty: all have done it.
+        """
+
     def drain(self, instance_id: str, role: str = "") -> None:
         """Ask an instance to hand over or finish its requests, and then to serve as `role`; if that is empty, to exit.
 

@@ -71,6 +71,7 @@ ELSEWHERE = {
     "launchers/ray_*.py": "integration/test_ray.py",
     "offline/*.py": "integration/test_offline.py",
     "ranks/*.py": "ranks/test_engine.py ranks/test_followers.py integration/test_ranks.py",
+    "router/dialects/adapters.py": "integration/test_adapters.py",
     "kv_transfer/tickets.py": "ranks/test_followers.py",
     "router/dialects/embeddings.py": "integration/test_embeddings.py",
     "router/kv_events/sources.py": "integration/test_zmq_events.py",

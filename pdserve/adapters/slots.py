@@ -9,9 +9,12 @@ before them `MAX_OVERTAKEN` times at most.
 """
 
 import logging
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -33,6 +36,7 @@ from pdserve.proto import pdserve_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_OVERTAKEN = 64  # how often sequences with a slot go before the oldest that waits for one
+OnDone = Callable[[str], None]
 NUM_RETIRED = 4  # adapters that have lost their names, and are kept
 
 
@@ -76,6 +80,8 @@ class Adapters:
     def __init__(self, config: EngineConfig, runner: "ModelRunner | PacedRunner") -> None:
         self._runner = _checked(config, runner)
         self._max_rank = config.max_lora_rank
+        self._folder = Path(config.lora_folder).resolve() if config.lora_folder else None
+        self._base = config.name
         self._names: dict[str, LoadedAdapter] = {}
         self._retired: deque[LoadedAdapter] = deque(maxlen=NUM_RETIRED)
         self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
@@ -128,6 +134,41 @@ class Adapters:
         """Take a name away, if there is an adapter with it. Its requests keep it."""
         if (adapter := self._names.pop(name, None)) is not None:
             self._retired.append(adapter)
+
+    def change(self, order: pb.ChangeAdapter, post: Callable[[Callable[[], None]], None], on_done: OnDone) -> None:
+        """See `Adapters` of the engine."""
+        if not order.path:
+            self.remove(order.name)
+            on_done("")
+            return
+
+        def add(adapter: LoadedAdapter) -> None:
+            if order.name in self._names and not order.replaces:
+                on_done(f"the name {order.name!r} is taken")
+                return
+            self.add(order.name, adapter)
+            on_done("")
+
+        def read() -> None:
+            try:
+                adapter = self.read(self._path(order))
+            except AdapterError as error:
+                post(partial(on_done, str(error)))
+            else:
+                post(partial(add, adapter))
+
+        threading.Thread(target=read, name="adapter", daemon=True).start()
+
+    def _path(self, order: pb.ChangeAdapter) -> Path:
+        """Return the folder that an order names. Raises AdapterError if it may not be loaded, or not under its name."""
+        if self._folder is None:
+            raise AdapterError("this instance loads no adapters at run time; start it with --lora-folder")
+        path = (self._folder / order.path).resolve()
+        if not path.is_relative_to(self._folder):
+            raise AdapterError(f"{order.path} is outside of --lora-folder {self._folder}")
+        if order.name == self._base:
+            raise AdapterError(f"{order.name!r} is the name of the model")
+        return path
 
     def _attach(self, names: list[str]) -> None:
         """Prepare further layers. Recorded steps with adapters lack them, and are recorded again."""

@@ -4,6 +4,7 @@ A step may have sequences with as many adapters as there are slots. A sequence a
 takes any block, and keeps it until it leaves the engine.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -37,6 +38,18 @@ class Adapters(Protocol):
 
     def begin_step(self, plan: "StepPlan") -> None:
         """Let the model add to each row of the next step what its sequence's adapter adds."""
+
+    def change(
+        self,
+        order: "pb.ChangeAdapter",
+        post: Callable[[Callable[[], None]], None],
+        on_done: Callable[[str], None],
+    ) -> None:
+        """Load or unload an adapter, without keeping the engine thread. `post` runs a function on it.
+
+        Args:
+            on_done: called on the engine thread with the reason why it could not be done, or "".
+        """
 
     def listing(self) -> "list[pb.Adapter]":
         """Return what is here, for the Hello."""

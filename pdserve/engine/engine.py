@@ -345,9 +345,8 @@ class Engine:
         began_at = time.monotonic()
         outcome = (self.runner.pipeline or self.runner).step(plan)
         self._step_s = time.monotonic() - began_at
-        work, leaders, num_tokens, recomputed = list[tuple[int, int]](), list[Sequence](), 0, 0
-        drafted: list[tuple[int, int]] = []
-        advanced = dict.fromkeys(searched)
+        work, drafted, leaders = list[tuple[int, int]](), list[tuple[int, int]](), list[Sequence]()
+        advanced, num_tokens, recomputed = dict.fromkeys(searched), 0, 0
         for seq, accepted in outcome.items():
             if accepted.computed:
                 work += plan.work(seq)

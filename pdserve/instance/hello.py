@@ -43,4 +43,5 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         classifies=pooling is not None and pooling.num_classes > 0,
         grammars=True,
         adapters=[] if engine.adapters is None else engine.adapters.listing(),
+        loads_adapters=bool(config.lora_folder),
     )

@@ -72,7 +72,10 @@ class Instance:
     Attributes:
         kv_events: changes of the pool's block keys, which the router links send on.
         reporter: counters, heartbeat and costs.
+        on_adapters_changed: called on the engine thread with the adapters that are here from now on.
     """
+
+    on_adapters_changed: "Callable[[list[pb.Adapter]], object]" = staticmethod(lambda adapters: None)
 
     def __init__(
         self,
@@ -197,6 +200,10 @@ class Instance:
     def reset_cache(self, epoch: int) -> None:
         """Forget the KV that is cached, unless that was done for this epoch or a later one. Running requests go on."""
         self._inbox.put(lambda: self._reset_cache(epoch))
+
+    def change_adapter(self, link: str, order: pb.ChangeAdapter) -> None:
+        """Load or unload an adapter, and answer with the outcome."""
+        self._inbox.put(partial(self._change_adapter, link, order))
 
     def drop_link(self, link: str) -> None:
         """Cancel all requests of a router that has disconnected."""
@@ -396,6 +403,19 @@ class Instance:
             self.engine.pool.reset()
             for job in self._by_sequence.values():
                 job.pin = False
+
+    def _change_adapter(self, link: str, order: pb.ChangeAdapter) -> None:
+        def answer(error: str) -> None:
+            if not error and adapters is not None:
+                self.on_adapters_changed(adapters.listing())
+            changed = pb.AdapterChanged(number=order.number, error=error)
+            self._send(link, pb.InstanceFrame(adapter_changed=changed))
+
+        adapters = self.engine.adapters
+        if adapters is None:
+            answer("this instance loads no adapters at run time; start it with --lora-folder")
+        else:
+            adapters.change(order, self.post, answer)
 
     def _cancel(self, job: Job | None) -> None:
         if job is not None:

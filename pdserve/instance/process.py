@@ -90,6 +90,7 @@ async def _serve(role: str, config: InstanceConfig) -> None:
     starting = loop.call_later(START_AFTER_S, instance.engine.start_grammars)
     loop.add_signal_handler(signal.SIGINT, stop.set)
     loop.add_signal_handler(signal.SIGTERM, links.drain_requests.put_nowait, "")
+    instance.on_adapters_changed = lambda found: loop.call_soon_threadsafe(links.announce_adapters, hello, found)
     thread = threading.Thread(target=_run_engine, args=(instance, links, loop), name="engine")
     thread.start()
     serving = asyncio.create_task(links.run(instance, hello))

@@ -69,6 +69,8 @@ class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
                 self._instance.cancel(self.name, frame.cancel.request_id)
             case "reset_cache":
                 self._instance.reset_cache(frame.reset_cache.epoch)
+            case "change_adapter":
+                self._instance.change_adapter(self.name, frame.change_adapter)
             case "heard":
                 pass
             case "welcome":
@@ -185,6 +187,12 @@ class RouterLinks:
     def serve_as(self, hello: pb.Hello) -> None:
         """Accept requests again, in the role that `hello` states."""
         self.is_draining = False
+        self.broadcast(pb.InstanceFrame(hello=hello))
+
+    def announce_adapters(self, hello: pb.Hello, adapters: list[pb.Adapter]) -> None:
+        """Tell all routers, including those that attach later, which adapters are here."""
+        del hello.adapters[:]
+        hello.adapters.extend(adapters)
         self.broadcast(pb.InstanceFrame(hello=hello))
 
     def close(self) -> None:

@@ -16,6 +16,9 @@ _SESSION = "name of the session if there is no X-Session-Id header; it affects r
 FIELDS: dict[str, str] = {
     # ---- sampling
     "model": "name of the served model; in a request it may be left out unless it is required, and any other is a 404",
+    "lora_name": "name of the adapter, which requests name as their model",
+    "lora_path": "its folder on the instances, inside of --lora-folder",
+    "load_inplace": "replace the adapter that has the name: requests that began with it end with it; default false",
     "max_tokens": "from 1: most tokens of the answer. Default: 16 for completions, what the context leaves for chat",
     "max_completion_tokens": "the newer name of max_tokens; both may be sent if they agree",
     "max_output_tokens": "from 1: most tokens of the answer, which is then `incomplete`. Default: what the context leaves",

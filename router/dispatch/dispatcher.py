@@ -21,6 +21,7 @@ from pdserve.lifetime import RELEASED, Stage
 from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.backend import ModelInfo, ServedAdapter
+from pdserve.router.dispatch.adapter_changes import AdapterChanges
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector, Selection
@@ -85,6 +86,8 @@ class Dispatcher:
             self._place,
             lambda state, error: self.handle(state, Event.REJECTED, error),
         )
+        self._adapters = AdapterChanges(fleet)
+        self.change_adapter = self._adapters.order
         self._lost_numerics: set[tuple[str, str, str]] = set()  # of the instances lost since there was none
         self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4)
         self._retry_budget = MAX_RETRIES
@@ -302,7 +305,11 @@ class Dispatcher:
         if output.finish_reason is None and (output.token_ids or output.stored is not None):
             state.send_handover(message)
 
+    def on_adapter_changed(self, instance: InstanceHandle, answer: pb.AdapterChanged) -> None:
+        self._adapters.answered(instance, answer.number, answer.error)
+
     def on_lost(self, instance: InstanceHandle) -> None:
+        self._adapters.lost(instance)
         self._selector.forget(instance)
         self._lost_numerics.add(_numerics(instance.hello))
         if instance.requests and not instance.is_draining:
@@ -321,6 +328,8 @@ class Dispatcher:
         such as with other weights, they end: their tokens would not be those of one model.
         """
         self.fleet.tell_epoch(instance)
+        if self.model is not None and self.model.adapters:
+            self._adapters.share(self.model.adapters)
         if len(self.fleet.instances) == 1:
             lost, self._lost_numerics = self._lost_numerics, set()
             if lost and _numerics(instance.hello) not in lost:

@@ -18,7 +18,14 @@ from pdserve.keys import Layout
 from pdserve.output import Output, unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.compatibility import conflict_between, kind_of
-from pdserve.router.instances.frame_checks import MAX_NAME_CHARS, ROLES, InvalidFrame, frame_fault, hello_fault
+from pdserve.router.instances.frame_checks import (
+    MAX_NAME_CHARS,
+    ROLES,
+    InvalidFrame,
+    adapters_fault,
+    frame_fault,
+    hello_fault,
+)
 from pdserve.router.scheduling.breaker import CircuitBreakers
 from pdserve.router.scheduling.output_faults import OutputFaults
 from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load
@@ -99,7 +106,7 @@ class InstanceHandle:
         # Read for each request or output; a field of a message takes longer.
         self.max_model_len, self.vocab_size = self.hello.max_model_len, self.hello.vocab_size
         self.id, self.role, self.kind = self.hello.instance_id, self.hello.role, kind_of(self.hello)
-        self.adapters = frozenset(adapter.digest for adapter in self.hello.adapters)
+        self.adapters = _digests(self.hello)
         size, block_bytes = max(1, self.hello.block_size), self.hello.block_bytes
         self.groups = groups = Layout.from_message(self.hello.layout).groups
         first_bytes = groups[0].block_bytes if len(groups) > 1 else max(1, block_bytes)
@@ -137,6 +144,7 @@ class InstanceHandle:
     def change_role(self, hello: pb.Hello) -> None:
         """Take over the new role of an instance that has finished draining."""
         self.hello, self.role, self.kind, self.is_draining = hello, hello.role, kind_of(hello), False
+        self.adapters = _digests(hello)
         self.candidate.is_both = hello.role == "both"
 
     def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
@@ -204,6 +212,9 @@ class FleetListener(Protocol):
 
     def on_draining(self, instance: InstanceHandle) -> None:
         """Handle an instance that has begun to drain."""
+
+    def on_adapter_changed(self, instance: InstanceHandle, answer: pb.AdapterChanged) -> None:
+        """Handle an instance's answer to an order to change an adapter."""
 
 
 class Fleet:
@@ -386,7 +397,9 @@ class Fleet:
                     instance.may_be_poisoned = True
                     self.deregister(instance, "its engine has failed")
                 case "hello":
-                    self._handle_role_change(instance, frame)
+                    self._handle_second_hello(instance, frame)
+                case "adapter_changed":
+                    self.listener.on_adapter_changed(instance, frame.adapter_changed)
                 case "blocks":
                     blocks, room = frame.blocks, instance.hello.num_blocks
                     if self.index.update(instance.id, blocks.removed, blocks.added) > room:
@@ -416,19 +429,30 @@ class Fleet:
             instance.connection.send(pb.RouterFrame(refused=pb.Refused(message=reason)))
             self.deregister(instance, reason)
 
-    def _handle_role_change(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
+    def _handle_second_hello(self, instance: InstanceHandle, frame: pb.InstanceFrame) -> None:
         expected = pb.Hello()
-        expected.CopyFrom(instance.hello)
-        expected.role = frame.hello.role
-        if frame.hello != expected:
-            raise InvalidFrame("a second Hello differs from the first in more than the role")
-        if reason := self.conflict(frame.hello):
+        expected.CopyFrom(frame.hello)
+        expected.role = instance.hello.role
+        del expected.adapters[:]
+        expected.adapters.extend(instance.hello.adapters)
+        if expected != instance.hello:
+            raise InvalidFrame("a second Hello differs from the first in more than the role and the adapters")
+        if reason := adapters_fault(frame.hello):
+            raise InvalidFrame(reason)
+        if frame.hello.role == instance.role and frame.hello.adapters != instance.hello.adapters:
+            instance.hello, instance.adapters = frame.hello, _digests(frame.hello)
+            self._update()
+        elif reason := self.conflict(frame.hello):
             self.deregister(instance, reason)
         else:
             extra = {"event": "role", "instance": instance.id}
             log.info("%s now serves as %s", instance.id, frame.hello.role, extra=extra)
             instance.change_role(frame.hello)
             self._update()
+
+
+def _digests(hello: pb.Hello) -> frozenset[bytes]:
+    return frozenset(adapter.digest for adapter in hello.adapters)
 
 
 def _is_same_process(attached: pb.Hello, joining: pb.Hello) -> bool:

@@ -70,11 +70,15 @@ def hello_fault(hello: pb.Hello) -> str:
         return f"its itl_target is {hello.itl_target} seconds; it must be from 0 to {MAX_SECONDS:g}"
     if len(hello.eos_token_ids) > MAX_EOS_IDS or any(id >= hello.vocab_size for id in hello.eos_token_ids):
         return f"it must have at most {MAX_EOS_IDS} eos_token_ids, all of them below its vocab_size"
-    if len(hello.adapters) > MAX_ADAPTERS or any(
-        len(one.digest) != KEY_BYTES or not _is_name(one.name) for one in hello.adapters
-    ):
-        return f"it may have up to {MAX_ADAPTERS} adapters, with printable names and digests of {KEY_BYTES} bytes"
-    return _layout_fault(hello)
+    return adapters_fault(hello) or _layout_fault(hello)
+
+
+def adapters_fault(hello: pb.Hello) -> str:
+    """Return why the adapters of a registration are invalid; empty if they are not."""
+    is_valid = all(len(one.digest) == KEY_BYTES and _is_name(one.name) for one in hello.adapters)
+    if is_valid and len(hello.adapters) <= MAX_ADAPTERS:
+        return ""
+    return f"it may have up to {MAX_ADAPTERS} adapters, with printable names and digests of {KEY_BYTES} bytes"
 
 
 def _layout_fault(hello: pb.Hello) -> str:
@@ -102,7 +106,7 @@ def frame_fault(frame: pb.InstanceFrame, kind: str | None, num_blocks: int) -> s
     Registrations are checked by `hello_fault`, outputs one by one by `output_fault`.
     """
     match kind:
-        case "outputs" | "hello" | "draining" | "failed":
+        case "outputs" | "hello" | "draining" | "failed" | "adapter_changed":
             is_valid = 0 <= frame.waited <= MAX_SECONDS
             return "" if is_valid else f"it waited for {frame.waited} seconds; that must be from 0 to {MAX_SECONDS:g}"
         case "heartbeat":

@@ -180,3 +180,65 @@ def test_two_fleets_with_other_weights_of_one_name(
             name = "prompt_tokens_by_source_total"
             wait_until(lambda: metric(deployment, name) == 120, "the heartbeats after the answer")  # noqa: B023
             assert (metric(deployment, name, source="loaded") > 0) == (path is same)
+
+
+def test_adapters_are_loaded_replaced_and_unloaded_under_load(
+    checkpoint: Callable[..., Path],
+    generate: Any,
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    """In vLLM's words, with the admin key: requests keep the weights with which they began."""
+    base, folder, tokens = checkpoint("llama", dtype="float32"), tmp_path / "adapters", 100
+    make_adapter(folder / "first", base, seed=1)
+    with_settings(folder / "second", folder / "first", lora_alpha=40)
+    prompt = [[4, 9, 2] * 15]
+    first, second = (
+        generate(merge(tmp_path / name, base, folder / name, {"": alpha / 8}), prompt, tokens)[0]
+        for name, alpha in (("first", 16), ("second", 40))
+    )
+    assert first != second
+    settings: dict[str, Any] = {"served_model_name": "base", "num_blocks": 512, "lora_folder": str(folder)}
+    with (
+        deploy(model=str(base), admin_key="secret", **settings) as deployment,
+        ThreadPoolExecutor(16) as threads,
+    ):
+
+        def change(action: str, **body: Any) -> tuple[int, str]:
+            url = f"{deployment.url}/v1/{action}_lora_adapter"
+            reply = httpx.post(url, json={"lora_name": "sql", **body}, headers={"Authorization": "Bearer secret"})
+            return reply.status_code, reply.text
+
+        def answer() -> list[int]:
+            body = {"model": "sql", "prompt": prompt[0], "max_tokens": tokens, "ignore_eos": True}
+            ids: list[int] = complete(deployment, **body)["choices"][0]["token_ids"]
+            return ids
+
+        assert httpx.post(f"{deployment.url}/v1/load_lora_adapter", json={"lora_name": "sql"}).status_code == 401
+        assert change("load", lora_path="first") == (200, "Success: LoRA adapter 'sql' added successfully.")
+        status, text = change("load", lora_path="second")
+        assert status == 400 and "has already been loaded" in text and "load_inplace" in text
+        for name, path, message in (
+            ("x", "nowhere", "cannot be read"),
+            ("x", "../first", "outside of --lora-folder"),
+            ("base", "first", "name of the model"),
+        ):
+            status, text = change("load", lora_name=name, lora_path=path)
+            assert status == 400 and message in text, text
+        old = [threads.submit(answer) for _ in range(4)]
+        assert old[0].result(600) == first
+        old += [threads.submit(answer) for _ in range(4)]
+        assert change("load", lora_path="second", load_inplace=True)[0] == 200
+        new = [threads.submit(answer) for _ in range(4)]
+        assert all(future.result(600) == second for future in new)
+        assert all(future.result(600) in (first, second) for future in old)
+        os.kill(deployment.child("prefill-0").pid, signal.SIGKILL)
+        os.kill(deployment.child("router").pid, signal.SIGKILL)
+        deployment.wait_ready(600)
+        assert answer() == second, "decode has told the new router, and that the new prefill"
+        status, text = change("unload")
+        assert (status, text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+        assert change("unload")[0] == 404
+        gone = httpx.post(f"{deployment.url}/v1/completions", json={"model": "sql", "prompt": "x"})
+        assert gone.status_code == 404

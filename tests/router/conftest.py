@@ -26,7 +26,7 @@ from pdserve.lifetime import Stage
 from pdserve.output import Output
 from pdserve.request import TokenLogprobs
 from pdserve.router.api import answers
-from pdserve.router.backend import ModelInfo
+from pdserve.router.backend import ModelInfo, ServedAdapter
 from pdserve.router.dialects.messages import schemas as messages
 from pdserve.router.dialects.responses import schemas as responses
 from pdserve.router.instances.fleet import Fleet
@@ -282,6 +282,12 @@ class ScriptedBackend:
         if self.script.error is not None:
             raise self.script.error
         self.drained.append((instance_id, role))
+
+    def change_adapter(self, name: str, path: str, replaces: bool, on_done: Callable[[str], None]) -> None:
+        assert self.info is not None
+        adapters = {**self.info.adapters, name: ServedAdapter(bytes(16), path)}
+        self.info = replace(self.info, adapters={key: one for key, one in adapters.items() if one.path})
+        on_done("")
 
     def reset_prefix_cache(self, now_ms: int) -> tuple[list[str], list[str]]:
         return ["decode-0", "prefill-0"], ["shm"]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
 
 BODIES = {
+    "/v1/load_lora_adapter": "LoadBody",
+    "/v1/unload_lora_adapter": "UnloadBody",
     "/v1/completions": "CompletionBody",
     "/v1/chat/completions": "ChatBody",
     "/v1/responses": "ResponseBody",

@@ -238,7 +238,7 @@ def test_drain_and_role_change_require_other_instances(make_cluster: type[Cluste
     again = pb.Hello()
     again.CopyFrom(one.hello)
     again.role = "both"
-    cluster.fleet._handle_role_change(one, pb.InstanceFrame(hello=again))
+    cluster.fleet._handle_second_hello(one, pb.InstanceFrame(hello=again))
     assert one.candidate.is_both and not one.is_draining
     drain(other.id)
     assert cluster.sent(other)[-1] == ("drain", pb.Drain())

@@ -1,0 +1,127 @@
+"""Orders to load and unload adapters, over the simulated cluster: who gets them, and what comes of their answers."""
+
+from typing import Any
+
+import pytest
+
+from pdserve.errors import Unavailable
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.dispatch.adapter_changes import NO_INSTANCE
+from pdserve.router.instances.fleet import InstanceHandle
+
+OLD, NEW = bytes([1]) * 16, bytes([2]) * 16
+
+
+def has(cluster: Any, instance: InstanceHandle, *adapters: pb.Adapter, loads: bool = True) -> None:
+    """Let an instance report its adapters in a second Hello, as it does after a change."""
+    if instance.hello.loads_adapters != loads:
+        instance.hello.loads_adapters = loads
+    hello = pb.Hello()
+    hello.CopyFrom(instance.hello)
+    del hello.adapters[:]
+    hello.adapters.extend(adapters)
+    instance.hello, instance.adapters = hello, frozenset(one.digest for one in adapters)
+    cluster.dispatcher.fleet.on_change()
+
+
+@pytest.fixture
+def cluster(make_cluster: Any) -> Any:
+    cluster = make_cluster("prefill", "decode")
+    for instance in cluster.instances:
+        has(cluster, instance)
+    return cluster
+
+
+def answer(cluster: Any, instance: InstanceHandle, order: Any, error: str = "") -> None:
+    cluster.dispatcher.on_adapter_changed(instance, pb.AdapterChanged(number=order.number, error=error))
+
+
+def test_all_instances_load_it_before_the_order_is_done(cluster: Any) -> None:
+    done: list[str] = []
+    cluster.dispatcher.change_adapter("sql", "path", False, done.append)
+    prefill, decode = cluster.instances
+    [(kind, order)], [(_, other)] = cluster.sent(prefill), cluster.sent(decode)
+    assert kind == "change_adapter" and order == other and (order.name, order.path) == ("sql", "path")
+    answer(cluster, prefill, order)
+    answer(cluster, prefill, order)
+    assert not done
+    answer(cluster, decode, order)
+    assert done == [""]
+
+
+def test_what_one_cannot_load_the_others_unload(cluster: Any) -> None:
+    done: list[str] = []
+    prefill, decode = cluster.instances
+    for replaces in (False, True):
+        cluster.dispatcher.change_adapter("sql", "path", replaces, done.append)
+        [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
+        answer(cluster, prefill, order)
+        answer(cluster, decode, order, "it is of another base")
+        sent = cluster.sent(prefill)
+        assert [(one.name, one.path) for _, one in sent] == ([] if replaces else [("sql", "")])
+    assert done == ["decode-1: it is of another base"] * 2
+
+
+def test_an_instance_that_is_lost_is_not_waited_for(cluster: Any) -> None:
+    done: list[str] = []
+    prefill, decode = cluster.instances
+    cluster.dispatcher.change_adapter("sql", "path", False, done.append)
+    [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
+    cluster.fleet.deregister(decode, "it is killed while it loads")
+    assert not done
+    answer(cluster, prefill, order)
+    assert done == [""]
+    cluster.dispatcher.change_adapter("sql", "path", True, done.append)
+    cluster.fleet.deregister(prefill, "too")
+    assert done[1] == "the instances were lost before they answered"
+    cluster.dispatcher.change_adapter("sql", "path", True, done.append)
+    assert done[2] == NO_INSTANCE
+
+
+def test_an_instance_that_attaches_is_told_what_it_lacks(cluster: Any) -> None:
+    """After a restart, for example; nothing if it has it, or loads nothing at run time."""
+    prefill, decode = cluster.instances
+    has(cluster, prefill, pb.Adapter(name="sql", digest=NEW, path="/sql", loaded_at=2))
+    has(cluster, decode, pb.Adapter(name="sql", digest=OLD, path="/sql", loaded_at=1))
+    for joined in cluster.instances:
+        cluster.dispatcher.on_joined(joined)
+        [(_, order)] = cluster.sent(decode)
+        assert (order.name, order.path, order.replaces) == ("sql", "/sql", True)
+        assert cluster.sent(prefill) == []
+    has(cluster, decode, loads=False)
+    cluster.dispatcher.on_joined(decode)
+    assert cluster.sent(decode) == []
+
+
+def test_only_instances_that_have_an_adapter_get_its_requests(cluster: Any) -> None:
+    """Of two weights of one name, new requests get the later ones."""
+    prefill, decode = cluster.instances
+    new, old = (pb.Adapter(name="sql", digest=digest, path="/sql", loaded_at=at) for digest, at in ((NEW, 2), (OLD, 1)))
+    has(cluster, prefill, new)
+    has(cluster, decode, old)
+    model = cluster.dispatcher.model
+    assert model is not None and model.adapters["sql"].digest == NEW
+    state = cluster.open(adapter=NEW)
+    assert (state.prefill, state.decode) == (prefill, None)
+    has(cluster, decode, new, pb.Adapter(digest=OLD))
+    state = cluster.open("second", adapter=NEW)
+    assert (state.prefill, state.decode) == (prefill, decode)
+    state = cluster.open("third", adapter=OLD)
+    assert (state.prefill, state.decode) == (decode, None), "requests that began with the old ones may move there"
+    with pytest.raises(Unavailable, match="no instance with the adapter 'x' for"):
+        cluster.open("fourth", adapter=bytes(16), adapter_name="x")
+
+
+def test_a_second_hello_may_differ_in_adapters(cluster: Any) -> None:
+    """A draining instance stays so."""
+    _, decode = cluster.instances
+    hello = pb.Hello()
+    hello.CopyFrom(decode.hello)
+    hello.adapters.add(name="sql", digest=NEW)
+    cluster.fleet.begin_drain(decode)
+    cluster.fleet.handle_frame(decode, pb.InstanceFrame(hello=hello))
+    assert decode.adapters == {NEW} and decode.is_draining
+    hello.max_model_len += 1
+    cluster.fleet.handle_frame(decode, pb.InstanceFrame(hello=hello))
+    [*_, (kind, refused)] = cluster.sent(decode)
+    assert kind == "refused" and "more than the role and the adapters" in refused.message
