@@ -157,8 +157,8 @@ def quantize(weight: torch.Tensor, bits: int, group: int, *, transposed: bool = 
 
 def _by_run(part: torch.Tensor, more_n: int) -> torch.Tensor:
     """[..., N, G] → [..., N / 16, G, 16], N padded"""
-    padded = F.pad(part, (0, 0, 0, more_n))
-    return padded.unflatten(-2, (-1, 16)).mT.contiguous()
+    by_run: torch.Tensor = F.pad(part, (0, 0, 0, more_n)).unflatten(-2, (-1, 16))
+    return by_run.mT.contiguous()
 
 
 def _product(sizes: list[int]) -> int:

@@ -1,5 +1,7 @@
 """Products with weights of 4 and 8 bits: the bits of the same product with the dequantized weight."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -53,13 +55,13 @@ def test_rows_have_the_bits_of_products_with_the_dequantized_weight(
 def test_several_products_at_once_equal_each(bits: int) -> None:
     codes = random_codes((3, 70, 96), 32, bits, torch.float16, with_zeros=True)
     x = torch.randn(3, 5, 96).bfloat16()
-    weight = low_bit.pack(codes, torch.bfloat16)
+    weight: Any = low_bit.pack(codes, torch.bfloat16)
     together = linear.linear(x, weight)
     for i in range(3):
-        assert torch.equal(F.linear(x[i], weight[i]), together[i])  # type: ignore[arg-type]
-    transposed = low_bit.pack(codes, torch.bfloat16, transposed=True)
+        assert torch.equal(F.linear(x[i], weight[i]), together[i])
+    transposed: Any = low_bit.pack(codes, torch.bfloat16, transposed=True)
     assert transposed.shape == (3, 96, 70)
-    assert torch.equal(torch.bmm(x, transposed), together)  # type: ignore[arg-type]
+    assert torch.equal(torch.bmm(x, transposed), together)
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.004), (4, 0.07)])

@@ -5,6 +5,7 @@ Each group of 32 weights along K shares a scale, as in llama.cpp's Q4_0 and Q8_0
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -28,7 +29,8 @@ def round_weights(model: torch.nn.Module, name: str) -> int:
     Returns:
         The number of weights replaced.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find_head()
     count = 0
     for module, key, transposed in list(_weights(model)):
         parameter = getattr(module, key)

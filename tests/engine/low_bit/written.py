@@ -81,9 +81,9 @@ def _layer(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], to
     if name.startswith("gptq"):
         in_order = torch.arange(weight.shape[1]) // group
         order = torch.randperm(weight.shape[1]) if name == "gptq-act-order" else torch.arange(weight.shape[1])
-        stored = codes.codes[:, order]
+        ordered = codes.codes[:, order]
         return {
-            "qweight": _words(stored.T, bits, 0),
+            "qweight": _words(ordered.T, bits, 0),
             "qzeros": _words(zeros.T.int() - (0 if name == "gptq-8" else 1), bits, 1),
             "scales": codes.scales.T,
             "g_idx": in_order[order].int(),
