@@ -19,6 +19,8 @@ from pdserve import LLM, AsyncLLM, SamplingParams
 from pdserve.cli.commands import app
 from pdserve.counters import GAUGES, HELP, LABELS
 from pdserve.kv_transfer.connector import Capabilities, Connector
+from pdserve.output import Failure, Moved, Output, Predicted, Sources, Stored
+from pdserve.request import Request, TokenLogprobs
 from pdserve.router.api.field_texts import FIELDS
 from pdserve.router.api.openapi import openapi_document
 from pdserve.router.instances.fleet import Fleet
@@ -89,11 +91,15 @@ def fields_page() -> str:
 
 
 def public_names() -> dict[str, Any]:
-    """Return the names that a version promises to keep: flags by command, metrics with their types, and paths."""
+    """Return what a version promises to keep: flags by command, metrics with their types, paths, and fields of frames."""
     flags = {name: sorted(flag for one in command.params for flag in one.opts) for name, command in all_commands()}
     metrics = {metric.name: metric.type for metric in router_metrics()}
     metrics |= {f"pdserve_{name}": "gauge" if name in GAUGES else "counter" for name in HELP}
-    return {"flags": flags, "metrics": metrics, "paths": sorted(paths())}
+    frames = {
+        struct.__name__: [field.encode_name for field in msgspec.structs.fields(struct)]
+        for struct in (Request, SamplingParams, Output, Stored, Sources, Moved, Predicted, Failure, TokenLogprobs)
+    }
+    return {"flags": flags, "metrics": metrics, "paths": sorted(paths()), "frames": frames}
 
 
 def python_page() -> str:

@@ -109,6 +109,8 @@ def test_no_public_name_of_the_last_release_is_gone() -> None:
         assert not set(flags) - set(now["flags"].get(command, [])), command
     assert not released["metrics"].items() - now["metrics"].items()
     assert not set(released["paths"]) - set(now["paths"])
+    for name, fields in released["frames"].items():  # a change needs another `PROTOCOL_VERSION`
+        assert set(fields) <= set(now["frames"][name]), name
 
 
 # ---- docs/api.md --------------------------------------------------------------------------------------------------
