@@ -42,7 +42,7 @@ def test_what_is_installed_and_what_is_wrong_with_it(folder: Path, install_conne
 
 def test_every_installed_dialect_is_served_or_refused(folder: Path, install_connectors: Callable[..., None]) -> None:
     assert [dialect.__name__ for dialect in load_dialects()] == [
-        *("OpenAI", "Batches", "EmbeddingEndpoints", "Messages", "Responses"),
+        *("OpenAI", "AdapterEndpoints", "Batches", "EmbeddingEndpoints", "Messages", "Responses"),
     ]
     assert all(issubclass(dialect, Dialect) for dialect in load_dialects()) and load_dialects()[0] is OpenAI
     (folder / "source.py").write_text("class NoDialect: pass\n")

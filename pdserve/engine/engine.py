@@ -342,9 +342,10 @@ class Engine:
             plan.on_layer = self.on_planned(plan)
         if self.adapters is not None:
             self.adapters.begin_step(plan)
-        began_at = time.monotonic()
+        began_at = time.monotonic() if self.constrained else 0.0  # a simulation reads no clock
         outcome = (self.runner.pipeline or self.runner).step(plan)
-        self._step_s = time.monotonic() - began_at
+        if self.constrained:
+            self._step_s = time.monotonic() - began_at
         work, drafted, leaders = list[tuple[int, int]](), list[tuple[int, int]](), list[Sequence]()
         advanced, num_tokens, recomputed = dict.fromkeys(searched), 0, 0
         for seq, accepted in outcome.items():

@@ -39,7 +39,7 @@ class AdapterEndpoints(Dialect):
         "/v1/load_lora_adapter",
         Access.OPERATOR,
         json_only=True,
-        response_class=PlainTextResponse,
+        response_class=Response,
         responses=TEXT,
     )
     async def load_lora_adapter(
@@ -67,7 +67,7 @@ class AdapterEndpoints(Dialect):
         Access.OPERATOR,
         errors=[404],
         json_only=True,
-        response_class=PlainTextResponse,
+        response_class=Response,
         responses=TEXT,
     )
     async def unload_lora_adapter(

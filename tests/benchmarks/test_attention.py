@@ -19,11 +19,9 @@ def test_quick_run(pdserve: Callable[..., Any], tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     content = json.loads(file.read_text())
     assert content["read_gb_per_s"] > 0
+    names = ("reference", "cpu", "contiguous", "torch")
     assert [(row["sequences"], row["kernel"]) for row in content["rows"]] == [
-        (1, "reference"),
-        (1, "cpu"),
-        (2, "reference"),
-        (2, "cpu"),
+        (n, name) for n in (1, 2) for name in names
     ]
     for row in content["rows"]:
         assert row["kv_bytes"] == row["sequences"] * 160 * 8 * 128 * 2 * 2

@@ -95,7 +95,7 @@ def make_pair(
     Staged, blocks pass through host rows as those of a pool on a GPU do, three at a time.
     """
     if request.param == "staged":
-        monkeypatch.setattr("pdserve.instance.instance.attach_pool", attach_staged)
+        monkeypatch.setattr("pdserve.kv_transfer.grouped.attach_pool", attach_staged)
     return lambda before_put: Pair(make_instance, controlled_store, checkpoint("llama"), before_put)
 
 

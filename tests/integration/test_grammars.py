@@ -35,7 +35,10 @@ def test_bombs_and_invalid_grammars_reach_no_instance(
 
 
 def test_a_stream_whose_mask_is_late_delays_no_other(
-    checkpoint: Callable[..., Path], deploy: Callable[..., Any], metric: Callable[..., float]
+    checkpoint: Callable[..., Path],
+    deploy: Callable[..., Any],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
 ) -> None:
     """It has the only slot, and its mask worker is stopped. Afterwards, the answer is what it is without."""
     with deploy(model=str(checkpoint("qwen3")), num_blocks=256, max_num_seqs=1) as deployment:
@@ -55,7 +58,7 @@ def test_a_stream_whose_mask_is_late_delays_no_other(
             try:
                 for _ in range(3):
                     assert httpx.post(url, json=plain, timeout=600).json()["choices"] == expected
-                assert metric(deployment, "grammar_masks_late_total") > num_late + 20
+                wait_until(lambda: metric(deployment, "grammar_masks_late_total") > num_late + 20, "the heartbeat")
             finally:
                 for pid in workers:
                     os.kill(pid, signal.SIGCONT)

@@ -362,7 +362,10 @@ def guide_url(
     return f"memcached://{request.getfixturevalue('memcached_address')}"
 
 
-GUIDE_EXCEPTIONS = {"sqlite": {"stalled-value", "silent-connections", "byte-by-byte"}, "memcached": set[str]()}
+GUIDE_EXCEPTIONS = {
+    "sqlite": {"stalled-value", "silent-connections", "byte-by-byte", "prolonged-lease"},
+    "memcached": set[str](),
+}
 BOTH = pytest.mark.parametrize(
     ("guide_url", "scheme"), [(one, one) for one in GUIDE_EXCEPTIONS], indirect=["guide_url"]
 )

@@ -32,14 +32,15 @@ class SwapSpace:
         """Reserve room for the first `num_blocks` that the sequence holds, and return the copies to make."""
         assert self.pool is not None
         kv = seq.kv
-        swapped = SwappedKV(kv.num_dropped, kv.num_computed, self._allocate(num_blocks))
+        host_blocks = self._allocate(num_blocks)
         self.num_swaps += 1
-        pairs = list(zip(kv.held_blocks[:num_blocks], swapped.host_blocks, strict=False))
+        pairs = list(zip(kv.held_blocks[:num_blocks], host_blocks, strict=False))
+        tails = []
         for tail in kv.tails:
             held = tail.ids[tail.num_dropped : kv.num_dropped + num_blocks].tolist()
-            swapped.tails.append((tail.num_dropped, self._allocate(len(held), tail.at)))
-            pairs += zip(held, swapped.tails[-1][1], strict=False)
-        return swapped, pairs
+            tails.append((tail.num_dropped, self._allocate(len(held), tail.at)))
+            pairs += zip(held, tails[-1][1], strict=False)
+        return SwappedKV(kv.num_dropped, kv.num_computed, host_blocks, tails), pairs
 
     def swap_in(self, seq: Sequence) -> BlockPairs:
         """Restore the KV of a sequence that has blocks again, and return the copies to make.

@@ -277,7 +277,7 @@ def generate(
     while engine.has_work:
         for seq in engine.step().sampled:
             if seq.output.finish_reason():
-                pool_NLPGBD = section_views(engine.runner.kv.pool_NX, engine.layout)[0]
+                pool_NLPGBD = section_views(engine.runner.kv.views[0], engine.layout.groups[0])[0]
                 blocks = pool_NLPGBD[seq.kv.block_ids].movedim(4, 1).flatten(0, 1)
                 kv[seq.request_id] = blocks[: seq.kv.num_computed].clone()
                 engine.remove(seq)

@@ -212,7 +212,7 @@ def test_latency_is_normalized_by_tokens_and_those_that_come_together_are_counte
     assert figures["mean_normalized_latency_ms"] == pytest.approx(150) and figures["tokens_together_fraction"] == 0.5
     text = as_text(figures, METRICS, [50])
     assert re.search(r"Normalized latency \(ms per output token\): +150\.00", text) and re.search(
-        r"came together \(%\): 50", text
+        r"came together \(%\): +50", text
     )
     assert "together" not in as_text(summarize([steady], {}, METRICS, [50], [0.1]), METRICS, [50])
 
