@@ -64,6 +64,7 @@ class KVMemory:
     Attributes:
         pool_NX: all pages, in the dtype of the model. Where there is one group of layers, a page is a block.
         groups: of the blocks, see `BlockPool`.
+        num_blocks: how many blocks of each group there can be at once.
         views: of the pool by group, [blocks, numbers of a block].
         sections: views of these, see `section_views`.
         caches: views of the pool by layer, see `PagedBatch`.
@@ -77,6 +78,7 @@ class KVMemory:
         self.pool_NX = pool_NX
         self.host_NX = host_NX
         self.groups, self.host_groups = pool_groups(layout, len(pool_NX)), pool_groups(layout, len(host_NX))
+        self.num_blocks = blocks_in(len(pool_NX), self.groups)
         self.views = group_views(pool_NX, layout)
         self._host_views = group_views(host_NX, layout)
         self.sections = [
@@ -99,11 +101,6 @@ class KVMemory:
     @property
     def num_pages(self) -> int:
         return len(self.pool_NX)
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks of each group there can be at once."""
-        return blocks_in(len(self.pool_NX), self.groups)
 
     @property
     def num_host_blocks(self) -> int:

@@ -37,11 +37,12 @@ requests can overtake one of a lower priority: no sequence starves.
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from collections.abc import Set as AbstractSet
 from itertools import count, islice
 from operator import attrgetter, itemgetter
+from typing import Any
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
@@ -167,10 +168,10 @@ class Scheduler:
                 del self._by_tenant[seq.tenant]
                 self._by_size.pop(seq.tenant, None)
 
-    def order(self) -> Order:
-        """Return the present order of sequences in all queues, as a key: the level of the tenant, then the rank."""
+    def order(self) -> Callable[[Sequence], Any]:
+        """Return the order of sequences in all queues, as a key: the level of the tenant if it has rivals, and the rank."""
         if not self._has_rivals:
-            return place_alone
+            return _RANK
         levels = levels_of(self.running)
         return lambda seq: (levels.get(seq.tenant, 0.0), seq.rank)
 
