@@ -344,8 +344,7 @@ class Engine:
             self.adapters.begin_step(plan)
         began_at = time.monotonic() if self.constrained else 0.0  # a simulation reads no clock
         outcome = (self.runner.pipeline or self.runner).step(plan)
-        if self.constrained:
-            self._step_s = time.monotonic() - began_at
+        self._step_s = time.monotonic() - began_at if self.constrained else 0.0
         work, drafted, leaders = list[tuple[int, int]](), list[tuple[int, int]](), list[Sequence]()
         advanced, num_tokens, recomputed = dict.fromkeys(searched), 0, 0
         for seq, accepted in outcome.items():

@@ -68,6 +68,25 @@ def compute(prefill: Any, prompt: list[int]) -> None:
     prefill.run_until_idle()
 
 
+def wait_for_ranges(prefill: Any) -> None:
+    """Let each layer of prefill wait until the first range is in the store: its worker may be late on a busy machine."""
+    planned, connector = prefill.instance.engine.on_planned, prefill.instance.connector
+
+    def on_planned(plan: Any) -> Any:
+        if (on_layer := planned(plan)) is None:
+            return None
+
+        def on_layer_and_wait(*layer: Any) -> None:
+            on_layer(*layer)
+            end = time.monotonic() + 60
+            while not connector.fronts and time.monotonic() < end:
+                time.sleep(0.001)
+
+        return on_layer_and_wait
+
+    prefill.instance.engine.on_planned = on_planned
+
+
 def hand_over(prefill: Any, decode: Any) -> None:
     """Pass all outputs of prefill to decode, as the router does."""
     for output in prefill.outputs:
@@ -85,6 +104,7 @@ def test_blocks_move_while_they_are_computed(
 ) -> None:
     prefill, decode = make(max_num_batched_tokens=chunk), make()
     decode.submit("r", PROMPT, TOKENS, pb.DECODE)
+    wait_for_ranges(prefill)
     compute(prefill, PROMPT)
     hand_over(prefill, decode)
     decode.run_until(lambda outputs: any(output.finish_reason for output in outputs))
