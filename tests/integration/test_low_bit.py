@@ -15,6 +15,7 @@ def test_split_answers_have_the_bits_of_one_engine(
     deploy: Callable[..., Any],
     complete_all: Callable[..., list[list[int]]],
     metric: Callable[..., float],
+    wait_until: Callable[..., None],
 ) -> None:
     path = checkpoint("llama", dtype="bfloat16")
 
@@ -33,5 +34,7 @@ def test_split_answers_have_the_bits_of_one_engine(
     flags = {role: ["--quantization", "int4", "--num-blocks", "1024"] for role in ("prefill", "decode")}
     with deploy(model=str(path), flags=flags) as deployment:
         assert complete_all(deployment, prompts) == expected
+        tokens = len(prompts) * 31
+        wait_until(lambda: metric(deployment, "generation_tokens_total", role="decode") == tokens, "the last heartbeat")
         assert metric(deployment, "kv_transfer_blocks_total", role="decode", direction="load") > 0
         assert metric(deployment, "kv_transfer_failures_total") == 0
