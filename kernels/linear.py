@@ -110,11 +110,8 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = 
     Args:
         x: [..., K], or [B, ..., K] if the weight is [B, N, K].
     """
-    in_features, out_features = weight.features
-    bias_N = _checked_bias(bias_N, out_features, x.dtype)
-    assert x.dtype == weight.dtype and x.shape[-1] == in_features
-    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
-    x = F.pad(x, (0, padding)) if (padding := -in_features % TILE_K) else x.contiguous()
+    bias_N = _checked_bias(bias_N, weight.features[1], x.dtype)
+    y, x = _operands(x, weight)
     batch = weight.shape[0] if len(weight.shape) == 3 else 1
     assert batch == 1 or x.shape[0] == batch
     weight.multiply(y, x, bias_N, x.numel() // x.shape[-1] // batch, batch)
@@ -128,12 +125,8 @@ def gated(x: torch.Tensor, gate: PackedWeight, up: PackedWeight, activation: str
     """
     assert has_amx() and up.dtype == x.dtype == torch.bfloat16 and up.shape == gate.shape and len(up.shape) == 2
     assert type(gate) is type(up) is PackedWeight
-    in_features, out_features = gate.features
-    assert x.shape[-1] == in_features
-    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
-    x = F.pad(x, (0, padding)) if (padding := -in_features % TILE_K) else x.contiguous()
-    rows = x.numel() // x.shape[-1]
-    _multiply(gate, y, x, None, rows, 1, up, ACTIVATIONS.index(activation))
+    y, x = _operands(x, gate)
+    _multiply(gate, y, x, None, x.numel() // x.shape[-1], 1, up, ACTIVATIONS.index(activation))
     return y
 
 
@@ -161,6 +154,14 @@ def plain(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None 
 def _checked_bias(bias_N: torch.Tensor | None, out_features: int, dtype: torch.dtype) -> torch.Tensor | None:
     assert bias_N is None or (bias_N.shape == (out_features,) and bias_N.dtype == dtype)
     return None if bias_N is None else bias_N.contiguous()
+
+
+def _operands(x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for the product, and x with K padded."""
+    in_features, out_features = weight.features
+    assert x.dtype == weight.dtype and x.shape[-1] == in_features
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    return y, F.pad(x, (0, padding)) if (padding := -in_features % TILE_K) else x.contiguous()
 
 
 def _multiply(

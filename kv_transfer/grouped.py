@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 class PoolViews(Protocol):
-    """What there is to attach: `KVMemory`."""
+    """The tensors of a pool, one for each group of blocks, and the copies of its blocks; `KVMemory` has them."""
 
     @property
     def views(self) -> Sequence[torch.Tensor]: ...

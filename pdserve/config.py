@@ -188,7 +188,7 @@ class EngineConfig(ModelConfig):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether requests may have adapters."""
+        """True if a request may name an adapter: one is given, or may be loaded."""
         return bool(self.lora_modules or self.lora_folder)
 
     @property

@@ -51,7 +51,7 @@ class AdapterError(ValueError):
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to one layer: scale · x · Aᵀ · B.
+    """The low-rank delta of one layer: scale · x · Aᵀ · B.
 
     Attributes:
         a_RK: A.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Adapter(Protocol):
-    """What a sequence adds to the base's weights. It stays as long as a sequence refers to it.
+    """An adapter: a delta to the base's weights. It is kept as long as a sequence refers to it.
 
     Attributes:
         digest: of all that it adds, and so of the KV computed with it.

@@ -214,7 +214,7 @@ class Engine:
         return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
 
     def extra_seconds(self, rows: int) -> float:
-        """Return by how much a decode step of so many rows takes longer than if it were recorded (`step_graph.py`)."""
+        """Return the seconds that a decode step of so many rows loses because it is not recorded (`step_graph.py`)."""
         return 0.0 if self.runner.graphs is None else self.runner.graphs.extra_seconds(rows)
 
     def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:

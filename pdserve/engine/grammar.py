@@ -82,7 +82,7 @@ class GrammarConstraint:
             self._masks.try_out(self.follower, drafts)
 
     def mask(self, num_tokens: int) -> bytes | None:
-        """Return which tokens may come behind so many from where the grammar begins, drafts included; None if unknown."""
+        """Return the mask behind so many tokens of the grammar, drafts included; None if it is not there yet."""
         if self.follower is None:
             return None
         ahead = num_tokens - len(self.follower.output)

@@ -29,7 +29,7 @@ MARKS = {  # a tensor by which a layer is known to be quantized → the method
 
 @dataclass(frozen=True)
 class Format:
-    """What a checkpoint says of its weights.
+    """The quantization of a checkpoint: method and number of bits.
 
     Attributes:
         zero_offset: is added to zeros as they are stored.
