@@ -9,6 +9,7 @@ weight they stand for; the dequantization of each format's own package is the re
 Sources: GPTQ (Frantar et al., 2023) in the format of AutoGPTQ; AWQ (Lin et al., 2024), version "gemm".
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from pdserve.engine.low_bit.packing import AWQ_ORDER, unpack
 from pdserve.errors import SetupError
 from pdserve.kernels.low_bit import BITS, Codes
 
+log = logging.getLogger(__name__)
+
+LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized")  # of compressed-tensors
 Tensors = Mapping[str, torch.Tensor]
 MARKS = {  # a tensor by which a layer is known to be quantized → the method
     "qweight": ("gptq", "awq"),
@@ -65,6 +69,10 @@ def read_format(settings: Mapping[str, Any]) -> Format:
 
 def _bits_of_groups(settings: Mapping[str, Any]) -> int:
     """Return the bits of all layers, of which compressed-tensors has groups."""
+    if (layout := settings.get("format")) not in LAYOUTS:
+        raise SetupError(f"compressed-tensors in the format {layout!r} are not supported, only in {', '.join(LAYOUTS)}")
+    if settings.get("kv_cache_scheme"):
+        log.warning("the checkpoint asks for quantized KV, which is kept in 16 or 32 bits")
     kinds = set()
     for name, group in settings["config_groups"].items():
         weights = group.get("weights") or {}

@@ -58,6 +58,7 @@ def test_float32_equals_generate_of_the_dense_model(
     [
         ({"quant_method": "awq", "version": "gemv"}, "AWQ weights in version 'gemv' are not supported"),
         ({"quant_method": "gptq", "bits": 3}, "weights of 3 bits by gptq are not supported"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "in the format 'marlin-24' are not supported"),
         ({"quant_method": "awq", "bits": 4}, r"is no awq layer of 4 bits: .*qweight \["),
     ],
 )
