@@ -143,6 +143,7 @@ class Engine:
         self._unready: list[Sequence] = []  # sequences whose first mask is not there
         self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
         self._step_s = 0.0  # duration of the last step
+        self._rest = 0  # steps about which the drafter need not be asked
         self._searches = set[Sequence]()  # the roots of beam searches that are here
         self._arrivals_per_priority = ARRIVALS_PER_PRIORITY if config.scheduling_policy == "priority" else 0
 
@@ -307,7 +308,7 @@ class Engine:
             self._unready = [one for one in self._unready if one is not seq]
         if seq.leader is not None:
             seq.leave()
-        if self.drafter is not None:
+        if self.drafter is not None and seq in self.drafter.followed:
             self.drafter.end(seq)
         self.scheduler.remove(seq)
         if seq.adapter is not None and self.adapters is not None:
@@ -332,7 +333,8 @@ class Engine:
         late = self._await_masks() if self.constrained else frozenset[Sequence]()
         schedule = self.scheduler.schedule(pause_storing=pause_storing, late=late)
         plan = schedule.plan
-        if self.drafter is not None:
+        self._rest -= 1
+        if self._rest < 0 and self.drafter is not None:
             self._draft(plan, self.drafter)
         kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
         swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
@@ -345,7 +347,7 @@ class Engine:
         began_at = time.monotonic() if self.constrained else 0.0  # a simulation reads no clock
         outcome = (self.runner.pipeline or self.runner).step(plan)
         self._step_s = time.monotonic() - began_at if self.constrained else 0.0
-        work, drafted, leaders = list[tuple[int, int]](), list[tuple[int, int]](), list[Sequence]()
+        work, leaders = list[tuple[int, int]](), list[Sequence]()
         advanced, num_tokens, recomputed = dict.fromkeys(searched), 0, 0
         for seq, accepted in outcome.items():
             if accepted.computed:
@@ -356,10 +358,9 @@ class Engine:
                 seq.output.extend(accepted.tokens[:-1])
             if seq.kv.num_lost > seq.kv.num_computed:
                 recomputed += min(accepted.computed, seq.kv.num_lost - seq.kv.num_computed)
-            if seq in plan.drafts and accepted.tokens:
-                drafted.append((len(plan.drafts[seq]), len(accepted.tokens) - 1))
-                if seq in plan.predicted:
-                    accepted.num_predicted = len(plan.drafts[seq])
+            if accepted.tokens and seq in plan.drafts:
+                accepted.num_drafts = len(plan.drafts[seq])
+                accepted.num_predicted = accepted.num_drafts if seq in plan.predicted else 0
             seq.kv.mark_computed(accepted.computed)
             seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)
@@ -385,7 +386,7 @@ class Engine:
             swap_seconds=swap_seconds,
             recomputed=recomputed,
             work=work,
-            drafted=drafted,
+            drafted=[(one.num_drafts, len(one.tokens) - 1) for one in outcome.values() if one.num_drafts],
             storing_paused=schedule.storing_paused,
         )
 
@@ -418,6 +419,9 @@ class Engine:
     def _draft(self, plan: StepPlan, drafter: Drafter) -> None:
         """Add drafts to a plan, and ask for the masks behind them. Sequences with slow masks get none."""
         drafts = drafter.propose(plan)
+        self._rest = drafter.rest
+        if not drafts:
+            return
         if self.constrained:
             drafts = {seq: tokens for seq, tokens in drafts.items() if not has_slow_masks(seq)}
         self.scheduler.add_drafts(plan, drafts)
