@@ -150,6 +150,8 @@ def test_streams_with_adapters_migrate(
         for (name, i), future in futures.items():
             assert future.result(600)["choices"][0]["token_ids"] == expected[name][i], (name, i)
         assert metric(deployment, "migrations_total") > 0
+        assert metric(deployment, "adapter_requests_total", adapter="small") == len(chosen)
+        assert metric(deployment, "adapter_tokens_total", adapter="small", of="output") == len(chosen) * tokens
         os.kill(deployment.child("router").pid, signal.SIGKILL)
 
         def is_back() -> bool:
