@@ -16,7 +16,7 @@ from msgspec import structs
 
 from pdserve.config import RouterConfig
 from pdserve.errors import BadRequest, Conflict, NotFound, RequestError, Unavailable
-from pdserve.keys import Layout
+from pdserve.keys import Layout, unpack_tokens
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
@@ -575,6 +575,10 @@ def _numerics(hello: pb.Hello) -> tuple[str, str, str]:
     return hello.layout.model_fingerprint, hello.layout.dtype, hello.layout.numerics
 
 
+def _served_adapter(one: pb.Adapter) -> ServedAdapter:
+    return ServedAdapter(one.digest, one.path, tuple(unpack_tokens(one.invocation)))
+
+
 def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
     """Return what holds for all instances (at least one)."""
     adapters = sorted((one for hello in hellos for one in hello.adapters if one.name), key=lambda one: one.loaded_at)
@@ -591,5 +595,5 @@ def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
         block_sizes=frozenset(hello.block_size for hello in hellos),
         supports_grammars=all(hello.grammars for hello in hellos),
         supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),
-        adapters={one.name: ServedAdapter(one.digest, one.path) for one in adapters},  # of one name, the latest
+        adapters={one.name: _served_adapter(one) for one in adapters},  # of one name, the latest
     )

@@ -89,7 +89,9 @@ class Metrics:
             "pdserve_adapter_requests_total", "finished requests of an adapter", ["adapter"]
         )
         self._adapter_tokens = counter(
-            "pdserve_adapter_tokens_total", "tokens of an adapter's finished requests, prompts or outputs", ["adapter", "of"]
+            "pdserve_adapter_tokens_total",
+            "tokens of an adapter's finished requests, prompts or outputs",
+            ["adapter", "of"],
         )
         self.decisions = counter(
             "pdserve_decisions_total",

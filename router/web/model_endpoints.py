@@ -24,7 +24,9 @@ class ModelEndpoints(Endpoints):
 
     tag = "model"
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, admission: AdmissionController) -> None:
+    def __init__(
+        self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, admission: AdmissionController
+    ) -> None:
         self._name = config.name
         self._root = str(resolve_model(config.model))  # vLLM's benchmark client loads its tokenizer from here
         self._tokenizer = tokenizer

@@ -21,7 +21,7 @@ def test_keys_from_a_setting_and_a_file(tmp_path: Path) -> None:
     assert (alice.name, alice.weight) == ("alice", 2.0) and "digest" not in repr(alice)
     assert alice.limits == Limits(requests=Rate(10, 1.0), tokens=Rate(6000, 60.0), concurrency=8)
     assert bob.digest == b"\xab" * 32 and bob.limits == Limits()
-    assert bob.adapters == {"sql"} and alice.adapters is None
+    assert bob.adapters == frozenset({"sql"}) and alice.adapters is None
 
 
 def test_each_key_or_group_has_kv_of_its_own(tmp_path: Path) -> None:
