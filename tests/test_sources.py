@@ -23,6 +23,7 @@ ELSEWHERE = {
     "grammars/mask_worker.py": "grammars/test_mask_client.py",
     "grammars/*.py": "grammars/test_specification.py",
     "instance/reporter.py": "instance/test_instance.py",
+    "kv_transfer/batched.py": "kv_transfer/test_threaded.py",
     "kv_transfer/cancellation.py": "decode/test_layout_converter.py",
     "kv_transfer/connectors/nixl/*.py": "kv_transfer/connectors/nixl/test_connector.py",
     "kv_transfer/forwarding.py": "kv_transfer/test_guarded.py",
