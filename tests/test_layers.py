@@ -75,6 +75,7 @@ DECISION_FILES = (
     "pdserve/engine/scheduling/budget",
     "pdserve/engine/scheduling/levels",
     "pdserve/engine/memory/blocks",
+    "pdserve/engine/memory/sequence_kv",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",
     "pdserve/engine/sequence",

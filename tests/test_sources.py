@@ -48,7 +48,7 @@ ELSEWHERE = {
     "decode/decoder.py": "roles/test_decoder.py roles/test_choices.py roles/test_windows.py",
     "engine/cpu_fusion/fused_layers.py": "engine/cpu_fusion/test_fused_*.py",
     "engine/cpu_fusion/row_products.py": "engine/test_rows.py",
-    "engine/memory/blocks.py": "engine/memory/test_block_pool.py engine/memory/test_sequence_kv.py",
+    "engine/memory/blocks.py": "engine/memory/test_block_pool.py",
     "engine/model_runner.py": "engine/test_packed.py engine/test_rows.py engine/test_step_costs.py",
     "lines/*.py": "lines/test_lines.py",
     "output.py": "instance/test_outputs.py",
