@@ -39,7 +39,6 @@ ELSEWHERE = {
     "router/text/overlap.py": "router/text/test_detokenizer.py",
     "router/text/parsers/*.py": "router/text/parsers/test_*.py router/api/test_tools.py",
     "router/web/endpoint.py": "router/web/test_app.py",
-    "router/web/http_server.py": "router/web/test_http_protocol.py",
     "router/web/tls_listener.py": "router/web/test_http_protocol.py",
     "tools/*/*.py": "tools/*/test_*.py test_slo.py",
     "tools/load_config.py": "integration/test_bench.py",
