@@ -29,6 +29,7 @@ ELSEWHERE = {
     "kv_transfer/forwarding.py": "kv_transfer/test_guarded.py",
     "kv_transfer/progress.py": "kv_transfer/test_bench.py",
     "router/dialects/*/*.py": "router/dialects/test_*.py router/api/test_messages.py router/api/test_responses.py",
+    "router/dispatch/operations.py": "router/dispatch/test_dispatcher.py router/dispatch/test_epochs.py",
     "router/instances/arrivals.py": "router/instances/test_control_server.py",
     "router/instances/compatibility.py": "router/instances/test_fleet.py",
     "router/instances/controller_lease.py": "tools/autoscaler/test_router_client.py",
