@@ -1,6 +1,6 @@
 """State of one sequence in the engine: where it stands in the queues, its KV, its output, and the sequences beside it.
 
-`Sequence.kv` (`memory/blocks.py`) has its blocks and what of it is computed, `Sequence.output` its tokens and when they
+`Sequence.kv` (`memory/sequence_kv.py`) has its blocks and what of it is computed, `Sequence.output` its tokens and when they
 end. Plain data: only methods of these classes change it; other modules call them and read the attributes.
 """
 
@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.adapters import Adapter
-from pdserve.engine.memory.blocks import BlockPool, SequenceKV
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.groups import BlockTable, SwappedKV
+from pdserve.engine.memory.sequence_kv import SequenceKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens, block_ends
 from pdserve.logits_processors import LogitsProcessor
