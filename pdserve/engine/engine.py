@@ -140,8 +140,11 @@ class Engine:
         self.grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, eos_token_ids, on_grammar_ready)
         self.constrained: dict[Sequence, Constraint] = {}
         self.num_late = 0
-        self._unready: list[Sequence] = []  # sequences whose first mask is not there
+        self._unready: dict[Sequence, None] = {}  # sequences whose first mask is not there
         self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
+        self._asked: dict[
+            Sequence, None
+        ] = {}  # sequences whose next mask was asked for, and was not there in a step yet
         self._step_s = 0.0  # duration of the last step
         self._searches = set[Sequence]()  # the roots of beam searches that are here
         self._arrivals_per_priority = ARRIVALS_PER_PRIORITY if config.scheduling_policy == "priority" else 0
@@ -291,7 +294,7 @@ class Engine:
             self._searches.add(seq)
         if seq.output.constraint is not None:
             self.constrained |= {one: one.output.constraint for one in (seq, *seq.siblings) if one.output.constraint}
-            self._unready.append(seq)
+            self._unready[seq] = None
         else:
             self.scheduler.add(seq)
 
@@ -306,7 +309,8 @@ class Engine:
         if seq.output.constraint is not None:
             seq.output.constraint.end()
             self.constrained.pop(seq, None)
-            self._unready = [one for one in self._unready if one is not seq]
+            self._unready.pop(seq, None)
+            self._asked.pop(seq, None)
         if seq.leader is not None:
             seq.leave()
         if self.drafter is not None:
@@ -397,6 +401,7 @@ class Engine:
         for seq in asking:
             if seq in self.constrained:
                 follow_grammar(seq)
+                self._asked[seq] = None
 
     def _await_masks(self) -> set[Sequence]:
         """Wait for masks that will be there soon, queue sequences whose first one is, and return those whose mask is late."""
@@ -404,16 +409,18 @@ class Engine:
         for seq in self._unready:
             for one in (seq, *seq.siblings):
                 follow_grammar(one)
+        asked = self._unready | self._asked
         masks, patience_s = self.grammars.masks, min(max(self._step_s * MASK_SHARE, MIN_MASK_WAIT_S), MAX_MASK_WAIT_S)
-        followers = [one.follower for one in self.constrained.values() if one.is_late and one.follower is not None]
+        wanted = [self.constrained[one] for seq in asked for one in (seq, *seq.siblings)]
+        followers = [one.follower for one in wanted if one.is_late and one.follower is not None]
         if soon := [follower for follower in followers if follower.grammar.delay_s < patience_s]:
             masks.wait(soon, patience_s)
-        late = {seq for seq in self.constrained if any(self.constrained[one].is_late for one in (seq, *seq.siblings))}
-        for seq in self._unready:
-            if seq not in late:
-                self.scheduler.add(seq)
-        self._unready = [seq for seq in self._unready if seq in late]
-        self.num_late += len(late) - len(self._unready)
+        late = {seq for seq in asked if any(self.constrained[one].is_late for one in (seq, *seq.siblings))}
+        for seq in [one for one in self._unready if one not in late]:  # in order
+            del self._unready[seq]
+            self.scheduler.add(seq)
+        self._asked = dict.fromkeys(late - self._unready.keys())
+        self.num_late += len(self._asked)
         masks.notify([follower for follower in followers if follower.is_late])
         return late
 
