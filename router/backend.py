@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
-from pdserve.keys import Layout
+from pdserve.errors import BadRequest
+from pdserve.keys import Layout, unpack_tokens
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.routed_request import RoutedRequest
@@ -17,10 +18,23 @@ class ServedAdapter(NamedTuple):
     Attributes:
         digest: of its weights.
         path: from which an instance has read it.
+        invocation: tokens from whose last occurrence in a prompt on it is added; empty: it is added to all.
     """
 
     digest: bytes
     path: str
+    invocation: tuple[int, ...] = ()
+
+    def start(self, prompt: Sequence[int]) -> int:
+        """Return the position of the first token of a prompt that has it. Raises BadRequest if it is not invoked."""
+        if not self.invocation:
+            return 0
+        tokens, size = [*self.invocation], len(self.invocation)
+        for at in range(len(prompt) - size, -1, -1):
+            if prompt[at] == tokens[0] and [*prompt[at : at + size]] == tokens:
+                return at
+        message = f"the prompt does not invoke the adapter: it lacks the tokens {tokens}"
+        raise BadRequest(message, kind="adapter_not_invoked", param="prompt")
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,9 @@ class ModelInfo:
             block_sizes=frozenset(hello.block_size for hello in hellos),
             supports_grammars=all(hello.grammars for hello in hellos),
             supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),
-            adapters={one.name: ServedAdapter(one.digest, one.path) for one in adapters},  # of one name, the latest
+            adapters={
+                one.name: ServedAdapter(one.digest, one.path, tuple(unpack_tokens(one.invocation))) for one in adapters
+            },  # of one name, the latest
         )
 
 
