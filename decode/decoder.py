@@ -214,7 +214,7 @@ class Decoder:
                 del self.cramped[seq]
         seqs = [*self.unreserved] if self._engine.adapters is None else self._with_slots()
         while seqs:
-            seq = scheduler.queues.unreserved = min(seqs, key=scheduler.queues.order())
+            seq = scheduler.unreserved = min(seqs, key=scheduler.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token.
             coming = seq.kv.num_initial - 1
             first = scheduler.num_out_of_window(coming)
@@ -231,7 +231,7 @@ class Decoder:
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.kv.num_registered, len(seq.kv.block_ids)))
-        scheduler.queues.unreserved = None
+        scheduler.unreserved = None
 
     def prolong_leases(self) -> None:
         """Prolong the leases of KV that waits for room here, thrice in their time. To be called often."""
@@ -447,8 +447,8 @@ class Decoder:
         self.waiting.pop(job.seq, None)
         self.unreserved.pop(job.seq, None)
         self.cramped.pop(job.seq, None)
-        if self._engine.scheduler.queues.unreserved is job.seq:
-            self._engine.scheduler.queues.unreserved = None
+        if self._engine.scheduler.unreserved is job.seq:
+            self._engine.scheduler.unreserved = None
         loading = state.loading
         loading.end()
         if state.loader is not None and state in state.loader.followers:

@@ -337,9 +337,9 @@ def test_an_unreserved_hand_over_gets_room() -> None:
     seq = instance.add(LIGHT, 300, 20)
     instance.sched.remove(seq)
     for _ in range(40):
-        instance.sched.queues.unreserved = seq
+        instance.sched.unreserved = seq
         if instance.sched.reserve(seq, 0, 301, respect_queue=True):
-            instance.sched.queues.unreserved = None
+            instance.sched.unreserved = None
             return
         instance.step()
     raise AssertionError("no room was made for it")
