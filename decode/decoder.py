@@ -219,7 +219,8 @@ class Decoder:
             coming = seq.kv.num_initial - 1
             first = scheduler.num_out_of_window(coming)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
-            max_hit_blocks = seq.kv.num_initial // seq.kv.block_size
+            # In further groups, hits have what the token behind them reaches: it may be that last one.
+            max_hit_blocks = (coming if pool.tail_groups else seq.kv.num_initial) // seq.kv.block_size
             state, num_tokens = self.unreserved[seq], seq.kv.num_initial + 1
             now = max(1, state.loading.wanted)
             if not scheduler.reserve(
