@@ -22,7 +22,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Constraint, Sequence
 from pdserve.engine.step import Drafter, StepOutcome, StepPlan
 from pdserve.errors import RequestError, SetupError
-from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
+from pdserve.keys import HASH_TOKENS, KEY_BYTES, Tokens, block_ends, key_chain, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.plugins import extension
 from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
@@ -140,8 +140,11 @@ class Engine:
         self.grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, eos_token_ids, on_grammar_ready)
         self.constrained: dict[Sequence, Constraint] = {}
         self.num_late = 0
-        self._unready: list[Sequence] = []  # sequences whose first mask is not there
+        self._unready: dict[Sequence, None] = {}  # sequences whose first mask is not there
         self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
+        self._asked: dict[
+            Sequence, None
+        ] = {}  # sequences whose next mask was asked for, and was not there in a step yet
         self._step_s = 0.0  # duration of the last step
         self._searches = set[Sequence]()  # the roots of beam searches that are here
         self._arrivals_per_priority = ARRIVALS_PER_PRIORITY if config.scheduling_policy == "priority" else 0
@@ -157,6 +160,7 @@ class Engine:
         tenant: Tenant = NO_TENANT,
         packed_keys: bytes = b"",
         adapter: bytes = b"",
+        adapter_start: int = 0,
     ) -> Sequence:
         """Return a new sequence, not queued yet.
 
@@ -167,6 +171,7 @@ class Engine:
             tenant: whose request it is.
             packed_keys: hashes of the prompt, from `KeyChain.pack`; empty: they are computed here.
             adapter: digest of the adapter; empty: it has none.
+            adapter_start: position of the first token that has it.
 
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
@@ -178,9 +183,8 @@ class Engine:
         tokens.extend(output)
         pooling = self.checkpoint.pooling if sampling.embed else None
         features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
-        root = root_key(model_digest=self.layout.model_digest, salt=salt, adapter=adapter)
         block_size = self.layout.block_size
-        chain = KeyChain(root, packed_keys)
+        chain = key_chain(self.layout.model_digest, salt, adapter, adapter_start, packed_keys)
         keys = chain.keys(tokens, block_ends(len(tokens), block_size, partial=True))
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
@@ -193,13 +197,14 @@ class Engine:
             num_prompt=len(prompt),
             num_initial=len(prompt) + len(output),
             sampling=sampling,
-            root=root,
+            root=chain.root,
             block_size=block_size,
             chain=chain,
             keys=keys,
             stop_token_ids=stops,
             features=features,
             adapter=self._adapter(adapter) if adapter else None,
+            adapter_start=adapter_start,
         )
         if sampling.logits_processors:
             seq.output.process(make_processors(sampling.logits_processors))
@@ -289,7 +294,7 @@ class Engine:
             self._searches.add(seq)
         if seq.output.constraint is not None:
             self.constrained |= {one: one.output.constraint for one in (seq, *seq.siblings) if one.output.constraint}
-            self._unready.append(seq)
+            self._unready[seq] = None
         else:
             self.scheduler.add(seq)
 
@@ -304,7 +309,8 @@ class Engine:
         if seq.output.constraint is not None:
             seq.output.constraint.end()
             self.constrained.pop(seq, None)
-            self._unready = [one for one in self._unready if one is not seq]
+            self._unready.pop(seq, None)
+            self._asked.pop(seq, None)
         if seq.leader is not None:
             seq.leave()
         if self.drafter is not None:
@@ -395,6 +401,7 @@ class Engine:
         for seq in asking:
             if seq in self.constrained:
                 follow_grammar(seq)
+                self._asked[seq] = None
 
     def _await_masks(self) -> set[Sequence]:
         """Wait for masks that will be there soon, queue sequences whose first one is, and return those whose mask is late."""
@@ -402,16 +409,18 @@ class Engine:
         for seq in self._unready:
             for one in (seq, *seq.siblings):
                 follow_grammar(one)
+        asked = self._unready | self._asked
         masks, patience_s = self.grammars.masks, min(max(self._step_s * MASK_SHARE, MIN_MASK_WAIT_S), MAX_MASK_WAIT_S)
-        followers = [one.follower for one in self.constrained.values() if one.is_late and one.follower is not None]
+        wanted = [self.constrained[one] for seq in asked for one in (seq, *seq.siblings)]
+        followers = [one.follower for one in wanted if one.is_late and one.follower is not None]
         if soon := [follower for follower in followers if follower.grammar.delay_s < patience_s]:
             masks.wait(soon, patience_s)
-        late = {seq for seq in self.constrained if any(self.constrained[one].is_late for one in (seq, *seq.siblings))}
-        for seq in self._unready:
-            if seq not in late:
-                self.scheduler.add(seq)
-        self._unready = [seq for seq in self._unready if seq in late]
-        self.num_late += len(late) - len(self._unready)
+        late = {seq for seq in asked if any(self.constrained[one].is_late for one in (seq, *seq.siblings))}
+        for seq in [one for one in self._unready if one not in late]:  # in order
+            del self._unready[seq]
+            self.scheduler.add(seq)
+        self._asked = dict.fromkeys(late - self._unready.keys())
+        self.num_late += len(self._asked)
         masks.notify([follower for follower in followers if follower.is_late])
         return late
 
