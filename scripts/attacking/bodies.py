@@ -11,7 +11,7 @@ from attacking.target import ENDED, Target
 
 LARGEST = 4 * 1024 * 1024 - 1024  # bytes, below the default of --max-body-bytes
 UNFINISHED = 30  # bodies at once
-MANY_CHOICES = [{"n": 16, "max_tokens": 400, "stream": True}] * 4  # of requests at once
+MANY_CHOICES: list[dict[str, Any]] = [{"n": 16, "max_tokens": 400, "stream": True}] * 4  # of requests at once
 WORD = [body | {"guided_grammar": "root ::= [a-z]+"} for body in MANY_CHOICES]
 INJECTION = "\x1b[2J\r\nWARNING pdserve: forged"
 REFUSED = {400, 413, 422, 429}
