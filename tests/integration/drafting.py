@@ -27,8 +27,10 @@ MOST = 16
 class Mixed(Drafter):
     """Proposes for each sequence as its request asks."""
 
+    followed: set[Sequence]
+
     def __init__(self, engine: Engine, answers: dict[str, list[int]]) -> None:
-        self.followed = set[Sequence]()
+        self.followed = set()
         self._answers = answers
         self._speculators = {
             name: Speculator(

@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve.engine.sequence import Sequence
-from pdserve.keys import token_array
+from pdserve.keys import TOKEN_BYTES, token_array
 from pdserve.request import SamplingParams, Tenant
 from pdserve.speculation import answers
 from pdserve.speculation.answers import LEAST, FinishedAnswers
@@ -34,13 +34,13 @@ def test_an_answer_is_found_from_the_end_of_its_prompt_on() -> None:
 
 
 def test_bytes_are_bounded_for_each_owner_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "OWNER_BYTES", 200 * answers.TOKEN_BYTES)
-    monkeypatch.setattr(answers, "TOTAL_BYTES", 500 * answers.TOKEN_BYTES)
+    monkeypatch.setattr(answers, "OWNER_BYTES", 200 * TOKEN_BYTES)
+    monkeypatch.setattr(answers, "TOTAL_BYTES", 500 * TOKEN_BYTES)
     kept = FinishedAnswers()
     for turn in range(40):
         for owner in (1, 2):
             kept.add(sequence(owner, [], [*range(1000 * turn, 1000 * turn + 30)]))
-        assert kept.nbytes <= 400 * answers.TOKEN_BYTES
+        assert kept.nbytes <= 400 * TOKEN_BYTES
     for turn in (38, 39):
         assert find(kept, sequence(1, [], [1000 * turn + i for i in range(3)])) is not None
     assert find(kept, sequence(1, [], [1000, 1001, 1002])) is None, "the oldest are gone"
@@ -55,7 +55,7 @@ def test_bytes_are_bounded_for_each_owner_and_in_all(monkeypatch: pytest.MonkeyP
 
 
 def test_a_draft_that_follows_an_old_text_goes_on_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "OWNER_BYTES", 100 * answers.TOKEN_BYTES)
+    monkeypatch.setattr(answers, "OWNER_BYTES", 100 * TOKEN_BYTES)
     kept = FinishedAnswers()
     kept.add(sequence(1, [], [*range(60)]))
     match = find(kept, sequence(1, [], [3, 4, 5]))
