@@ -6,7 +6,7 @@ The model states it, through its attention or an adapter (`engine/architectures/
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pdserve.keys import Layout, Section
@@ -47,6 +47,12 @@ class KVSpec:
     def uniform(cls, num_layers: int, num_heads: int, head_dim: int) -> "KVSpec":
         """Return the spec of a model whose layers all have full attention and rows of one shape."""
         return cls((KVGroup(tuple(range(num_layers)), num_heads, head_dim),))
+
+    def in_bytes(self, scale_bytes: int) -> "KVSpec":
+        """Return the spec of KV in 8 bits: each head of K or V is followed by its scale, and numbers count bytes."""
+        return replace(
+            self, groups=tuple(replace(group, head_dim=group.head_dim + scale_bytes) for group in self.groups)
+        )
 
     @property
     def num_layers(self) -> int:
