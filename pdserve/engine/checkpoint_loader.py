@@ -175,7 +175,7 @@ def _load_model(
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    if not model_class._supports_attention_backend:
+    if not (model_class._supports_attention_backend or model_class._is_stateful):  # of the latter, the probe shows it
         raise SetupError(f"{unsupported}: its attention does not go through transformers' attention interface")
     invariant = is_batch_invariant(config.batch_invariant, device)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}

@@ -66,6 +66,8 @@ class BlockPool:
     Attributes:
         num_promised: free pages that sequences are promised, see `SequenceKV.promise`.
         num_shared: blocks with several holders.
+        has_states: the last group has states of recurrent layers.
+        message_ends: tokens that end a message, behind which a state is kept.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
         pinned: blocks to which the pool itself has a reference.
@@ -78,6 +80,8 @@ class BlockPool:
         self.block_size = block_size
         self.groups = groups
         self.tail_groups = [*enumerate(groups)][1:]
+        self.has_states = groups[-1].is_states
+        self.message_ends = frozenset[int]()
         self.num_promised = 0
         self.num_shared = 0
         self._page_of: Sequence[int] = range(num_blocks)
@@ -142,6 +146,9 @@ class BlockPool:
     def match_tail(self, at: int, keys: Sequence[bytes]) -> list[int]:
         """Return the ids of a group's blocks of `keys`, all of which are in the pool. Takes no reference."""
         return [*map(self._block_of[at].__getitem__, keys)]
+
+    def has_key(self, block: int) -> bool:
+        return block in self._key_of
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block, reviving cached ones."""
@@ -427,7 +434,8 @@ class SequenceKV:
             False if more than `room` pages would have to be promised beyond the spare ones; nothing was taken.
         """
         self.take_blocks(first, hits, [])
-        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], max(num_coming, self.num_computed))
+        num_tokens = max(num_coming, self.num_computed)
+        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], num_tokens, self.tokens)
         if (count := num_pages(pool, self._tables, num_blocks)) > room + pool.num_spare:
             self.release_blocks(pool)
             return False
@@ -542,7 +550,7 @@ class SequenceKV:
                 tokens = self.tokens[i * self.block_size : (i + 1) * self.block_size]
                 pool.register(self.block_ids[i], keys[i], keys[i - 1] if i else None, tokens)
                 for tail in self.tails:
-                    if i >= tail.num_dropped:
+                    if tail.keeps(i):
                         pool.register(tail.ids[i], keys[i], at=tail.at)
             self.num_registered = full
 

@@ -471,7 +471,8 @@ class Scheduler:
             swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
         output.plan.counts.pop(seq, None)
-        seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
+        may_be_stored = self.refetch_preempted and seq.group is None and not self.pool.has_states
+        seq.preempt(self.pool, swapped, is_stored=may_be_stored)
         self._wait(seq, len(seq))
         self.num_preemptions += 1
 
