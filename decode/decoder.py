@@ -213,7 +213,7 @@ class Decoder:
             if not state.loading.lacks_room:
                 del self.cramped[seq]
         while seqs := self.unreserved if self._engine.adapters is None else self._with_slots():
-            seq = scheduler.unreserved = min(seqs, key=scheduler.order())
+            seq = scheduler.queues.unreserved = min(seqs, key=scheduler.queues.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token. A
             # state has it in any case: then, the whole prompt is.
             coming = seq.kv.num_initial - (0 if pool.has_states else 1)
@@ -230,7 +230,7 @@ class Decoder:
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.kv.num_registered, len(seq.kv.block_ids)))
-        scheduler.unreserved = None
+        scheduler.queues.unreserved = None
 
     def prolong_leases(self) -> None:
         """Prolong the leases of KV that waits for room here, thrice in their time. To be called often."""
@@ -451,8 +451,8 @@ class Decoder:
         self.waiting.pop(job.seq, None)
         self.unreserved.pop(job.seq, None)
         self.cramped.pop(job.seq, None)
-        if self._engine.scheduler.unreserved is job.seq:
-            self._engine.scheduler.unreserved = None
+        if self._engine.scheduler.queues.unreserved is job.seq:
+            self._engine.scheduler.queues.unreserved = None
         loading = state.loading
         loading.end()
         if state.loader is not None and state in state.loader.followers:

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, Result, Stats
 from pdserve.kv_transfer.forwarding import ForwardingConnector
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
-from pdserve.kv_transfer.threaded import BatchedConnector
 
 _OPERATIONS = ("store", "load", "follow", "match", "release", "stats")
 

@@ -73,8 +73,10 @@ UNORDERED = ("pdserve/engine", "kernels", "proto", "pdserve/demo_model")  # pack
 DECISION_FILES = (
     "pdserve/costs",
     "pdserve/engine/scheduling/budget",
-    "pdserve/engine/scheduling/levels",
+    "pdserve/engine/scheduling/preemption",
+    "pdserve/engine/scheduling/queues",
     "pdserve/engine/memory/blocks",
+    "pdserve/engine/memory/sequence_kv",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",
     "pdserve/engine/sequence",

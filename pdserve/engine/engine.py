@@ -22,7 +22,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Constraint, Sequence
 from pdserve.engine.step import Drafter, StepOutcome, StepPlan
 from pdserve.errors import RequestError, SetupError
-from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain, Tokens, block_ends, root_key, token_array
+from pdserve.keys import HASH_TOKENS, KEY_BYTES, Tokens, block_ends, key_chain, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.plugins import extension
 from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
@@ -124,7 +124,7 @@ class Engine:
             window=self.runner.window,
             host_pool=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
-            refetch_preempted=refetch_preempted,
+            refetch_preempted=refetch_preempted and not self.pool.has_states,  # found only where they were kept
             grows_ahead=self.runner.pipeline is not None,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, kv.num_blocks)
@@ -160,6 +160,7 @@ class Engine:
         tenant: Tenant = NO_TENANT,
         packed_keys: bytes = b"",
         adapter: bytes = b"",
+        adapter_start: int = 0,
     ) -> Sequence:
         """Return a new sequence, not queued yet.
 
@@ -170,6 +171,7 @@ class Engine:
             tenant: whose request it is.
             packed_keys: hashes of the prompt, from `KeyChain.pack`; empty: they are computed here.
             adapter: digest of the adapter; empty: it has none.
+            adapter_start: position of the first token that has it.
 
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
@@ -181,9 +183,8 @@ class Engine:
         tokens.extend(output)
         pooling = self.checkpoint.pooling if sampling.embed else None
         features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
-        root = root_key(model_digest=self.layout.model_digest, salt=salt, adapter=adapter)
         block_size = self.layout.block_size
-        chain = KeyChain(root, packed_keys)
+        chain = key_chain(self.layout.model_digest, salt, adapter, adapter_start, packed_keys)
         keys = chain.keys(tokens, block_ends(len(tokens), block_size, partial=True))
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
@@ -196,13 +197,14 @@ class Engine:
             num_prompt=len(prompt),
             num_initial=len(prompt) + len(output),
             sampling=sampling,
-            root=root,
+            root=chain.root,
             block_size=block_size,
             chain=chain,
             keys=keys,
             stop_token_ids=stops,
             features=features,
             adapter=self._adapter(adapter) if adapter else None,
+            adapter_start=adapter_start,
         )
         if sampling.logits_processors:
             seq.output.process(make_processors(sampling.logits_processors))

@@ -335,6 +335,7 @@ class Instance:
                 request.tenant,
                 request.packed_keys,
                 request.adapter,
+                request.adapter_start,
             )
             if message.prediction:
                 self.engine.predict(seq, unpack_tokens(message.prediction))

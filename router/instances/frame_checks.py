@@ -17,7 +17,7 @@ import numpy as np
 
 from pdserve.control.frame_connection import NONCE_BYTES
 from pdserve.counters import HELP, LABELS, parse_series
-from pdserve.keys import KEY_BYTES, Layout
+from pdserve.keys import KEY_BYTES, TOKEN_BYTES, Layout
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
@@ -75,10 +75,13 @@ def hello_fault(hello: pb.Hello) -> str:
 
 def adapters_fault(hello: pb.Hello) -> str:
     """Return why the adapters of a registration are invalid; empty if they are not."""
-    is_valid = all(len(one.digest) == KEY_BYTES and _is_name(one.name) for one in hello.adapters)
+    is_valid = all(
+        len(one.digest) == KEY_BYTES and _is_name(one.name) and not len(one.invocation) % TOKEN_BYTES
+        for one in hello.adapters
+    )
     if is_valid and len(hello.adapters) <= MAX_ADAPTERS:
         return ""
-    return f"it may have up to {MAX_ADAPTERS} adapters, with printable names and digests of {KEY_BYTES} bytes"
+    return f"it may have up to {MAX_ADAPTERS} adapters, with printable names, digests of {KEY_BYTES} bytes and whole tokens"
 
 
 def _layout_fault(hello: pb.Hello) -> str:

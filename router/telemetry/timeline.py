@@ -50,6 +50,7 @@ class Timeline:
         traceparent: the client's span; empty if it sent none.
         operation: `chat` or `text_completion`, OpenTelemetry's names.
         max_tokens: the most tokens that the answer may have.
+        adapter: its name; empty: there is none.
         stamps: stage → seconds on the router's monotonic clock.
         decisions: (role, decision of its policy), in order; a request that migrates has more than two.
         placement: the instance that computes the prompt, and why.
@@ -71,6 +72,7 @@ class Timeline:
     traceparent: str = ""
     operation: str = "text_completion"
     max_tokens: int = 0
+    adapter: str = ""
     attempt: int = 0
     stamps: dict[Stage, float] = field(default_factory=dict)
     prefill_instance: str = ""
@@ -138,6 +140,7 @@ class Timeline:
         return {
             "request_id": self.request_id,
             "traceparent": self.traceparent,
+            "adapter": self.adapter,
             "prefill_instance": self.prefill_instance,
             "decode_instance": self.decode_instance,
             "placement": vars(self.placement) if self.placement else None,
@@ -217,6 +220,7 @@ class TimelineLog:
             request.traceparent,
             "chat" if request.multi_turn else "text_completion",
             request.sampling.max_tokens,
+            request.adapter_name,
             attempt=0 if earlier is None else earlier.attempt + 1,  # outputs of the earlier request may still arrive
             prompt_tokens=len(request.prompt),
             prompt_block=block,

@@ -35,8 +35,9 @@ class Layer:
     expected: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return x.double().split(LENGTHS)
+def parts(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return what belongs to each sequence."""
+    return [*x.double().split(LENGTHS)]
 
 
 def convolution(taps: int, *, has_bias: bool) -> Layer:

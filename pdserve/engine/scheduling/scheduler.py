@@ -35,40 +35,28 @@ requests can overtake one of a lower priority: no sequence starves.
 """
 
 import math
-from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from collections.abc import Set as AbstractSet
-from itertools import count, islice
-from operator import attrgetter, itemgetter
-from typing import Any
+from itertools import islice
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
-from pdserve.engine.scheduling.levels import (
-    Order,
-    giving_way,
-    last_to_run,
-    levels_of,
-    place_alone,
-    precedes,
-    tokens_now,
-)
+from pdserve.engine.scheduling.preemption import Preemption
+from pdserve.engine.scheduling.queues import Order, Queues, giving_way, levels_of, place_alone, precedes, tokens_now
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import SchedulerOutput, StepPlan
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
-Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
-Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
+Candidates = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
 MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
-_RANK, _FIRST = attrgetter("rank"), itemgetter(0)
 
 
 class Scheduler:
-    """Queues of sequences over one block pool.
+    """Decides the steps of sequences over one block pool.
 
     Args:
         window: attention window in tokens, the token itself included, that holds for every layer; None if some layer
@@ -83,7 +71,7 @@ class Scheduler:
         costs: forecasts of swapping and computing, which the owner replaces by newer ones.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
         swap_space: KV of preempted sequences in host memory.
-        unreserved: the next sequence that waits for `reserve`, outside of the queues; None if there is none.
+        waiting, loaded, running: the queues, see `Queues`.
     """
 
     def __init__(
@@ -108,41 +96,22 @@ class Scheduler:
         self.itl_target = itl_target
         self.refetch_preempted = refetch_preempted
         self.grows_ahead = grows_ahead
-        # Queues, each in order of rank.
-        self.waiting: list[Sequence] = []
-        self.loaded: list[Sequence] = []  # these hold blocks
-        self.running: list[Sequence] = []
+        self.queues = Queues()
+        self.waiting, self.loaded, self.running = self.queues.waiting, self.queues.loaded, self.queues.running
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_preemptions = 0
         self.num_pauses = 0
-        self.unreserved: Sequence | None = None
-        self._by_tenant: dict[Tenant, dict[Sequence, None]] = {}  # all, in the order in which they came
-        self._sizes: dict[Sequence, Size] = {}  # of those that wait
-        self._by_size: dict[Tenant, list[Size]] = {}  # the same, in order
-        self._numbers = count()
         self._credit = Credit()
         self._num_steps = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
-        self._by_tenant.setdefault(seq.tenant, {})[seq] = None
+        self.queues.by_tenant.setdefault(seq.tenant, {})[seq] = None
         if seq.kv.block_ids:
-            insort(self.loaded, seq, key=_RANK)
+            self.queues.load(seq)
         else:
-            self._wait(seq, len(seq) - len(self.pool.match(seq.usable_keys)) * self.pool.block_size)
-
-    def _wait(self, seq: Sequence, num_tokens: int) -> None:
-        """Queue a sequence without blocks, of which that many tokens are to be computed."""
-        insort(self.waiting, seq, key=_RANK)
-        self._sizes[seq] = num_tokens, seq.rank, next(self._numbers), seq
-        insort(self._by_size.setdefault(seq.tenant, []), self._sizes[seq])
-
-    def _end_wait(self, seq: Sequence) -> None:
-        """Remove a sequence from those that wait."""
-        self.waiting.remove(seq)
-        by_size = self._by_size[seq.tenant]
-        del by_size[bisect_left(by_size, self._sizes.pop(seq))]
+            self.queues.wait(seq, len(seq) - len(self.pool.match(seq.usable_keys)) * self.pool.block_size)
 
     def fork(
         self, seq: Sequence, request_id: str, sampling: SamplingParams, features: tuple[Feature, ...] = ()
@@ -154,33 +123,10 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Dequeue a finished or aborted sequence and release its blocks."""
-        for queue in (self.running, self.loaded):
-            if seq in queue:
-                queue.remove(seq)
-        if seq in self._sizes:
-            self._end_wait(seq)
+        self.queues.remove(seq)
         seq.kv.release_blocks(self.pool)
         if seq.kv.swapped is not None:
             self.swap_space.discard(seq)
-        if seq in (of_tenant := self._by_tenant.get(seq.tenant, {})):
-            del of_tenant[seq]
-            if not of_tenant:
-                del self._by_tenant[seq.tenant]
-                self._by_size.pop(seq.tenant, None)
-
-    def order(self) -> Callable[[Sequence], Any]:
-        """Return the order of sequences in all queues, as a key: the level of the tenant if it has rivals, and the rank."""
-        if not self._has_rivals:
-            return _RANK
-        levels = levels_of(self.running)
-        return lambda seq: (levels.get(seq.tenant, 0.0), seq.rank)
-
-    @property
-    def _has_rivals(self) -> bool:
-        """True if several tenants have sequences here. Alone, a tenant has the order of rank, and no limits."""
-        if self.unreserved is None or self.unreserved.tenant in self._by_tenant:
-            return len(self._by_tenant) > 1
-        return len(self._by_tenant) > 0
 
     def schedule(self, *, pause_storing: bool = False, late: AbstractSet[Sequence] = frozenset()) -> SchedulerOutput:
         """Decide the next step. It contains at least one sequence whenever one can run.
@@ -190,18 +136,21 @@ class Scheduler:
             late: further ones to leave out, since the masks of their grammars are not there.
         """
         self._num_steps += 1
-        if not self._by_tenant:
+        if not self.queues.by_tenant:
             return SchedulerOutput()
-        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
+        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.queues))
+        preemption = Preemption(
+            self.queues, self.pool, self.swap_space, self.costs, output, is_stored=self.refetch_preempted
+        )
         if output.storing_paused or late:
-            output.late = {seq for seq in self.sequences() if seq in late}
-            output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}
-            self._lend_slots(output)
-        budget = self._schedule_running(output)
+            output.late = {seq for seq in self.queues if seq in late}
+            output.left_out = output.late | {seq for seq in self.queues if pause_storing and seq.stores_kv}
+            preemption.lend_slots(self.max_num_seqs)
+        budget = self._schedule_running(output, preemption)
         if not output.preempted:
-            self._admit(output, budget)
-            if self._has_rivals and not (output.swap_in or output.paused):
-                self._make_room(output)
+            self._admit(output, budget, preemption)
+            if self.queues.has_rivals and not (output.swap_in or output.paused):
+                self._make_room(preemption)
         if self.pool.num_promised:
             for seq, count in [*output.plan.counts.items()]:
                 output.plan.counts[seq] = seq.kv.take_promised(self.pool, count)
@@ -209,17 +158,19 @@ class Scheduler:
                     del output.plan.counts[seq]
         if not (self.running or output.left_out or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
-            self._preempt(self.loaded[-1], self.loaded, output)
+            preemption.preempt(self.loaded[-1])
         has_acted = output.preempted or output.resumed or output.swap_in
         if (self.running or self.loaded) and not (output.plan.counts or output.left_out or has_acted):
-            self._make_room_for_beams(output)
+            preemption.preempt_behind_beams()
         if self.grows_ahead:
             self._grow_ahead(output)
-        if output.plan.counts and not self._credit.is_settled(self._by_tenant.keys()):
+        if output.plan.counts and not self._credit.is_settled(self.queues.by_tenant.keys()):
             seconds = defaultdict[Tenant, float](float)
             for seq, count in output.plan.counts.items():
                 seconds[seq.tenant] += budget.seconds(seq, count)
             self._credit.spend(budget.base, seconds)
+        self.num_preemptions += len(output.preempted)
+        self.num_pauses += len(output.paused)
         return output
 
     def _grow_ahead(self, output: SchedulerOutput) -> None:
@@ -242,19 +193,8 @@ class Scheduler:
                 seq.kv.grow(self.pool, len(plan.drafts[seq]))
                 room -= len(plan.drafts[seq])
 
-    def _make_room_for_beams(self, output: SchedulerOutput) -> None:
-        """Preempt the last request if beams wait for others of their search, which wait for the room that it holds."""
-        holding = [*self.running, *self.loaded]
-        last = max((seq.rank for seq in holding), default=0)
-        if any(seq.rank < last for seq in self.sequences()):
-            for seq in holding:
-                if seq.rank == last:
-                    self._preempt(seq, self.running if seq in self.running else self.loaded, output)
-
     def sequences(self) -> Iterator[Sequence]:
-        yield from self.running
-        yield from self.loaded
-        yield from self.waiting
+        return iter(self.queues)
 
     def reserve(
         self,
@@ -304,7 +244,7 @@ class Scheduler:
 
     def _claimed_before(self, seq: Sequence) -> int:
         """Return how many blocks the waiting sequences need that are before one in the order, or of its rank."""
-        order = self.order()
+        order = self.queues.order()
         ahead = [other for other in self.waiting if order(other) <= order(seq)]
         blocks = sum(self.pool.pages_for(self.pool.blocks_for(len(other))) for other in ahead)
         return blocks + max((self._watermark(other) for other in ahead), default=0)
@@ -316,7 +256,7 @@ class Scheduler:
         """
         return 0 if self.window is None else max(0, num_computed + 1 - self.window) // self.pool.block_size
 
-    def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
+    def _schedule_running(self, output: SchedulerOutput, preemption: Preemption) -> StepBudget:
         if self.window is not None:
             for seq in self.running:
                 seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
@@ -324,9 +264,12 @@ class Scheduler:
             for seq in self.running:
                 seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         for seq in list(self.running):
-            is_promised = seq.kv.blocks_needed(self.pool) <= seq.kv.num_promised <= self.pool.num_free
-            if seq not in output.preempted and seq not in output.late and not is_promised:
-                self._ensure_blocks(seq, output)
+            needed = seq.kv.blocks_needed(self.pool)
+            is_promised = needed <= seq.kv.num_promised <= self.pool.num_free
+            if is_promised or seq in output.preempted or seq in output.late:
+                continue
+            if needed <= self.pool.num_free or preemption.make_room_for(seq):
+                output.block_copies += seq.kv.take_room(self.pool)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
         decoding, prompts = list[Sequence](), list[Sequence]()
         for seq in self.running:
@@ -334,20 +277,21 @@ class Scheduler:
                 (decoding if seq.kv.is_decoding else prompts).append(seq)
         most, plan = self.max_num_batched_tokens, output.plan
         budget = StepBudget.for_step(self.costs, most, decoding, self.itl_target, self.pool.block_size, plan)
-        if len(self._by_tenant) < 2:
+        by_tenant = self.queues.by_tenant
+        if len(by_tenant) < 2:
             for seq in decoding:
                 budget.allocate(seq)
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
             return budget
-        creditors = self._credit.creditors(self._by_tenant.keys())
-        candidates, queued = [*decoding, *prompts], [*self._queued(output.late)]
+        creditors = self._credit.creditors(by_tenant.keys())
+        candidates, queued = [*decoding, *prompts], [*self.queues.queued(self.max_num_seqs, output.late)]
         is_full = len(self.running) >= self.max_num_seqs
-        may_run = giving_way(self.running, self._by_tenant) if is_full else self._by_tenant
+        may_run = giving_way(self.running, by_tenant) if is_full else by_tenant
         demanding = [seq for seq in queued if seq.tenant in may_run]
-        tokens = tokens_now(self._by_tenant, candidates, demanding, self.pool)
+        tokens = tokens_now(by_tenant, candidates, demanding, self.pool)
         budget.share([*candidates, *queued], tokens, creditors, self._num_steps)
-        order = self.order()
+        order = self.queues.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
@@ -355,7 +299,7 @@ class Scheduler:
             budget.allocate(seq)
         for seq in prompts:
             if not output.preempted:
-                self._admit(output, budget, below=order(seq)[0])
+                self._admit(output, budget, preemption, below=order(seq)[0])
             if seq not in output.paused:
                 self._schedule_prompt(seq, output, budget)
         return budget
@@ -396,8 +340,7 @@ class Scheduler:
             and other not in output.plan.counts
             and may_go(other)
         ]
-        sizes = self._by_size.get(seq.tenant, [])
-        waiting = sizes[bisect_right(sizes, 1, key=_FIRST) : bisect_right(sizes, limit, key=_FIRST)] if slots else []
+        waiting = self.queues.prompts_up_to(limit, seq.tenant) if slots else []
         shorter += islice(((size, rank, other) for size, rank, _, other in waiting if may_go(other)), slots)
         return [other for _, _, other in sorted(shorter, key=lambda one: one[:2])]
 
@@ -410,7 +353,7 @@ class Scheduler:
         if first is not seq and not self._fits(first):
             first.let_pass()
         output.block_copies += seq.kv.admit(self.pool)
-        insort(self.running, seq, key=_RANK)
+        self.queues.run(seq)
         return True
 
     def _dequeue(self, seq: Sequence) -> bool:
@@ -420,63 +363,19 @@ class Scheduler:
         """
         if seq.kv.block_ids:
             if has_room := seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
-                self.loaded.remove(seq)
+                self.queues.take(seq)
             return has_room
         swapped, most, spare = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
         first, coming = (0, 0) if swapped is None else (swapped.first_block, swapped.num_tokens)
         now = 1 if swapped is None and not seq.kv.needs_refetch else None
         has_room = self.reserve(seq, most, len(seq), first_block=first, watermark=spare, num_now=now, num_coming=coming)
         if has_room:
-            self._end_wait(seq)
+            self.queues.take(seq)
         return has_room
 
-    def _queued(self, late: set[Sequence]) -> Iterator[Sequence]:
-        """Yield sequences that could run, of each tenant as many as there are slots: if it were alone, they would."""
-        running = late.union(self.running)
-        for seqs in self._by_tenant.values():
-            yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
-
-    def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
-        while seq.kv.blocks_needed(self.pool) > self.pool.num_free:
-            idle = [one for one in self.loaded if one.gave_way_at is not None or one in output.late]
-            if idle := idle or [one for one in self.running if one in output.late]:
-                self._preempt(idle[-1], self.running if idle[-1] in self.running else self.loaded, output)
-                continue
-            last = last_to_run(self.running, seq.tenant)
-            # The sequences of another request leave together. Those of its own leave one by one: together, a request that
-            # does not fit into the pool as a whole would never advance.
-            is_own = last.rank == seq.rank
-            victims = [last] if is_own else [one for one in self.running if one.rank == last.rank]
-            if last.tenant != seq.tenant:
-                victims = [one for one in victims if one.may_give_way]
-            for victim in victims:
-                if victim.tenant != seq.tenant:
-                    victim.give_way()
-                self._preempt(victim, self.running, output)
-            if seq in victims:
-                return
-        output.block_copies += seq.kv.take_room(self.pool)
-
-    def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
-        queue.remove(seq)
-        seq.kv.tails.drop(self.pool, seq.kv.num_computed)
-        held = set(seq.kv.held_blocks)
-        copies = [copy for copy in output.block_copies if copy[1] not in held]
-        is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
-        output.block_copies = copies
-        output.preempted.append(seq)
-        num_blocks, swapped = self.pool.blocks_for(seq.kv.num_computed) - seq.kv.num_dropped, None
-        if is_whole and self.swap_space.pays(seq, num_blocks, self.costs):
-            swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
-            output.swap_out += pairs
-        output.plan.counts.pop(seq, None)
-        may_be_stored = self.refetch_preempted and seq.group is None and not self.pool.has_states
-        seq.preempt(self.pool, swapped, is_stored=may_be_stored)
-        self._wait(seq, len(seq))
-        self.num_preemptions += 1
-
-    def _admit(self, output: SchedulerOutput, budget: StepBudget, below: float = math.inf) -> None:
+    def _admit(
+        self, output: SchedulerOutput, budget: StepBudget, preemption: Preemption, below: float = math.inf
+    ) -> None:
         """Admit sequences of tenants whose level is below the given one, as far as the budget, slots and blocks allow."""
         while budget.tokens > 0:
             seq = self._pop_next(output, budget, below)
@@ -487,12 +386,12 @@ class Scheduler:
                 output.resumed.append(seq)
                 continue
             if len(self.running) >= self.max_num_seqs and (giving := giving_way(self.running, [seq.tenant])):
-                self._pause(giving[seq.tenant], output, budget)
+                budget.take_back(preemption.pause(giving[seq.tenant]))
             if seq.kv.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
                 seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
             output.block_copies += seq.kv.admit(self.pool)
-            insort(self.running, seq, key=_RANK)
+            self.queues.run(seq)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
                 if seq.kv.is_decoding or budget.room(seq) > seq.kv.num_uncomputed:  # it leaves room for others
                     budget.allocate(seq)
@@ -500,36 +399,12 @@ class Scheduler:
                     self._schedule_prompt(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
 
-    def _lend_slots(self, output: SchedulerOutput) -> None:
-        """Take the slots of late sequences, the newest first, for those that could use them."""
-        wanting = sum(seq not in output.left_out for seq in (*self.loaded, *self.waiting))
-        lenders = [seq for seq in self.running if seq in output.late]
-        for seq in lenders[::-1][: max(0, len(self.running) + wanting - self.max_num_seqs)]:
-            self.running.remove(seq)
-            insort(self.loaded, seq, key=_RANK)
-
-    def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
-        """Take the slot of a running sequence, which keeps its blocks."""
-        self.running.remove(seq)
-        insort(self.loaded, seq, key=_RANK)
-        seq.give_way()
-        budget.take_back(output.plan.counts.pop(seq, 0))
-        output.paused.append(seq)
-        self.num_pauses += 1
-
-    def _make_room(self, output: SchedulerOutput) -> None:
+    def _make_room(self, preemption: Preemption) -> None:
         """Preempt a sequence of another tenant if the first one that waits for blocks has none, and should go before it."""
-        order = self.order()
-        queued = [*self.waiting, self.unreserved]
-        first = min((seq for seq in queued if seq is not None), key=order, default=None)
-        if first is None or self._fits(first):
-            return
-        paused = [one for one in self.loaded if one.gave_way_at is not None and order(one)[0] > order(first)[0]]
-        if paused:
-            self._preempt(paused[-1], self.loaded, output)
-        elif giving := giving_way(self.running, [first.tenant]):
-            giving[first.tenant].give_way()
-            self._preempt(giving[first.tenant], self.running, output)
+        queued = [*self.waiting, self.queues.unreserved]
+        first = min((seq for seq in queued if seq is not None), key=self.queues.order(), default=None)
+        if first is not None and not self._fits(first):
+            preemption.preempt_for(first)
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
@@ -546,9 +421,9 @@ class Scheduler:
             budget: leave out sequences of which it has no room for a token.
             below: leave out tenants of this level or a higher one.
         """
-        if not self._has_rivals and len(self.running) >= self.max_num_seqs:
+        if not self.queues.has_rivals and len(self.running) >= self.max_num_seqs:
             return None
-        loaded, waiting, order = self._queues(budget, below, output.late)
+        loaded, waiting, order = self._candidates(budget, below, output.late)
         computable, has_time = list[Sequence](), True
         for seq in loaded if waiting is None else [*loaded, waiting]:
             if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits):
@@ -573,21 +448,21 @@ class Scheduler:
             return waiting
         return first_loaded if first_loaded is not None and self._dequeue(first_loaded) else None
 
-    def _queues(self, budget: StepBudget, below: float, late: set[Sequence]) -> Queues:
+    def _candidates(self, budget: StepBudget, below: float, late: set[Sequence]) -> Candidates:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""
         # Scored prompts share a small budget, and must not hold up the others.
         scored = budget.scored_tokens
         may_wait = (seq for seq in self.waiting if seq not in late and (scored or not seq.reads_logits))
-        if not self._has_rivals:
+        if not self.queues.has_rivals:
             return self.loaded, next(may_wait, None), place_alone
-        tenants, order = self._eligible_tenants(budget, below), self.order()
+        tenants, order = self._eligible_tenants(budget, below), self.queues.order()
         loaded = sorted((seq for seq in self.loaded if seq.tenant in tenants), key=order)
         return loaded, min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None), order
 
     def _eligible_tenants(self, budget: StepBudget, below: float) -> set[Tenant]:
         """Return the tenants of which a sequence may be admitted: there is a slot, or another gives way, and time is left."""
         levels = levels_of(self.running)
-        eligible = {one for one in self._by_tenant if levels.get(one, 0.0) < below and budget.has_share(one)}
+        eligible = {one for one in self.queues.by_tenant if levels.get(one, 0.0) < below and budget.has_share(one)}
         return set(giving_way(self.running, eligible)) if len(self.running) >= self.max_num_seqs else eligible
 
     def _watermark(self, seq: Sequence) -> int:

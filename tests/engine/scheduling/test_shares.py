@@ -319,9 +319,9 @@ def test_an_unreserved_hand_over_gets_room() -> None:
     seq = instance.add(LIGHT, 300, 20)
     instance.sched.remove(seq)
     for _ in range(40):
-        instance.sched.unreserved = seq
+        instance.sched.queues.unreserved = seq
         if instance.sched.reserve(seq, 0, 301, respect_queue=True):
-            instance.sched.unreserved = None
+            instance.sched.queues.unreserved = None
             return
         instance.step()
     raise AssertionError("no room was made for it")
