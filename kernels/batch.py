@@ -11,9 +11,12 @@ Shape legend, here and in the kernels:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from pdserve.kernels.states import StateRows
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Capabilities:
         latent: attends over latent rows, which are wider than heads.
         sinks: its `attend` takes attention sinks.
         byte_kv: takes KV in 8 bits, whose rows `reference.quantize` defines.
+        states: states of recurrent layers are computed beside it.
         records_steps: its decode steps can be replayed without Python (`engine/step_graph.py`).
         is_capturable: its decode steps can be captured in a CUDA graph: nothing is read from the device.
         exact_rows: how a model beside it gets the same bits for a row in any batch: `products` pads the few products
@@ -34,6 +38,7 @@ class Capabilities:
     latent: bool = False
     sinks: bool = False
     byte_kv: bool = False
+    states: bool = False
     records_steps: bool = False
     is_capturable: bool = False
     exact_rows: Literal["", "products", "functions"] = ""
@@ -119,6 +124,7 @@ class PagedBatch:
         on_layer: is told of each layer that has written its KV, on CPUs; a replayed step tells it nothing.
         tails: the same batch in the blocks of each further group of layers, which differs in slots and tables.
         group_of: of each layer, its group: 0, whose slots and tables are in this batch, or 1 + an index of `tails`.
+        states: of recurrent layers, whose tables are those of the last of `tails`; -1 there means that no state is kept.
 
     The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
@@ -134,6 +140,7 @@ class PagedBatch:
     on_layer: Callable[[int], None] | None = None
     tails: "tuple[PagedBatch, ...]" = ()
     group_of: Sequence[int] = ()
+    states: "StateRows | None" = None
 
     def of_layer(self, layer: int) -> "PagedBatch":
         """Return the batch in the blocks of a layer's group."""

@@ -7,7 +7,13 @@ from pdserve.kernels.native import DTYPES, AttentionArguments, functions, instru
 
 NAME = "cpu"
 CAPABILITIES = Capabilities(
-    latent=True, sinks=True, byte_kv=True, records_steps=True, exact_rows="products", instructions=instructions
+    latent=True,
+    sinks=True,
+    byte_kv=True,
+    states=True,
+    records_steps=True,
+    exact_rows="products",
+    instructions=instructions,
 )
 
 

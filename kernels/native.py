@@ -1,8 +1,8 @@
 """Native library of CPU kernels: C++ compiled for this processor at first use and cached on disk, or beforehand.
 
-It contains the functions of cpu.py, elementwise.py, linear.py, lora.py and draw.py behind a plain C interface that takes
-addresses, so that it needs no torch headers and does not depend on torch's version. It runs on the OpenMP runtime that torch
-has loaded: a second one in the process would compete for the same cores.
+It contains the functions of cpu.py, elementwise.py, linear.py, lora.py, states.py and draw.py behind a plain C interface that
+takes addresses, so that it needs no torch headers and does not depend on torch's version. It runs on the OpenMP runtime that
+torch has loaded: a second one in the process would compete for the same cores.
 """
 
 import ctypes
@@ -69,6 +69,8 @@ _ARGUMENT_TYPES = {
     "pdserve_plain": (_I, _P, _P, _P, _P, _I, _I, _I, _I),
     "pdserve_shrink": (_I, _P, _P, _P, _P, _I, _P, _I, _I, _I),
     "pdserve_expand": (_I, _P, _P, _I, _P, _P, _I, _P, _I, _I),
+    "pdserve_convolve": (_P, _P, _P, _P, _P, _I, _I),
+    "pdserve_linear_attention": (_P, _P),
 }
 
 _thread = threading.local()  # functions: the _RecordingLibrary of this thread, while it records

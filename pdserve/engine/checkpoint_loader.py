@@ -60,6 +60,8 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     if config.kv_cache_dtype == "int8":
         if any(kv.latent for kv in spec.groups):
             raise SetupError("--kv-cache-dtype int8: not for models with latent KV, whose rows are small already")
+        if spec.states:
+            raise SetupError("--kv-cache-dtype int8: not for models with states of recurrent layers")
         if dtype not in FUSED_DTYPES:  # whose products may differ by the batch in the last bit, and so in an integer
             raise SetupError("--kv-cache-dtype int8 needs --dtype bfloat16 or float16")
         spec, kv_dtype = spec.in_bytes(SCALE_BYTES), torch.int8
@@ -184,7 +186,7 @@ def _load_model(
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    if not model_class._supports_attention_backend:
+    if not (model_class._supports_attention_backend or model_class._is_stateful):  # of the latter, the probe shows it
         raise SetupError(f"{unsupported}: its attention does not go through transformers' attention interface")
     invariant = is_batch_invariant(config.batch_invariant, device)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
