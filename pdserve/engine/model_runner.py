@@ -24,7 +24,7 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.kv_probe import UnsupportedAttention
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
-from pdserve.engine.memory.groups import BlockTable
+from pdserve.engine.memory.groups import GAP, BlockTable
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.numerics import numerics_class
@@ -319,8 +319,10 @@ class ModelRunner:
             tables_SM = np.zeros((len(counts), max(map(len, of_group))), dtype=np.int64)
             for row, table in enumerate(of_group):
                 tables_SM[row, : len(table)] = table
-            if at:
-                tables_SM = np.maximum(tables_SM - group.first_id, 0) if tails else tables_SM % len(self.kv.views[at])
+            if at and tails:
+                tables_SM = np.maximum(tables_SM - group.first_id, GAP if group.is_states else 0)
+            elif at:
+                tables_SM %= len(self.kv.views[at])
             blocks_T = tables_SM[rows_T, positions_T // self.block_size]
             slots_and_tables += [blocks_T * self.block_size + positions_T % self.block_size, tables_SM]
         rows = np.array(logit_rows or [0])
@@ -341,7 +343,7 @@ class ModelRunner:
         if more:
             pairs = zip(more[::2], more[1::2], strict=True)
             others = tuple(replace(batch, slots_T=slots, tables_SM=tables) for slots, tables in pairs)
-            batch = replace(batch, tails=others, group_of=self.kv.group_of)
+            batch = replace(batch, tails=others, group_of=self.kv.group_of, states=self.kv.states)
         # In this order, too: rows of scored prompts come behind those of all sequences.
         is_decode_step = len(counts) == len(ids_T) and logit_rows == [*range(len(ids_T))]
         return StepInputs(ids_1T, positions_1T, batch, rows_on_device, is_decode_step)
@@ -402,6 +404,13 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "it knows no attention sinks; use --kernel auto"
+        )
+    if checkpoint.kv_dtype == torch.int8 and not kernel.CAPABILITIES.byte_kv:
+        raise SetupError(f"--kv-cache-dtype int8: not with the kernel {kernel.NAME}; use --device cpu, or auto")
+    if checkpoint.spec.states and not kernel.CAPABILITIES.states:
+        raise SetupError(
+            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
+            "it computes no states of recurrent layers; use --device cpu with --kernel cpu"
         )
     return kernel
 
