@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 MIN_FP8_CAPABILITY = (8, 9)
 LOW_BIT_METHODS = ("awq", "gptq", "compressed-tensors", "fp8")  # the last on CPUs only
+Kept = Literal["dense", "rounded", "codes", "fp8"]  # rounded at load, codes of the checkpoint
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -195,19 +196,17 @@ def _load_model(
     if _quantization(hf_config) == "mxfp4":
         log.info("weights in MXFP4 are computed in %s, and take as much memory", str(dtype).removeprefix("torch."))
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    is_low_bit, rounds = _is_low_bit(_quantization(hf_config), device), config.quantization != "none"
-    if is_quantized := not is_low_bit and _check_quantization(hf_config, device, invariant):
+    kept = _kept_quantized(hf_config, config.quantization, device, invariant)
+    if kept == "fp8":
         options["device_map"] = {"": device}  # where its layers pack the weights
-    if group is not None and (is_quantized or is_low_bit or rounds):
+    if group is not None and kept != "dense":
         raise SetupError("quantized weights are not divided among ranks: leave out --tensor-parallel-size")
-    if rounds and (is_quantized or is_low_bit):
-        raise SetupError(f"--quantization {config.quantization}: the weights are quantized already; leave it out")
     kv_heads, num_layers = None, hf_config.get_text_config().num_hidden_layers
     try:
         if group is not None:
             shard = Shard(path, hf_config, group)
             model, kv_heads = shard.load(**options), shard.kv_heads
-        elif is_low_bit:
+        elif kept == "codes":
             settings, packs = _quantization_settings(hf_config), _packs(config, device, dtype)
             model = extension("low-bit-checkpoints").load(
                 model_class, path, hf_config, settings, packs=packs, **options
@@ -217,9 +216,9 @@ def _load_model(
     except ValueError as error:
         raise SetupError(f"{unsupported}: {str(error).strip().splitlines()[0]}") from error
     loaded: torch.nn.Module = model.eval()
-    if rounds:
+    if kept == "rounded":
         extension("low-bit-rounding").round_weights(loaded, config.quantization)
-    if not is_quantized:
+    if kept != "fp8":
         loaded = loaded.to(device)
     try:
         spec = adapters.adapt(loaded, adapters.Source(path, hf_config, config.pooling))
@@ -257,15 +256,27 @@ def _quantization_settings(hf_config: Any) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else dict(settings.to_dict())
 
 
-def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -> bool:
-    """Return whether the model's weights stay quantized, in a way that transformers and the device support.
+def _kept_quantized(hf_config: Any, rounding: str, device: torch.device, invariant: bool) -> Kept:
+    """Return how weights are kept, where transformers, the kernels and the device support that.
+
+    Args:
+        rounding: --quantization.
 
     Raises:
-        SetupError: in another way, or not on this device.
+        SetupError: the weights are quantized in another way, not for this device, or would be rounded once more.
     """
     method = _quantization(hf_config)
     if method in (None, "mxfp4"):  # the latter are unpacked while they are loaded
-        return False
+        return "dense" if rounding == "none" else "rounded"
+    if not (is_low_bit := _is_low_bit(method, device)):
+        _check_fp8(method, device, invariant)
+    if rounding != "none":
+        raise SetupError(f"--quantization {rounding}: the weights are quantized already; leave it out")
+    return "codes" if is_low_bit else "fp8"
+
+
+def _check_fp8(method: str | None, device: torch.device, invariant: bool) -> None:
+    """Raise SetupError if a method is not FP8, or a device cannot compute with such weights."""
     if method != "fp8":
         raise SetupError(
             f"weights quantized by {method} are not supported; use AWQ, GPTQ, compressed-tensors, FP8, MXFP4 or plain weights"
@@ -279,7 +290,6 @@ def _check_quantization(hf_config: Any, device: torch.device, invariant: bool) -
         raise SetupError("--batch-invariant on: not with FP8 weights, whose products are not ours")
     if importlib.util.find_spec("accelerate") is None:
         raise SetupError("FP8 weights need the package accelerate: pip install accelerate")
-    return True
 
 
 def _packs(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:

@@ -24,9 +24,9 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.kv_probe import UnsupportedAttention
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
-from pdserve.engine.memory.blocks import block_table
 from pdserve.engine.memory.groups import BlockTable
 from pdserve.engine.memory.kv_memory import KVMemory
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.numerics import numerics_class
 from pdserve.engine.sampler import SampledTokens, next_tokens
 from pdserve.engine.sequence import Sequence

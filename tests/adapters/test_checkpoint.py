@@ -76,7 +76,7 @@ def test_the_digest_is_that_of_what_changes_the_sum(make: Callable[..., Path]) -
         ({"bias": "all"}, "biases"),
         ({"lora_bias": True}, "biases"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "a mixture's experts"),
-        ({"alora_invocation_tokens": [1, 2]}, "aLoRA"),
+        ({"alora_invocation_tokens": ["a"]}, "must be a list of token ids"),
         ({"init_lora_weights": "pissa"}, "initialised by 'pissa', it is of other base weights"),
         ({"a_later_setting": 3}, "the setting a_later_setting is not supported"),
         ({"peft_type": "IA3"}, "its peft_type is 'IA3', and only LORA is supported"),

@@ -57,12 +57,14 @@ def test_quantized_weights_that_cannot_be_used_are_setup_errors(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = SimpleNamespace(quantization_config={"quant_method": method})
     with pytest.raises(SetupError, match=reason):
-        checkpoint_loader._check_quantization(config, torch.device(device), invariant)
+        checkpoint_loader._kept_quantized(config, "none", torch.device(device), invariant)
 
 
 def test_fp8_weights_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
-    assert checkpoint_loader._check_quantization(config, torch.device("cuda"), False)
-    assert not checkpoint_loader._check_quantization(SimpleNamespace(), torch.device("cpu"), False)
+    assert checkpoint_loader._kept_quantized(config, "none", torch.device("cuda"), False) == "fp8"
+    assert checkpoint_loader._kept_quantized(SimpleNamespace(), "none", torch.device("cpu"), False) == "dense"
+    with pytest.raises(SetupError, match="--quantization int4: the weights are quantized already"):
+        checkpoint_loader._kept_quantized(config, "int4", torch.device("cuda"), False)

@@ -17,8 +17,8 @@ from pdserve.engine import numerics
 from pdserve.engine.cpu_fusion.linear_method import prepack
 from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.engine import Engine
-from pdserve.engine.memory.blocks import block_table
 from pdserve.engine.memory.groups import Table, Tails
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan

@@ -65,6 +65,11 @@ def test_labels_have_no_effect(client: Client) -> None:
         ({"logprobs": True}, "logprobs", "logprobs must be a valid integer, not a boolean"),
         ({"stream": "yes"}, "stream", "stream must be a valid boolean, not a string"),
         (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "stream_options.include_obfuscation must be false, not true",
+        ),
+        (
             {"stream": True, "stream_options": {"usage": True}},
             "stream_options.usage",
             "unknown field 'stream_options.usage'",

@@ -52,6 +52,22 @@ def test_a_streamed_chat_begins_with_the_role(client: Client, events: Events, te
     assert got[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_events_that_would_say_nothing_are_left_out(
+    client: Client, events: Events, backend: ScriptedBackend, tokenizer: Tokenizer, path: str
+) -> None:
+    """While a character or what may be a stop string is incomplete; some clients take an empty content for an answer."""
+    ids = tokenizer.encode("👍 Rome")
+    backend.generates([*ids, 0], "stop")
+    body = {**BODIES[path], "stream": True, "stop": "Rom!", "max_tokens": 20}
+    first, *others = (event["choices"][0] for event in events(client.post(path, body)))
+    assert first.get("text", first.get("delta", {}).get("content")) == ""
+    texts = [one.get("text", one.get("delta", {}).get("content")) for one in others]
+    assert "".join(texts) == "👍 Rome" and all(texts[:-1]) and len(texts) < len(ids)
+    with_usage = events(client.post(path, body | {"stream_options": USAGE}))
+    assert len(with_usage) == len(ids) + 2 + (path == CHAT), "with usage there is one for each token"
+
+
 def test_usage_in_a_stream(client: Client, events: Events, backend: ScriptedBackend) -> None:
     backend.script.cached_tokens = 1
     got = events(client.post(COMPLETIONS, {**HELLO, "stream": True, "stream_options": {"include_usage": True}}))

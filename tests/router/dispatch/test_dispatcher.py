@@ -347,6 +347,7 @@ INVALID_OUTPUTS = [
     dict(stored=Stored(num_blocks=2**32 - 1)),
     dict(sources=Sources(local_hit=2**32 - 1)),
     dict(predicted=Predicted(accepted=1)),
+    dict(drafted=Predicted(accepted=1)),
     dict(token_ids=[1], predicted=Predicted(rejected=2**62)),
     dict(moved=Moved(bytes=1, seconds=5e-324)),
     dict(moved=Moved(bytes=1, seconds=float("nan"))),
