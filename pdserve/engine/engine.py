@@ -343,7 +343,7 @@ class Engine:
         schedule = self.scheduler.schedule(pause_storing=pause_storing, late=late)
         plan = schedule.plan
         self._rest -= 1
-        if self._rest < 0 and self.drafter is not None:
+        if self._rest < 0 and plan.counts and self.drafter is not None:
             self._draft(plan, self.drafter)
         kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
         swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0

@@ -32,7 +32,7 @@ from pdserve.speculation.matches import (
 SHARE = 0.005  # of the steps' time, for looks of which nothing comes
 GAIN = 10  # steps that pay for looks as well as an accepted token: as much of the time that it has saved
 AT_ONCE = 8  # sequences that are looked at in turn
-MAX_OWED = 256  # steps, owed or saved up: a look that has lost the processor counts no more
+MAX_OWED = 64  # steps, owed or saved up: a look that has lost the processor counts no more
 FORECAST_STEPS = 16  # of the same sequences, for which a forecast holds
 
 
@@ -71,7 +71,7 @@ class Speculator(Drafter):
     Args:
         scheduler: whose costs and limit of a step's time count.
         extra_seconds: by which steps with so many rows take longer than if they were recorded.
-        now: clock in seconds, of the thread's CPU time.
+        now: clock in seconds, as that of the costs.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Speculator(Drafter):
         config: EngineConfig,
         scheduler: Scheduler,
         extra_seconds: Callable[[int], float],
-        now: Callable[[], float] = time.thread_time,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.answers = FinishedAnswers() if config.speculate != "ngram" else None
         self.followed: dict[Sequence, _Followed] = {}
@@ -112,7 +112,9 @@ class Speculator(Drafter):
         """Forget a sequence that is over here, but for its answer."""
         del self.followed[seq]
         if self.answers is not None:
+            started = self._now()
             self.answers.add(seq)
+            self._charge(self._now() - started)
 
     def _follow(self, seq: Sequence) -> _Followed:
         if (followed := self.followed.get(seq)) is None:
@@ -153,8 +155,7 @@ class Speculator(Drafter):
                 expected[seq] = chances(draft, self.followed[seq].acceptance, self._acceptance)
         lengths = worthwhile(step, expected) if expected else {}
         if vain := len(due) - len(lengths):
-            seconds = (self._now() - started) * vain / len(due)
-            self._owed = min(self._owed + seconds / (SHARE * (step.seconds or 1.0)), MAX_OWED)
+            self._charge((self._now() - started) * vain / len(due))
         elif not due:
             self._owed = max(self._owed, LEAST)
         self._owed -= self._owed > 0
@@ -162,6 +163,10 @@ class Speculator(Drafter):
         self.rest = 0 if lengths else max(0, int(self._owed))
         self._owed -= self.rest
         return drafts, lengths
+
+    def _charge(self, seconds: float) -> None:
+        """Let the next steps pay for time that nothing has come of."""
+        self._owed = min(self._owed + seconds / (SHARE * (self._step.seconds or 1.0)), MAX_OWED)
 
     def _forecast(self, counts: Mapping[Sequence, int]) -> Step:
         """Return the forecast of a step, or the last one, if it was of as many sequences and not long ago."""

@@ -248,8 +248,8 @@ class EventStream(Response, ABC):
 class ChunkStream(EventStream):
     """The events of completions and chat completions, terminated by `[DONE]`.
 
-    The first one of a choice is sent at once. Of the others, those that would say nothing are left out, as long as a call, a
-    stop string or a character is incomplete: there are clients that take an empty content for an answer.
+    Of a chat, those that would say nothing are left out, as long as a call, a stop string or a character is incomplete: there
+    are clients that take an empty content for an answer.
     """
 
     terminator = b"data: [DONE]\n\n"
@@ -276,14 +276,11 @@ class ChunkStream(EventStream):
 
     def delta_events(self, delta: Delta) -> list[Json]:
         generation, events = self._generation, []
-        is_due = self._is_of_tokens or delta.text or delta.finish_reason or delta.tool_calls or delta.reasoning
-        if delta.index in self._without_role:
-            self._without_role.discard(delta.index)
-            if generation.chat:
-                events.append(_event(generation, [_role_choice(delta.index)]))
-            else:
-                is_due = True
-        if is_due:
+        if generation.chat and delta.index in self._without_role:
+            events.append(_event(generation, [_role_choice(delta.index)]))
+        self._without_role.discard(delta.index)
+        says_something = delta.text or delta.finish_reason or delta.tool_calls or delta.reasoning
+        if says_something or self._is_of_tokens or not generation.chat:
             events.append(_event(generation, [_delta_choice(generation, delta)]))
         return [self._with_extras(event) for event in events]
 

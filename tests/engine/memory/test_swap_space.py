@@ -58,7 +58,7 @@ def test_blocks_of_further_groups_that_the_pool_still_has_are_not_copied_back() 
     hits = pool.match(keys[:1])
     pool.hold(hits)
     seq.kv.take_blocks(0, hits, pool.allocate(2))
-    seq.kv.tails.take_hits(pool, keys[:1], BLOCK)
+    seq.kv.tails.take_hits(pool, keys[:1], BLOCK, seq.kv.tokens)
     (tail,) = seq.kv.tails
     tail.ids.extend(pool.allocate(2, 1))
     back = space.swap_in(seq)

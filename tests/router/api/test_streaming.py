@@ -52,20 +52,19 @@ def test_a_streamed_chat_begins_with_the_role(client: Client, events: Events, te
     assert got[-1]["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_events_that_would_say_nothing_are_left_out(
-    client: Client, events: Events, backend: ScriptedBackend, tokenizer: Tokenizer, path: str
+def test_events_of_a_chat_that_would_say_nothing_are_left_out(
+    client: Client, events: Events, backend: ScriptedBackend, tokenizer: Tokenizer
 ) -> None:
     """While a character or what may be a stop string is incomplete; some clients take an empty content for an answer."""
     ids = tokenizer.encode("👍 Rome")
     backend.generates([*ids, 0], "stop")
-    body = {**BODIES[path], "stream": True, "stop": "Rom!", "max_tokens": 20}
-    first, *others = (event["choices"][0] for event in events(client.post(path, body)))
-    assert first.get("text", first.get("delta", {}).get("content")) == ""
-    texts = [one.get("text", one.get("delta", {}).get("content")) for one in others]
-    assert "".join(texts) == "👍 Rome" and all(texts[:-1]) and len(texts) < len(ids)
-    with_usage = events(client.post(path, body | {"stream_options": USAGE}))
-    assert len(with_usage) == len(ids) + 2 + (path == CHAT), "with usage there is one for each token"
+    body = {"stream": True, "stop": "Rom!", "max_tokens": 20}
+    first, *others = (one["choices"][0]["delta"] for one in events(client.post(CHAT, CHATTING | body)))
+    texts = [one["content"] for one in others]
+    assert first["content"] == "" and "".join(texts) == "👍 Rome" and all(texts[:-1]) and len(texts) < len(ids)
+    for other, count in ((HELLO, 1), (CHATTING | {"stream_options": USAGE}, 3), (CHATTING | {"logprobs": True}, 2)):
+        path = COMPLETIONS if other is HELLO else CHAT
+        assert len(events(client.post(path, other | body))) == len(ids) + count, "one for each token"
 
 
 def test_usage_in_a_stream(client: Client, events: Events, backend: ScriptedBackend) -> None:
