@@ -172,6 +172,28 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            **STRONG,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "layer_types": DELTA["layer_types"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            **STRONG,
+        },
+    ),
     "bamba": ("BambaConfig", {**MAMBA_2, "attn_layer_indices": [1]}),
     "granite_hybrid": (
         "GraniteMoeHybridConfig",

@@ -36,6 +36,7 @@ from pdserve.pooling import read_pooling
 log = logging.getLogger(__name__)
 
 MIN_FP8_CAPABILITY = (8, 9)
+NO_INTERFACE = "its attention does not go through transformers' attention interface"
 LOW_BIT_METHODS = ("awq", "gptq", "compressed-tensors", "fp8")  # the last on CPUs only
 Kept = Literal["dense", "rounded", "codes", "fp8"]  # rounded at load, codes of the checkpoint
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -186,8 +187,8 @@ def _load_model(
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    if not (model_class._supports_attention_backend or model_class._is_stateful):  # of the latter, the probe shows it
-        raise SetupError(f"{unsupported}: its attention does not go through transformers' attention interface")
+    if not (model_class._supports_attention_backend or model_class._is_stateful):
+        raise SetupError(f"{unsupported}: {NO_INTERFACE}")
     invariant = is_batch_invariant(config.batch_invariant, device)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
     if dtype in FUSED_DTYPES and (device.type == "cpu" or invariant):
@@ -228,6 +229,8 @@ def _load_model(
         spec = spec or probe(loaded, num_layers, kv_heads)
     except UnsupportedAttention as error:
         raise SetupError(f"{unsupported}: {error}") from error
+    if not (model_class._supports_attention_backend or spec.states):  # hybrids do not say so
+        raise SetupError(f"{unsupported}: {NO_INTERFACE}")
     if spec.num_layers != num_layers:
         raise SetupError(f"{unsupported}: its adapter states the KV of {spec.num_layers} of {num_layers} layers")
     if group is not None and len(spec.sections) > 1:

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.uint32]
 Arrays: TypeAlias = "SequenceABC[npt.NDArray[np.integer[Any]]]"
+MAX_STATE_ERROR = 1e-3  # of the largest logit, in float32, where products are torch's
 ALIGNMENT = 4  # elements of a packed array: kernels read 16 bytes at a time
 
 
@@ -109,19 +110,35 @@ class ModelRunner:
         return None
 
     def _try_model(self) -> None:
-        """Run two tokens through the model.
+        """Run two tokens through the model; if it has states, also one by one.
 
         Raises:
-            SetupError: it needs attention that the kernels do not support.
+            SetupError: it needs attention that the kernels do not support, or states that are not known.
         """
-        blocks = block_table(range(-(-2 // self.block_size)))
-        with self.scratch_pool(len(blocks)), torch.inference_mode():
-            inputs = self.step_inputs(np.zeros(2, np.uint32), [2], [0], [blocks], [1])
+        blocks, name = block_table(range(-(-2 // self.block_size))), type(self.checkpoint.model).__name__
+        num_groups = len(self.kv.groups)
+        with self.scratch_pool(len(blocks) * num_groups), torch.inference_mode():
+            groups = [*enumerate(self.kv.groups)][1:]  # each with pages of its own
+            pages = {at: [page + at * len(blocks) for page in blocks] for at in range(num_groups)}
+            tails = [
+                [block_table(group.first_id + page * group.per_page for page in pages[at])] for at, group in groups
+            ]
+
+            def last_logits(first: int, count: int) -> torch.Tensor:
+                ids_T = np.zeros(count, np.uint32)
+                return self.forward(self.step_inputs(ids_T, [count], [first], [blocks], [count - 1], tails)).float()
+
             try:
-                self.forward(inputs)
+                logits_1V = last_logits(0, 2)
             except UnsupportedAttention as error:
-                name = type(self.checkpoint.model).__name__
                 raise SetupError(f"architecture {name} is not supported: {error}") from error
+            if self.kv.states is None:
+                return
+            _, last_1V = last_logits(0, 1), last_logits(1, 1)
+            if (last_1V - logits_1V).abs().max() > MAX_STATE_ERROR * logits_1V.abs().max():
+                raise SetupError(
+                    f"architecture {name} is not supported: some of its layers keep states of another kind"
+                )
 
     def _is_exact(self) -> bool:
         """Return whether the model's products, of which a step has run, give a row the same bits in any batch.
