@@ -20,7 +20,7 @@ from rich.table import Table
 
 from pdserve.config import flag
 from pdserve.errors import SetupError
-from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
+from pdserve.kv_transfer.batched import SWITCH_INTERVAL_S
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

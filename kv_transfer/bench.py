@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.batched import SWITCH_INTERVAL_S
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.kv_transfer.progress import Step, progress
 from pdserve.kv_transfer.rules.context import AttachedPool, Broken, RuleContext, new_keys
-from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.kv_transfer.url import without_password
 from pdserve.sizes import parse_size
 

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, Result, Stats
 from pdserve.kv_transfer.forwarding import ForwardingConnector
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
-from pdserve.kv_transfer.threaded import BatchedConnector
 
 _OPERATIONS = ("store", "load", "follow", "match", "release", "stats")
 
@@ -97,8 +97,7 @@ class GuardedConnector(ForwardingConnector):
             self._inner.prolong(keys, lease_s=lease_s, tickets=tickets)
 
     def stats(self) -> Stats:
-        stats = self._inner.stats()
-        return replace(stats.plus(self._skipped), parts=stats.parts, is_out=self._breaker.is_out)
+        return replace(self._inner.stats().plus(self._skipped), is_out=self._breaker.is_out)
 
     def _skip(self, direction: str, keys: Sequence[bytes]) -> Future[Result]:
         if list(keys) != [PROBE_KEY]:

@@ -6,8 +6,11 @@ A block's key is the hash of all tokens up to the block's end, computed in units
     key of 16 × n + rest tokens = H(key of 16 × n tokens, rest, the last tokens)        rest < 16
 
 H is BLAKE2b truncated to 16 bytes. The root, the key of no tokens, is derived from the model, the request's salt and its
-adapter's digest. So pools of the same model give the same tokens the same key even if their block sizes differ, and one can
-request what the other has stored. The byte format (block size, dtype, layout version) is identified by the namespace, which
+adapter's digest. An adapter that begins later is in the keys from that token on: the key of the units before it is replaced
+by H(key, digest, place in the unit), and the blocks before it are those of the base.
+
+So pools of the same model give the same tokens the same key even if their block sizes differ, and one can request what the
+other has stored. The byte format (block size, dtype, layout version) is identified by the namespace, which
 accompanies the key in every store and header. The last block of a prompt may be partial: every number of tokens has a key.
 """
 
@@ -33,6 +36,10 @@ assert array("I").itemsize == TOKEN_BYTES and sys.byteorder == "little", (
 LAYOUT_VERSION = (
     1  # of the byte format of a block: sections of [num_layers, K and V or latent, heads, block_size, head_dim]
 )
+
+# Of the states of recurrent layers: a state is all that the next token needs of the tokens before it, as if it reached but
+# the last one of these. A block of this group has the state after its last token, and no rows.
+STATE_WINDOW = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +153,12 @@ class Layout:
         return _digest(self.model_fingerprint.encode())
 
     def is_convertible_to(self, other: "Layout") -> bool:
-        """Return whether both describe the same values, apart from the block size, the ranks and rounding."""
+        """Return whether both describe the same values, apart from the block size, the ranks and rounding.
+
+        States are of one format only.
+        """
+        if any(part.window == STATE_WINDOW for part in self.sections):
+            return False
         rounded = replace(self, dtype=other.dtype, itemsize=other.itemsize, numerics=other.numerics)
         return replace(rounded, block_size=other.block_size, rank=other.rank, ranks=other.ranks) == other
 
@@ -206,12 +218,14 @@ class KeyChain:
 
     Args:
         packed: what `pack` of another chain of these tokens returned; empty if there is none.
+        adapter: digest of an adapter that begins at token `start`; that of one that begins at 0 is in the root.
 
     Raises:
         ValueError: the length of `packed` is impossible.
     """
 
-    def __init__(self, root: bytes, packed: bytes = b"") -> None:
+    def __init__(self, root: bytes, packed: bytes = b"", adapter: bytes = b"", start: int = 0) -> None:
+        self._adapter, self._start = adapter, start if adapter else -1
         if len(packed) % KEY_BYTES:
             raise ValueError(f"{len(packed)} bytes are not keys of {KEY_BYTES} bytes")
         # Keys of the first 0, 16, 32, … tokens.
@@ -226,7 +240,7 @@ class KeyChain:
 
     def copy(self) -> "KeyChain":
         """Return an independent copy, for tokens that continue differently."""
-        chain = KeyChain(self._unit_keys[0])
+        chain = KeyChain(self._unit_keys[0], adapter=self._adapter, start=self._start)
         chain._unit_keys = self._unit_keys[:]
         return chain
 
@@ -251,25 +265,46 @@ class KeyChain:
 
     def _extend(self, tokens: Sequence[int], count: int) -> None:
         first = len(self._unit_keys) - 1
+        if first < (turn := self._start // HASH_TOKENS) < count:
+            self._extend(tokens, first := turn)
         data, size = pack_tokens(tokens[first * HASH_TOKENS : count * HASH_TOKENS]), HASH_TOKENS * TOKEN_BYTES
-        key, append, new_hash = self._unit_keys[-1], self._unit_keys.append, _HASH.copy
+        key, append, new_hash = self._parent(first), self._unit_keys.append, _HASH.copy
         for start in range(0, len(data), size):  # as `_token_key`, without its calls: a prompt has thousands of units
             unit_hash = new_hash()
             unit_hash.update(key + _UNIT_LENGTH + data[start : start + size])
             append(key := unit_hash.digest())
 
+    def _parent(self, units: int) -> bytes:
+        """Return the hash before the tokens behind so many units, of which the adapter may be the first to change one."""
+        key = self._unit_keys[units]
+        turn, rest = divmod(self._start, HASH_TOKENS)
+        return _digest(key, self._adapter, rest.to_bytes(4, "little")) if units == turn else key
+
     def _key(self, tokens: Sequence[int], end: int) -> bytes:
         units, rest = divmod(end, HASH_TOKENS)
         if not rest:
             return self._unit_keys[units]
-        return _token_key(self._unit_keys[units], pack_tokens(tokens[end - rest : end]))
+        parent = self._parent(units) if end > self._start else self._unit_keys[units]
+        return _token_key(parent, pack_tokens(tokens[end - rest : end]))
+
+
+def key_chain(model_digest: bytes, salt: str, adapter: bytes = b"", start: int = 0, packed: bytes = b"") -> KeyChain:
+    """Return the chain of a request, whose adapter begins at token `start`. Raises ValueError, as `KeyChain`."""
+    if not start:
+        return KeyChain(root_key(model_digest=model_digest, salt=salt, adapter=adapter), packed)
+    return KeyChain(root_key(model_digest=model_digest, salt=salt), packed, adapter, start)
 
 
 def prompt_keys(
-    prompt: Sequence[int], model_digest: bytes, salt: str, block_sizes: Collection[int], adapter: bytes = b""
+    prompt: Sequence[int],
+    model_digest: bytes,
+    salt: str,
+    block_sizes: Collection[int],
+    adapter: bytes = b"",
+    start: int = 0,
 ) -> tuple[dict[int, list[bytes]], bytes]:
     """Return the keys of a prompt's full blocks by block size, and the hashes from which instances make them."""
-    chain = KeyChain(root_key(model_digest=model_digest, salt=salt, adapter=adapter))
+    chain = key_chain(model_digest, salt, adapter, start)
     packed, keys = chain.pack(prompt), dict[int, list[bytes]]()
     for size in block_sizes:
         keys[size] = chain.block_keys(prompt, size)

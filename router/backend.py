@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
+from pdserve.errors import BadRequest
+from pdserve.keys import Layout, unpack_tokens
 from pdserve.output import Output
+from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.timeline import Timeline
 
@@ -15,10 +18,23 @@ class ServedAdapter(NamedTuple):
     Attributes:
         digest: of its weights.
         path: from which an instance has read it.
+        invocation: tokens from whose last occurrence in a prompt on it is added; empty: it is added to all.
     """
 
     digest: bytes
     path: str
+    invocation: tuple[int, ...] = ()
+
+    def start(self, prompt: Sequence[int]) -> int:
+        """Return the position of the first token of a prompt that has it. Raises BadRequest if it is not invoked."""
+        if not self.invocation:
+            return 0
+        tokens, size = [*self.invocation], len(self.invocation)
+        for at in range(len(prompt) - size, -1, -1):
+            if prompt[at] == tokens[0] and [*prompt[at : at + size]] == tokens:
+                return at
+        message = f"the prompt does not invoke the adapter: it lacks the tokens {tokens}"
+        raise BadRequest(message, kind="adapter_not_invoked", param="prompt")
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,32 @@ class ModelInfo:
     embedding_size: int = 0  # numbers of an embedding; 0: the model has none
     classifies: bool = False  # these numbers are probabilities of classes, and the model generates nothing
     adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)  # by name
+
+    @classmethod
+    def common_to(cls, name: str, hellos: "Sequence[pb.Hello]") -> Self:
+        """Return what holds for all of some instances, at least one."""
+        adapters = sorted(
+            (one for hello in hellos for one in hello.adapters if one.name), key=lambda one: one.loaded_at
+        )
+        by_role = [
+            [one.max_model_len for one in hellos if one.role in (role, "both")] for role in ("prefill", "decode")
+        ]
+        return cls(
+            name=name,
+            max_model_len=min(max(lengths) for lengths in by_role if lengths),
+            common_model_len=min(hello.max_model_len for hello in hellos),
+            vocab_size=hellos[0].vocab_size,
+            eos_token_ids=frozenset(hellos[0].eos_token_ids),
+            model_digest=Layout.from_message(hellos[0].layout).model_digest,
+            embedding_size=min(hello.embedding_size for hello in hellos),
+            classifies=any(hello.classifies for hello in hellos),
+            block_sizes=frozenset(hello.block_size for hello in hellos),
+            supports_grammars=all(hello.grammars for hello in hellos),
+            supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),
+            adapters={
+                one.name: ServedAdapter(one.digest, one.path, tuple(unpack_tokens(one.invocation))) for one in adapters
+            },  # of one name, the latest
+        )
 
 
 class TokenStream(Protocol):

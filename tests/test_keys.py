@@ -14,6 +14,7 @@ from pdserve.keys import (
     Layout,
     block_ends,
     block_keys,
+    key_chain,
     pack_tokens,
     prompt_keys,
     root_key,
@@ -52,6 +53,22 @@ def test_keys_of_different_block_sizes_agree_where_blocks_end_together(tokens: l
     together = keys[0].keys() & keys[1].keys()
     assert not tokens or len(tokens) in together
     assert [keys[0][end] for end in together] == [keys[1][end] for end in together]
+
+
+@given(TOKENS, st.integers(1, 70), st.integers(1, 40), st.integers(0, 70))
+def test_keys_before_an_adapter_begins_are_those_of_the_base(
+    tokens: list[int], start: int, block_size: int, cut: int
+) -> None:
+    ends, base = block_ends(len(tokens), block_size, partial=True), KeyChain(ROOT)
+    chain = key_chain(LAYOUT.model_digest, "", b"adapter", start)
+    head = chain.keys(tokens[:cut], [end for end in ends if end <= cut])
+    keys = head + chain.copy().keys(tokens, [end for end in ends if end > cut])
+    for end, key, of_base in zip(ends, keys, base.keys(tokens, ends), strict=True):
+        assert (key == of_base) == (end <= start)
+    packed = chain.pack(tokens)
+    assert key_chain(LAYOUT.model_digest, "", b"adapter", start, packed).keys(tokens, ends) == keys
+    other = key_chain(LAYOUT.model_digest, "", b"adapter", start + 1).keys(tokens, ends)
+    assert [one == two for one, two in zip(keys, other, strict=True)] == [end <= start for end in ends]
 
 
 def test_a_partial_block_has_a_unique_key() -> None:

@@ -30,11 +30,11 @@ from urllib.parse import unquote
 import numpy as np
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.batched import MAX_LEASE_S, BatchedConnector
 from pdserve.kv_transfer.blocks import Expired, Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome, Stats
 from pdserve.kv_transfer.header import HEADER_BYTES, payload_length
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
-from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector
 from pdserve.kv_transfer.url import Query, split
 
 log = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.header import HEADER_BYTES, Row, payload_length
-from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split
 
 _DEFAULT_PORT = 50051  # of a master

@@ -32,12 +32,12 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from pdserve.errors import SetupError, StoreOut
+from pdserve.kv_transfer.batched import MIN_BYTES_PER_S
 from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.codec import CODECS
 from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.rate_limited_log import RateLimitedLog
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.threaded import MIN_BYTES_PER_S
 from pdserve.kv_transfer.url import Query, split_tiers, without_password
 
 log = logging.getLogger(__name__)

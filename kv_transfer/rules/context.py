@@ -18,11 +18,11 @@ import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.keys import KEY_BYTES, LAYOUT_VERSION, Layout
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.codec import CODECS, Codec
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result
 from pdserve.kv_transfer.header import Row
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.threaded import BatchedConnector
 
 KiB, MiB = 1 << 10, 1 << 20
 # No rule judges durations, which depend on the machine more than on the connector. These limits are for events that will

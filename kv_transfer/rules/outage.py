@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.rules.context import (
@@ -31,7 +32,6 @@ from pdserve.kv_transfer.rules.context import (
     wait_until,
 )
 from pdserve.kv_transfer.rules.relay import Relay
-from pdserve.kv_transfer.threaded import BatchedConnector
 
 _HOOKS = ("put_many", "get_many", "contains_many", "delete_many", "release_many")
 

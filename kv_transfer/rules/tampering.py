@@ -6,11 +6,11 @@ from typing import cast
 
 import numpy as np
 
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.blocks import Incoming, Outgoing, StreamedPart
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, Row
 from pdserve.kv_transfer.rules.context import AttachedPool, NotChecked, batched_connectors, expect
-from pdserve.kv_transfer.threaded import BatchedConnector
 
 
 def tamper(pool: AttachedPool, key: bytes, offset: int) -> None:

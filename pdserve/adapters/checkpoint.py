@@ -24,7 +24,16 @@ from pdserve.keys import KEY_BYTES
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of tensors' names, as PEFT saves them
 _TENSOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+_READ = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+    "alora_invocation_tokens",
+}
 # Which modules these name shows in the names of tensors; the others matter in training only, or say where it was.
 _HARMLESS = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
@@ -39,8 +48,8 @@ _REFUSED = {
     "lora_bias": "biases",
     "trainable_token_indices": "embeddings of tokens",
     "target_parameters": "parameters that are no linear layers, such as a mixture's experts (target_parameters)",
-    "alora_invocation_tokens": "activated adapters (aLoRA)",
 }
+MAX_TOKEN_ID = 2**31
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base's weights as well
 
@@ -71,11 +80,14 @@ class Adapter:
         layers: by the dotted names of the base's linear layers.
         digest: of all that changes the sum.
         rank: of its largest layer.
+        invocation: tokens of an activated adapter (aLoRA, Greenewald et al. 2025): it is added from where these occur last in
+            the prompt on. Empty: it is added to all.
     """
 
     layers: dict[str, LowRank] = field(repr=False)
     digest: bytes
     rank: int
+    invocation: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +103,8 @@ def read_adapter(path: Path, max_rank: int) -> Adapter:
     config = _read_config(path)
     tensors = _read_tensors(path / WEIGHTS)
     layers = {}
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    invocation = tuple(config.get("alora_invocation_tokens") or ())
+    digest = hashlib.blake2b(json.dumps(invocation).encode() if invocation else b"", digest_size=KEY_BYTES)
     for name in sorted({name for name, _ in tensors}):
         if (name, "A") not in tensors or (name, "B") not in tensors:
             raise AdapterError(f"{path / WEIGHTS} has only one of the two matrices of {name}")
@@ -109,7 +122,7 @@ def read_adapter(path: Path, max_rank: int) -> Adapter:
         layers[name] = LowRank(a_RK, b_NR.T.contiguous(), scale)
     if not layers:
         raise AdapterError(f"{path / WEIGHTS} has no matrices of LoRA")
-    return Adapter(layers, digest.digest(), max(len(layer.a_RK) for layer in layers.values()))
+    return Adapter(layers, digest.digest(), max(len(layer.a_RK) for layer in layers.values()), invocation)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -130,6 +143,9 @@ def _read_config(path: Path) -> dict[str, Any]:
             continue
         what = _REFUSED.get(name, f"the setting {name}")
         raise AdapterError(f"{file}: {what} is not supported; train the adapter without")
+    tokens = config.get("alora_invocation_tokens") or []
+    if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < MAX_TOKEN_ID for one in tokens):
+        raise AdapterError(f"{file}: alora_invocation_tokens is {tokens!r}, and must be a list of token ids")
     for name, kinds in (("r", int), ("lora_alpha", int | float), ("rank_pattern", dict), ("alpha_pattern", dict)):
         if not isinstance(config.setdefault(name, {} if kinds is dict else 8) or {}, kinds):  # null: no pattern
             raise AdapterError(f"{file}: {name} is {config[name]!r}")

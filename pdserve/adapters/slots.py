@@ -31,6 +31,7 @@ from pdserve.engine.step import StepPlan
 from pdserve.engine.step_graph import Graphs
 from pdserve.errors import RequestError, SetupError
 from pdserve.kernels import lora, native
+from pdserve.keys import pack_tokens
 from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -46,12 +47,14 @@ class LoadedAdapter:
 
     Attributes:
         path: from where it was read.
+        invocation: see `Adapter`.
         layers: its matrices by the names of the layers.
     """
 
     digest: bytes
     rank: int
     path: str
+    invocation: tuple[int, ...]
     layers: dict[str, lora.Matrices] = field(repr=False)
     loaded_at: int = field(default_factory=time.time_ns)
 
@@ -119,7 +122,7 @@ class Adapters:
                     f"{path} is of another base: {name} maps {given[0]} → {given[1]}, and here is {base}"
                 )
             layers[name] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, dtype)
-        return LoadedAdapter(found.digest, found.rank, str(path), layers)
+        return LoadedAdapter(found.digest, found.rank, str(path), found.invocation, layers)
 
     def add(self, name: str, adapter: LoadedAdapter) -> None:
         """Give an adapter a name. One that has it loses it: new requests get the new one, and the others keep theirs."""
@@ -192,7 +195,13 @@ class Adapters:
     def listing(self) -> list[pb.Adapter]:
         named = [(name, one) for name, one in self._names.items()]
         return [
-            pb.Adapter(name=name, digest=one.digest, path=one.path, loaded_at=one.loaded_at)
+            pb.Adapter(
+                name=name,
+                digest=one.digest,
+                path=one.path,
+                loaded_at=one.loaded_at,
+                invocation=pack_tokens(one.invocation),
+            )
             for name, one in (*named, *(("", one) for one in self._retired))
         ]
 
@@ -238,9 +247,13 @@ class Adapters:
 
     def begin_step(self, plan: StepPlan) -> None:
         slots: list[int] = []
-        if self._holders:
+        if any(seq.adapter is not None for seq in plan.counts):
             for seq in plan.counts:
-                slots += [-1 if seq.adapter is None else self._slots[seq.adapter.digest]] * plan.num_tokens(seq)
+                assert seq.adapter is None or seq in self._holders, "it has acquired no slot"
+                slot = -1 if seq.adapter is None else self._slots[seq.adapter.digest]
+                count = plan.num_tokens(seq)
+                before = min(max(0, seq.adapter_start - seq.kv.num_computed), count)
+                slots += [-1] * before + [slot] * (count - before)
         self._switch(max(slots, default=-1) >= 0)
         if self._is_on:
             self._rows.set(slots)

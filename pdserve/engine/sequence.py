@@ -1,6 +1,6 @@
 """State of one sequence in the engine: where it stands in the queues, its KV, its output, and the sequences beside it.
 
-`Sequence.kv` (`memory/blocks.py`) has its blocks and what of it is computed, `Sequence.output` its tokens and when they
+`Sequence.kv` (`memory/sequence_kv.py`) has its blocks and what of it is computed, `Sequence.output` its tokens and when they
 end. Plain data: only methods of these classes change it; other modules call them and read the attributes.
 """
 
@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.adapters import Adapter
-from pdserve.engine.memory.blocks import BlockPool, SequenceKV
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.groups import BlockTable, SwappedKV
+from pdserve.engine.memory.sequence_kv import SequenceKV
 from pdserve.errors import RequestError
 from pdserve.keys import KeyChain, Tokens, block_ends
 from pdserve.logits_processors import LogitsProcessor
@@ -243,6 +244,7 @@ class Sequence:
         prediction: tokens of the answer that its client has predicted, if it has.
         leaves_nothing: its answer is not kept for drafts of later requests.
         adapter: added to the model's weights for it; None: nothing is.
+        adapter_start: position of the first token for which it is.
     """
 
     request_id: str
@@ -262,6 +264,7 @@ class Sequence:
     prediction: "Tokens | None" = None
     leaves_nothing: bool = False
     adapter: Adapter | None = None
+    adapter_start: int = 0
 
     @classmethod
     def new(
@@ -284,6 +287,7 @@ class Sequence:
         tenant: Tenant = NO_TENANT,
         features: tuple[Feature, ...] = (),
         adapter: Adapter | None = None,
+        adapter_start: int = 0,
     ) -> "Sequence":
         """Return the sequence of a request.
 
@@ -299,7 +303,17 @@ class Sequence:
             keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
         kv = SequenceKV(tokens, block_size, num_initial, chain, keys, table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
-        return cls(request_id, sampling, kv, output, rank, tenant, features=features, adapter=adapter)
+        return cls(
+            request_id,
+            sampling,
+            kv,
+            output,
+            rank,
+            tenant,
+            features=features,
+            adapter=adapter,
+            adapter_start=adapter_start,
+        )
 
     def __len__(self) -> int:
         return len(self.output.tokens)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.memory.blocks import block_table
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.keys import token_array

@@ -26,7 +26,7 @@ from pdserve.instance.instance import Instance
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.instance.metrics_port import check_health, check_readiness, serve_metrics
 from pdserve.instance.router_link import DRAIN_POLL_S, RouterLinks
-from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
+from pdserve.kv_transfer.batched import SWITCH_INTERVAL_S
 from pdserve.profile.drift import check_match
 from pdserve.profile.profile import EngineFacts, Machine, Profile
 from pdserve.proto import pdserve_pb2 as pb

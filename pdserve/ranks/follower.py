@@ -25,10 +25,10 @@ from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
 from pdserve.keys import Layout, Section
+from pdserve.kv_transfer.batched import SWITCH_INTERVAL_S
 from pdserve.kv_transfer.connector import Connector, Result, request_cancel
 from pdserve.kv_transfer.grouped import attach_groups
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.threaded import SWITCH_INTERVAL_S
 from pdserve.parent import end_with_parent
 from pdserve.ranks.messages import (
     ALIVE_S,

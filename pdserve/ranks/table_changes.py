@@ -6,8 +6,8 @@ The tables of 256 sequences of 8,000 tokens take half a megabyte; of a step that
 from array import array
 from collections.abc import Sequence
 
-from pdserve.engine.memory.blocks import block_table
 from pdserve.engine.memory.groups import BlockTable
+from pdserve.engine.memory.sequence_kv import block_table
 
 TableChange = tuple[
     int, int, bytes

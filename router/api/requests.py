@@ -177,7 +177,8 @@ def sampling_params(
     for name, read in FIELDS.items():
         if name in given and (value := getattr(body, name)) is not None:
             values[name] = value if read is None else read(value, grammar, info, tokenizer)
-    seed = random.getrandbits(63) if body.seed is None else body.seed
+    seed = random.getrandbits(63) if body.seed is None or body.seed == -1 else body.seed
+    seed += 2**63 if -(2**63) <= seed < 0 else 0
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs, grammar=grammar, **values)
     if body.prompt_logprobs is not None and body.stream:
         message = (
@@ -295,6 +296,8 @@ def build_requests(
 ) -> list[RoutedRequest]:
     """Return the requests of all choices. Choice i of each prompt has seed + i, so batching does not change its answers.
 
+    Raises BadRequest if a prompt does not invoke the adapter.
+
     Args:
         draft: the request but for what it asks for; its salt is that of the API key or group whose KV alone it may reuse.
         cache_salt: that of the body. With both, the KV's salt is a digest.
@@ -306,7 +309,8 @@ def build_requests(
     for prompt in prompts:
         if draft.alone:
             salt = secrets.token_hex(KEY_BYTES)
-        keys, packed_keys = prompt_keys(prompt, info.model_digest, salt, info.block_sizes, draft.adapter)
+        start = info.adapters[draft.adapter_name].start(prompt) if draft.adapter else 0
+        keys, packed_keys = prompt_keys(prompt, info.model_digest, salt, info.block_sizes, draft.adapter, start)
         for i in range(n):
             is_single = n * len(prompts) == 1
             request = structs.replace(
@@ -317,6 +321,7 @@ def build_requests(
                 salt=salt,
                 keys=keys,
                 packed_keys=packed_keys,
+                adapter_start=start,
             )
             requests.append(request)
     return requests

@@ -1,4 +1,4 @@
 """Dispatch of single requests: instance selection, the hand-over state machine and migration.
 
-In reading order: dispatcher, request_state, handover, selector, waiting, adapter_changes.
+In reading order: dispatcher, request_state, handover, selector, waiting, operations, adapter_changes.
 """

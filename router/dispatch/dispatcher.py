@@ -15,14 +15,14 @@ from itertools import count
 from msgspec import structs
 
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, Conflict, NotFound, RequestError, Unavailable
-from pdserve.keys import Layout
+from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.backend import ModelInfo, ServedAdapter
+from pdserve.router.backend import ModelInfo
 from pdserve.router.dispatch.adapter_changes import AdapterChanges
 from pdserve.router.dispatch.handover import MAX_MIGRATIONS, Action, Event, HandOverMachine, IllegalTransition, State
+from pdserve.router.dispatch.operations import Operations
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.dispatch.selector import InstanceSelector, Selection
 from pdserve.router.dispatch.waiting import WaitingRequests
@@ -88,6 +88,9 @@ class Dispatcher:
         )
         self._adapters = AdapterChanges(fleet)
         self.change_adapter = self._adapters.order
+        operations = Operations(fleet, self._selector)
+        self.instances, self.drain = operations.instances, operations.drain
+        self.reset_prefix_cache = operations.reset_prefix_cache
         self._lost_numerics: set[tuple[str, str, str]] = set()  # of the instances lost since there was none
         self.check_interval_s = min(1.0, config.handover_timeout_seconds / 4)
         self._retry_budget = MAX_RETRIES
@@ -175,43 +178,8 @@ class Dispatcher:
         timeline = self.timelines.new(request, now)
         return RequestState(request, machine, timeline, lambda state: self.handle(state, Event.CANCELLED))
 
-    def instances(self) -> list[dict[str, object]]:
-        now = self._now()
-        return [
-            {
-                **instance.as_dict(now),
-                "cached_blocks": self.fleet.index.num_blocks(instance.id),
-                "breaker": self.fleet.breakers.state(instance.id, now),
-            }
-            for instance in sorted(self.fleet.instances.values(), key=lambda instance: instance.id)
-        ]
-
     def timeline(self, request_id: str) -> Timeline | None:
         return self.timelines.get(request_id)
-
-    def drain(self, instance_id: str, role: str = "") -> None:
-        instance = self.fleet.instances.get(instance_id)
-        if instance is None:
-            raise NotFound(f"no instance {instance_id!r} is attached to this router", kind="instance_not_found")
-        if instance.is_draining:
-            raise Conflict(f"{instance_id} is already draining", kind="draining")
-        if role == instance.hello.role:
-            return
-        if missing := self._selector.missing_roles(avoid=instance):
-            raise Conflict(f"{missing} would be available while {instance_id} drains", kind="last_instance")
-        hello = pb.Hello()
-        hello.CopyFrom(instance.hello)
-        hello.role = role or hello.role
-        if reason := self.fleet.conflict(hello):
-            raise Conflict(f"{instance_id} cannot serve as {role}: {reason}", kind="role_refused")
-        self.fleet.begin_drain(instance)  # at once; the instance will announce it to all routers
-        instance.connection.send(pb.RouterFrame(drain=pb.Drain(role=role)))
-
-    def reset_prefix_cache(self, now_ms: int) -> tuple[list[str], list[str]]:
-        self.fleet.reset_cache(max(now_ms, self.fleet.cache_epoch + 1))
-        log.info("the prefix cache was reset")
-        instances = self.fleet.instances
-        return sorted(instances), sorted({one.hello.connector for one in instances.values()})
 
     # ---- FleetListener: called by the fleet -------------------------------------------------------------------
 
@@ -267,7 +235,8 @@ class Dispatcher:
             self._hand_over(state, instance, output)
         elif output.searching or (output.token_ids and state.machine.state is not State.DECODING):
             self.handle(state, Event.DECODED)
-        has_counts = output.sources is not None or output.moved is not None or output.predicted is not None
+        has_drafts = (output.drafted or output.predicted) is not None
+        has_counts = output.sources is not None or output.moved is not None or has_drafts
         if output.stamps or has_scores or has_counts:
             state.record_output(instance, output, now)
         if output.token_ids or has_answer:
@@ -275,7 +244,8 @@ class Dispatcher:
                 self._metrics.migration_pause.observe(pause)
             gap = state.emit(output, now)
             if gap is not None:
-                self._metrics.inter_token_latency.observe(gap)
+                for _ in output.token_ids:
+                    self._metrics.inter_token_latency.observe(gap)
         if instance is state.decode and Stage.KV_READY in output.stamps:
             loaded = state.timeline.loaded
             if loaded.seconds and (self._selector.failed_handovers or not loaded.blocks):
@@ -549,7 +519,7 @@ class Dispatcher:
         """Look again at what is served. While requests wait for an instance, the last model stays that of new ones."""
         hellos = [instance.hello for instance in self.fleet.instances.values()]
         if hellos:
-            self.model = _common_model(self.config.name, hellos)
+            self.model = ModelInfo.common_to(self.config.name, hellos)
         elif not self._waiting.timeout_s:
             self.model = None
 
@@ -573,23 +543,3 @@ def _content_fault(state: RequestState, instance: InstanceHandle, output: Output
 def _numerics(hello: pb.Hello) -> tuple[str, str, str]:
     """Return what an instance's tokens depend on, besides the request."""
     return hello.layout.model_fingerprint, hello.layout.dtype, hello.layout.numerics
-
-
-def _common_model(name: str, hellos: list[pb.Hello]) -> ModelInfo:
-    """Return what holds for all instances (at least one)."""
-    adapters = sorted((one for hello in hellos for one in hello.adapters if one.name), key=lambda one: one.loaded_at)
-    by_role = [[one.max_model_len for one in hellos if one.role in (role, "both")] for role in ("prefill", "decode")]
-    return ModelInfo(
-        name=name,
-        max_model_len=min(max(lengths) for lengths in by_role if lengths),
-        common_model_len=min(hello.max_model_len for hello in hellos),
-        vocab_size=hellos[0].vocab_size,
-        eos_token_ids=frozenset(hellos[0].eos_token_ids),
-        model_digest=Layout.from_message(hellos[0].layout).model_digest,
-        embedding_size=min(hello.embedding_size for hello in hellos),
-        classifies=any(hello.classifies for hello in hellos),
-        block_sizes=frozenset(hello.block_size for hello in hellos),
-        supports_grammars=all(hello.grammars for hello in hellos),
-        supports_priorities=all(hello.scheduling_policy == "priority" for hello in hellos),
-        adapters={one.name: ServedAdapter(one.digest, one.path) for one in adapters},  # of one name, the latest
-    )

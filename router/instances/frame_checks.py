@@ -17,7 +17,7 @@ import numpy as np
 
 from pdserve.control.frame_connection import NONCE_BYTES
 from pdserve.counters import HELP, LABELS, parse_series
-from pdserve.keys import KEY_BYTES, Layout
+from pdserve.keys import KEY_BYTES, TOKEN_BYTES, Layout
 from pdserve.lifetime import RELEASED, Stage
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
@@ -75,10 +75,13 @@ def hello_fault(hello: pb.Hello) -> str:
 
 def adapters_fault(hello: pb.Hello) -> str:
     """Return why the adapters of a registration are invalid; empty if they are not."""
-    is_valid = all(len(one.digest) == KEY_BYTES and _is_name(one.name) for one in hello.adapters)
+    is_valid = all(
+        len(one.digest) == KEY_BYTES and _is_name(one.name) and not len(one.invocation) % TOKEN_BYTES
+        for one in hello.adapters
+    )
     if is_valid and len(hello.adapters) <= MAX_ADAPTERS:
         return ""
-    return f"it may have up to {MAX_ADAPTERS} adapters, with printable names and digests of {KEY_BYTES} bytes"
+    return f"it may have up to {MAX_ADAPTERS} adapters, with printable names, digests of {KEY_BYTES} bytes and whole tokens"
 
 
 def _layout_fault(hello: pb.Hello) -> str:
@@ -183,10 +186,9 @@ def output_fault(output: Output, hello: pb.Hello, max_tokens: int, context: int)
             return f"{stored.num_blocks} stored blocks and {stored.coming} coming ones of {num_blocks}"
     if (sources := output.sources) is not None and sources.computed + sources.local_hit + sources.loaded > context:
         return f"more prompt tokens than the {context} of the request"
-    if (predicted := output.predicted) is not None and (
-        predicted.accepted > len(ids) or predicted.rejected > MAX_COUNT
-    ):
-        return f"{predicted.accepted} predicted tokens of {len(ids)}, and {predicted.rejected} others"
+    for drafts in (output.drafted, output.predicted):
+        if drafts is not None and (drafts.accepted > len(ids) or drafts.rejected > MAX_COUNT):
+            return f"{drafts.accepted} drafts among {len(ids)} tokens, and {drafts.rejected} others"
     return times_fault(output) if output.stamps or output.moved is not None else ""
 
 

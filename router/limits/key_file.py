@@ -7,6 +7,7 @@
     tokens = "100000/min"    # of prompts and outputs together
     concurrency = 8          # choices running or queued at once
     group = "research"       # keys of a group reuse each other's KV; default: a key reuses only its own
+    adapters = ["sql"]       # those that it may name as a model, besides the base; default: all
 
 A key is given in plain text or as `sha256:` and its hexadecimal digest; the router keeps digests only.
 """
@@ -23,7 +24,7 @@ from pdserve.router.limits.quota import Limits, Rate
 DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{1,64}")  # also a folder's name, and `.` and `..` are others
 ANONYMOUS = "anonymous"  # the key name of requests to paths that need no key
-FIELDS = ("key", "weight", "requests", "tokens", "concurrency", "group")
+FIELDS = ("key", "weight", "requests", "tokens", "concurrency", "group", "adapters")
 KV_SALT_BYTES = 16  # of a digest
 
 
@@ -33,6 +34,7 @@ class ApiKey:
 
     Attributes:
         group: of keys that reuse each other's KV; empty: it is alone.
+        adapters: names of those that its requests may have; None: all.
         kv_salt: hexadecimal digest that separates the KV of its requests from that of other keys; empty: none does.
     """
 
@@ -41,6 +43,7 @@ class ApiKey:
     weight: float = 1.0
     limits: Limits = field(default_factory=Limits)
     group: str = ""
+    adapters: frozenset[str] | None = None
     kv_salt: str = ""
 
     @property
@@ -117,8 +120,12 @@ def _parse_key(name: str, table: object) -> ApiKey:
         raise ValueError(
             f"group must be a name of 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-', not {group!r}"
         )
+    adapters = table.get("adapters")
+    if adapters is not None and not (isinstance(adapters, list) and all(isinstance(name, str) for name in adapters)):
+        raise ValueError(f'adapters must be a list of names, such as ["sql"], not {adapters!r}')
+    allowed = None if adapters is None else frozenset(adapters)
     rates = {unit: Rate.parse(str(table[unit])) for unit in ("requests", "tokens") if unit in table}
-    return ApiKey(name, _digest_of(key), float(weight), Limits(**rates, concurrency=concurrency), group)
+    return ApiKey(name, _digest_of(key), float(weight), Limits(**rates, concurrency=concurrency), group, allowed)
 
 
 def _digest_of(value: str) -> bytes:

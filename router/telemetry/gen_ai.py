@@ -22,8 +22,8 @@ def operation_attributes(timeline: Timeline, model: str) -> dict[str, str]:
     attributes = {
         "gen_ai.operation.name": timeline.operation,
         "gen_ai.provider.name": "pdserve",
-        "gen_ai.request.model": model,
-        "gen_ai.response.model": model,
+        "gen_ai.request.model": timeline.adapter or model,
+        "gen_ai.response.model": timeline.adapter or model,
     }
     if timeline.error:
         attributes["error.type"] = timeline.finish_reason or "error"

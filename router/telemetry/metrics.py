@@ -85,6 +85,14 @@ class Metrics:
         self.requests = counter("pdserve_requests_total", "finished requests by finish reason", ["finish_reason"])
         self._prompt_tokens = counter("pdserve_prompt_tokens_total", "of finished requests")
         self.output_tokens = counter("pdserve_output_tokens_total", "of finished requests")
+        self._adapter_requests = counter(
+            "pdserve_adapter_requests_total", "finished requests of an adapter", ["adapter"]
+        )
+        self._adapter_tokens = counter(
+            "pdserve_adapter_tokens_total",
+            "tokens of an adapter's finished requests, prompts or outputs",
+            ["adapter", "of"],
+        )
         self.decisions = counter(
             "pdserve_decisions_total",
             "instances selected, by role and by the policy that decided, after delegation",
@@ -189,6 +197,10 @@ class Metrics:
         self.requests.labels(finish_reason=timeline.finish_reason or "stop").inc()
         self._prompt_tokens.inc(timeline.prompt_tokens)
         self.output_tokens.inc(timeline.output_tokens)
+        if timeline.adapter:
+            self._adapter_requests.labels(timeline.adapter).inc()
+            self._adapter_tokens.labels(timeline.adapter, "prompt").inc(timeline.prompt_tokens)
+            self._adapter_tokens.labels(timeline.adapter, "output").inc(timeline.output_tokens)
 
     def text(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
@@ -198,10 +210,10 @@ class Metrics:
         """Return the same in parts, a family each. All of them take half a second with a thousand instances.
 
         Args:
-            with_keys: include the families with the label `key`, which name the API keys and tell their use.
+            with_keys: include the families that name API keys and adapters, and tell their use.
         """
         for family in self.registry.collect():
-            if with_keys or not any("key" in sample.labels for sample in family.samples):
+            if with_keys or not any(sample.labels.keys() & {"key", "adapter"} for sample in family.samples):
                 yield generate_latest(_Family(family))
         if self._vllm_model:
             for family in plugins.extension("router-vllm-metrics")(self.registry.collect(), self._vllm_model):

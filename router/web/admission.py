@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -9,6 +10,7 @@ from pdserve.config import RouterConfig
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.parsing import UnknownFields
 from pdserve.router.api.streaming import ClientConnection
+from pdserve.router.backend import ModelInfo
 from pdserve.router.limits.admission_queue import AdmissionQueue, AdmissionSlot
 from pdserve.router.limits.body_budget import BodyBudget
 from pdserve.router.limits.key_file import ANONYMOUS, ApiKey
@@ -41,6 +43,7 @@ class AdmissionController:
         self.keys = keys
         self.metrics = metrics
         self.kv_salts = self._own_salts = {key.name: key.kv_salt for key in keys} | {ANONYMOUS: ""}
+        self._adapters = {key.name: key.adapters for key in keys if key.adapters is not None}
         self.has_prefix_cache = config.prefix_caching == "on"
         self.queue = AdmissionQueue(keys, config, metrics, now)
         self.body_budget = BodyBudget(
@@ -50,6 +53,12 @@ class AdmissionController:
         self.parse_queue = ParseQueue(max_waiting, self.queue.weights, self.body_budget, metrics, parse_server)
         if config.unknown_fields == "ignore":
             self.parse_queue.unknown_fields = UnknownFields(metrics.ignored_fields.inc)
+
+    def served(self, key: str, info: ModelInfo | None) -> ModelInfo | None:
+        """Return the model as a key may use it: with the adapters that are declared for it, or all."""
+        if info is None or (allowed := self._adapters.get(key)) is None:
+            return info
+        return replace(info, adapters={name: one for name, one in info.adapters.items() if name in allowed})
 
     def begin_epoch(self, epoch: int) -> None:
         """Give later requests keys of their own, since the prefix cache was reset."""

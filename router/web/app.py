@@ -60,7 +60,7 @@ def create_app(
 
     api_routes = [
         *dialect_routes,
-        *ModelEndpoints(config, tokenizer, backend, admission.parse_queue).routes(),
+        *ModelEndpoints(config, tokenizer, backend, admission).routes(),
         *OperatorEndpoints(
             backend, metrics_parts, shows_keys, latest_timelines, overview, config.max_n, admission.queue.queued
         ).routes(),

@@ -101,7 +101,8 @@ class Service:
         Raises:
             RequestError: the body is invalid, or no instance has registered.
         """
-        queue, draft, info = self.admission.parse_queue, self._draft(request), self.backend.model
+        queue, draft = self.admission.parse_queue, self._draft(request)
+        info = self.admission.served(request.state.key, self.backend.model)
         unknown = queue.unknown_fields
         parse_raw = partial(parse_request, model, body, unknown, parse, draft, self.tokenizer, info, self._max_n)
         return await queue.run(request.state.key, body, parse_raw, more_bytes)

@@ -15,8 +15,8 @@ from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.parsing import JsonBody, UnknownFields, parse_body
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
-from pdserve.router.web.parse_queue import ParseQueue
 
 
 class ModelEndpoints(Endpoints):
@@ -24,38 +24,43 @@ class ModelEndpoints(Endpoints):
 
     tag = "model"
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, parse_queue: ParseQueue) -> None:
+    def __init__(
+        self, config: RouterConfig, tokenizer: Tokenizer, backend: Backend, admission: AdmissionController
+    ) -> None:
         self._name = config.name
         self._root = str(resolve_model(config.model))  # vLLM's benchmark client loads its tokenizer from here
         self._tokenizer = tokenizer
         self._backend = backend
-        self._parse_queue = parse_queue
+        self._admission = admission
+        self._parse_queue = admission.parse_queue
         self._created = int(time.time())
 
     @endpoint("GET", "/v1/models", Access.CLIENT)
-    async def models(self) -> answers.ModelList:
+    async def models(self, request: Request) -> answers.ModelList:
         """The served model and its adapters; an empty list until an instance has registered."""
-        return answers.ModelList(object="list", data=self._cards())
+        return answers.ModelList(object="list", data=self._cards(request))
 
     @endpoint("GET", "/v1/models/{model:path}", Access.CLIENT, errors=[404])
-    async def model(self, model: str) -> answers.ModelCard | answers.ModelList:
+    async def model(self, request: Request, model: str) -> answers.ModelCard | answers.ModelList:
         """The served model, if this is its name; without a name, the list."""
         if not model:
-            return await self.models()
-        for card in self._cards():
+            return await self.models(request)
+        for card in self._cards(request):
             if card.id == model:
                 return card
         raise NotFound(f"the model {model!r} does not exist", kind="model_not_found", param="model")
 
-    @property
-    def _names(self) -> list[str]:
-        """The name of the served model, and those of its adapters, which have its tokens."""
-        info = self._backend.model
+    def _served(self, request: Request) -> ModelInfo | None:
+        return self._admission.served(request.state.key, self._backend.model)
+
+    def _names(self, request: Request) -> list[str]:
+        """Return the name of the served model, and those of its adapters, which have its tokens."""
+        info = self._served(request)
         return [self._name, *(() if info is None else info.adapters)]
 
-    def _cards(self) -> list[answers.ModelCard]:
+    def _cards(self, request: Request) -> list[answers.ModelCard]:
         """Return the cards of the served model and of its adapters; none until an instance has registered."""
-        info = self._backend.model
+        info = self._served(request)
         if info is None:
             return []
         names = {info.name: self._root} | {name: adapter.path for name, adapter in info.adapters.items()}
@@ -80,7 +85,7 @@ class ModelEndpoints(Endpoints):
     ) -> Response:
         """Convert a text, or a conversation in the model's chat template, to tokens."""
         unknown = self._parse_queue.unknown_fields
-        parse = partial(_tokens, body, unknown, self._names, self._tokenizer, self._backend.model)
+        parse = partial(_tokens, body, unknown, self._names(request), self._tokenizer, self._backend.model)
         return await self._parse_queue.run(request.state.key, body, parse)
 
     @endpoint("POST", "/detokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Detokenized)
@@ -89,7 +94,7 @@ class ModelEndpoints(Endpoints):
     ) -> Response:
         """Convert tokens to their text."""
         unknown = self._parse_queue.unknown_fields
-        parse = partial(_text, body, unknown, self._names, self._tokenizer)
+        parse = partial(_text, body, unknown, self._names(request), self._tokenizer)
         return await self._parse_queue.run(request.state.key, body, parse)
 
 

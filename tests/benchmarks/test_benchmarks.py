@@ -112,15 +112,6 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert content["errors_by_load"] == {"0.5": content["errors"]} and row["measured_request_throughput"] > 0
 
 
-@while_benchmarks_change
-def test_clients(run: Callable[..., Any]) -> None:
-    """Two clients without common code measure the same paced instances."""
-    ours, plain = run("clients.py")["rows"]
-    assert (ours["client"], plain["client"]) == ("pdserve", "plain") and ours.keys() == plain.keys()
-    # Of a client that is kept from reading, many tokens come at once: some request is read as it comes.
-    assert min(ours["p99_tpot_ms"], plain["p99_tpot_ms"]) > 24, "a step of the profile takes as long"
-
-
 def test_memory(run: Callable[..., Any]) -> None:
     content = run("memory.py")
     rows = {row["reservation"]: row for row in content["rows"]}
@@ -224,3 +215,10 @@ def test_tp(run: Callable[..., Any]) -> None:
         assert row["speed_up"] > 0 and row["sums"] == 2 * content["settings"]["layers"] and row["sum_kib"] > 0
     assert [row["ranks"] for row in content["handovers"]] == ["1 to 1", "1 to 2", "2 to 1", "2 to 2"]
     assert all(row["whole"] == 1 for row in content["handovers"])
+
+
+@while_benchmarks_change
+def test_adapters(run: Callable[..., Any]) -> None:
+    content = run("adapters.py")
+    assert {row["task"] for row in content["rows"]} == {"prefill", "decode, 2 at once"}
+    assert all(row[mode] > 0 for row in content["rows"] for mode in ("base ms", "loaded", "one", "all"))

@@ -14,8 +14,9 @@ from pdserve.config import EngineConfig
 from pdserve.engine import features as features_module
 from pdserve.engine.engine import Engine
 from pdserve.engine.features import Embedding, PromptScores, change_logits, features_of
-from pdserve.engine.memory.blocks import BlockPool, block_table
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.groups import SwappedKV
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.sequence import Feature, Sequence
 from pdserve.keys import token_array
 from pdserve.pooling import Pooling

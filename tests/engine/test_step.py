@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.engine.memory.blocks import block_table
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.sequence import Feature, Sequence
 from pdserve.engine.step import Accepted, StepPlan
 from pdserve.keys import token_array

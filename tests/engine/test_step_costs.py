@@ -19,7 +19,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine import paged_model
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.features import features_of
-from pdserve.engine.memory.blocks import block_table
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted, StepPlan

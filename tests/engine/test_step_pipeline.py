@@ -11,7 +11,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine import sampler
 from pdserve.engine.engine import Engine
 from pdserve.engine.features import features_of
-from pdserve.engine.memory.blocks import block_table
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan

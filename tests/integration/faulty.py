@@ -27,12 +27,12 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
 from pdserve.kv_transfer.connectors.shm.connector import ShmConnector
 from pdserve.kv_transfer.header import HEADER_BYTES
-from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query
 
 FAULT_RATES = {  # fractions of all blocks

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.low_rank import Made, make_adapter, merge, modules, six_adapters, with_settings
 
@@ -64,6 +66,55 @@ def test_mixed_requests_equal_merged_weights(
             source = "prompt_tokens_by_source_total"
             wait_until(lambda: metric(deployment, source, role="decode") == tokens, "the heartbeats after the answers")
             assert metric(deployment, source, role="decode", source="computed") == 0, "all KV was handed over"
+
+
+def activated(base: Path, merged: Path, prompt: list[int], start: int) -> list[int]:
+    """Return the greedy answer of merged weights to a prompt whose KV before `start` is that of the base."""
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (base, merged)]
+    cache, answer = DynamicCache(), list[int]()
+    with torch.inference_mode():
+        models[0](torch.tensor([prompt[:start]]), past_key_values=cache)
+        rest = prompt[start:]
+        while len(answer) < TOKENS:
+            rest = [int(models[1](torch.tensor([rest]), past_key_values=cache).logits[0, -1].argmax())]
+            answer += rest
+    return answer
+
+
+def test_an_activated_adapter_shares_the_kv_before_its_invocation(
+    six: dict[str, Made],
+    checkpoint: Callable[..., Path],
+    generate: Any,
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
+    tmp_path: Path,
+) -> None:
+    base, invocation, text = checkpoint("llama", dtype="float32"), [5, 6, 7], [i % 50 + 10 for i in range(70)]
+    made = six["small"]
+    path = with_settings(tmp_path / "act", made.path, alora_invocation_tokens=invocation)
+    merged = merge(tmp_path / "merged", base, *made)
+    prompts = [text + invocation + [8, 9, i] for i in range(3)] + [text[:30] + invocation + text + invocation]
+    expected = [activated(base, merged, one, len(one) - (3 if i == 3 else 6)) for i, one in enumerate(prompts)]
+    assert not any(
+        answer in others
+        for answer, *others in zip(expected, *(generate(one, prompts, TOKENS) for one in (base, merged)), strict=True)
+    )
+    settings = {"lora_modules": f"act={path},{modules(six)}", "served_model_name": "base", "num_blocks": 512}
+    with deploy(model=str(base), **PD, **settings) as deployment, ThreadPoolExecutor(8) as threads:
+        body = {"max_tokens": TOKENS, "ignore_eos": True}
+        complete(deployment, model="base", prompt=text, **body)
+        # With others in the same steps, and in chunks that begin before the invocation and end behind it.
+        work = [(name, one) for one in prompts for name in ("act", "large")]
+        replies = [*threads.map(lambda one: complete(deployment, model=one[0], prompt=one[1], **body), work)][::2]
+        assert [reply["choices"][0]["token_ids"] for reply in replies] == expected
+        cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
+        assert cached[0] >= 64 and cached[3] >= 16, "the blocks before the invocation are the base's"
+        assert metric(deployment, "handover_fallbacks_total") == 0
+        again = complete(deployment, model="base", prompt=prompts[0], **body)
+        assert again["choices"][0]["token_ids"] == generate(base, prompts[:1], TOKENS)[0]
+        refused = httpx.post(f"{deployment.url}/v1/completions", json={"model": "act", "prompt": text, **body})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "adapter_not_invoked"
 
 
 def test_what_clients_see(
@@ -150,6 +201,8 @@ def test_streams_with_adapters_migrate(
         for (name, i), future in futures.items():
             assert future.result(600)["choices"][0]["token_ids"] == expected[name][i], (name, i)
         assert metric(deployment, "migrations_total") > 0
+        assert metric(deployment, "adapter_requests_total", adapter="small") == len(chosen)
+        assert metric(deployment, "adapter_tokens_total", adapter="small", of="output") == len(chosen) * tokens
         os.kill(deployment.child("router").pid, signal.SIGKILL)
 
         def is_back() -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
-from pdserve.kv_transfer import blocks, threaded
+from pdserve.kv_transfer import batched, blocks
 from pdserve.kv_transfer.blocks import StreamedPart
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
@@ -89,7 +89,7 @@ class HangInCall:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (threaded, blocks):
+    for module in (batched, blocks):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -210,7 +210,7 @@ def test_a_deadline_is_extended_for_the_bytes_of_the_operation_and_those_before_
     connector: Scripted, clock: Clock, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a minimum of four blocks per second, two queued stores of four and six blocks meet their deadlines."""
-    monkeypatch.setattr(threaded, "MIN_BYTES_PER_S", 4 * 4096)
+    monkeypatch.setattr(batched, "MIN_BYTES_PER_S", 4 * 4096)
     keys = new_keys(8)
     both = threading.Event()
 

@@ -31,7 +31,7 @@ MAY_SPLIT = {
     *("pdserve/cli/gpus.py", "pdserve/engine/checkpoint_loader.py", "pdserve/engine/gpu/cuda_graph.py"),
     *("pdserve/engine/parallel/rank_group.py", "pdserve/instance/gpu_fault.py", "pdserve/launchers/compose.py"),
     *("pdserve/launchers/ray_actor.py", "pdserve/tools/profiling/command.py"),
-    *("benchmarks/clients.py", "benchmarks/gpu_kernels.py", "benchmarks/gpu_transfers.py"),
+    *("benchmarks/gpu_kernels.py", "benchmarks/gpu_transfers.py"),
     *("benchmarks/report.py", "benchmarks/soak.py", "benchmarks/structured.py"),
     *(
         "benchmarks/transports.py",

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.memory.blocks import block_table
 from pdserve.engine.memory.groups import BlockTable
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.ranks.table_changes import ReceivedTables, SentTables
 
 EDITS = st.lists(

@@ -32,13 +32,13 @@ from pdserve.router.dialects.responses import schemas as responses
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.routed_request import RoutedRequest
+from pdserve.router.server import HttpServer
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.telemetry.timeline import Timeline, TimelineLog
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
 from pdserve.router.web.application import Application
-from pdserve.router.web.http_server import HttpServer
 
 CONTEXT = 256
 TEMPLATE = (

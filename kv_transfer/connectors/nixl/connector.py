@@ -56,6 +56,7 @@ from itertools import count
 from typing import Any, ClassVar, Final, cast
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.batched import MAX_LEASE_S, BatchedConnector
 from pdserve.kv_transfer.blocks import Incoming, Operation, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome, Result
 from pdserve.kv_transfer.connectors.nixl.agent import Agent, NixlError, ReadTimeout
@@ -72,7 +73,6 @@ from pdserve.kv_transfer.connectors.nixl.tickets import (
     pack_prolongation,
     pack_ticket,
 )
-from pdserve.kv_transfer.threaded import MAX_LEASE_S, BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
 
 _READ_BYTES: Final = 4 << 20  # per read

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.kv_transfer.threaded import MAX_LEASE_S
+from pdserve.kv_transfer.batched import MAX_LEASE_S
 
 # Magic, lease id, lease seconds, base address, block bytes, rows, entries, lengths of name and metadata, kind of memory and
 # number of the GPU. The name, the metadata and the entries follow.

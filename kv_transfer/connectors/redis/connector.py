@@ -29,10 +29,10 @@ from redis.retry import Retry
 
 from pdserve.errors import SetupError, StoreOut
 from pdserve.keys import KEY_BYTES
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors.redis.replies import ReplyParser
-from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, without_password
 
 _PIPELINE_BYTES = 1 << 20  # of blocks, per round trip of a store

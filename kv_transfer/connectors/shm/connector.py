@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
 from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors.shm import segment, slab
 from pdserve.kv_transfer.header import NAME, payload_length
-from pdserve.kv_transfer.threaded import BatchedConnector
 from pdserve.kv_transfer.url import Query, split, split_tiers
 
 _GROUP_BYTES = 4 << 20  # blocks claimed and published together

@@ -9,7 +9,7 @@ import torch
 from pdserve.config import EngineConfig
 from pdserve.engine.features import features_of
 from pdserve.engine.gpu.cuda_graph import PaddedGraphs, padded_sizes
-from pdserve.engine.memory.blocks import block_table
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan

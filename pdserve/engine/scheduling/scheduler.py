@@ -48,15 +48,8 @@ from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
-from pdserve.engine.scheduling.levels import (
-    Order,
-    giving_way,
-    last_to_run,
-    levels_of,
-    place_alone,
-    precedes,
-    tokens_now,
-)
+from pdserve.engine.scheduling.levels import Order, giving_way, levels_of, place_alone, precedes, tokens_now
+from pdserve.engine.scheduling.preemption import Preemption
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import SchedulerOutput, StepPlan
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
@@ -130,9 +123,9 @@ class Scheduler:
         if seq.kv.block_ids:
             insort(self.loaded, seq, key=_RANK)
         else:
-            self._wait(seq, len(seq) - len(self.pool.match(seq.usable_keys)) * self.pool.block_size)
+            self.wait(seq, len(seq) - len(self.pool.match(seq.usable_keys)) * self.pool.block_size)
 
-    def _wait(self, seq: Sequence, num_tokens: int) -> None:
+    def wait(self, seq: Sequence, num_tokens: int) -> None:
         """Queue a sequence without blocks, of which that many tokens are to be computed."""
         insort(self.waiting, seq, key=_RANK)
         self._sizes[seq] = num_tokens, seq.rank, next(self._numbers), seq
@@ -193,26 +186,29 @@ class Scheduler:
         if not self._by_tenant:
             return SchedulerOutput()
         output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
+        preemption, before = Preemption(self, output), {*self.running}
         if output.storing_paused or late:
             output.late = {seq for seq in self.sequences() if seq in late}
             output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}
-            self._lend_slots(output)
-        budget = self._schedule_running(output)
+            preemption.lend_slots()
+        budget = self._schedule_running(output, preemption)
         if not output.preempted:
-            self._admit(output, budget)
+            self._admit(output, budget, preemption)
             if self._has_rivals and not (output.swap_in or output.paused):
-                self._make_room(output)
+                self._make_room(preemption)
         if self.pool.num_promised:
             for seq, count in [*output.plan.counts.items()]:
                 output.plan.counts[seq] = seq.kv.take_promised(self.pool, count)
                 if output.plan.counts[seq] <= 0:
                     del output.plan.counts[seq]
+                    if seq not in before:  # sequences that held blocks took what was promised to it
+                        preemption.take_slot(seq)
         if not (self.running or output.left_out or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
-            self._preempt(self.loaded[-1], self.loaded, output)
+            preemption.preempt(self.loaded[-1])
         has_acted = output.preempted or output.resumed or output.swap_in
         if (self.running or self.loaded) and not (output.plan.counts or output.left_out or has_acted):
-            self._make_room_for_beams(output)
+            preemption.preempt_behind_beams()
         if self.grows_ahead:
             self._grow_ahead(output)
         if output.plan.counts and not self._credit.is_settled(self._by_tenant.keys()):
@@ -220,6 +216,8 @@ class Scheduler:
             for seq, count in output.plan.counts.items():
                 seconds[seq.tenant] += budget.seconds(seq, count)
             self._credit.spend(budget.base, seconds)
+        self.num_preemptions += len(output.preempted)
+        self.num_pauses += len(output.paused)
         return output
 
     def _grow_ahead(self, output: SchedulerOutput) -> None:
@@ -241,15 +239,6 @@ class Scheduler:
                 plan.drafts[seq] = list(drafts[:most])
                 seq.kv.grow(self.pool, len(plan.drafts[seq]))
                 room -= len(plan.drafts[seq])
-
-    def _make_room_for_beams(self, output: SchedulerOutput) -> None:
-        """Preempt the last request if beams wait for others of their search, which wait for the room that it holds."""
-        holding = [*self.running, *self.loaded]
-        last = max((seq.rank for seq in holding), default=0)
-        if any(seq.rank < last for seq in self.sequences()):
-            for seq in holding:
-                if seq.rank == last:
-                    self._preempt(seq, self.running if seq in self.running else self.loaded, output)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running
@@ -316,7 +305,7 @@ class Scheduler:
         """
         return 0 if self.window is None else max(0, num_computed + 1 - self.window) // self.pool.block_size
 
-    def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
+    def _schedule_running(self, output: SchedulerOutput, preemption: Preemption) -> StepBudget:
         if self.window is not None:
             for seq in self.running:
                 seq.kv.drop_blocks(self.pool, self.num_out_of_window(seq.kv.num_computed))
@@ -324,9 +313,12 @@ class Scheduler:
             for seq in self.running:
                 seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         for seq in list(self.running):
-            is_promised = seq.kv.blocks_needed(self.pool) <= seq.kv.num_promised <= self.pool.num_free
-            if seq not in output.preempted and seq not in output.late and not is_promised:
-                self._ensure_blocks(seq, output)
+            needed = seq.kv.blocks_needed(self.pool)
+            is_promised = needed <= seq.kv.num_promised <= self.pool.num_free
+            if is_promised or seq in output.preempted or seq in output.late:
+                continue
+            if needed <= self.pool.num_free or preemption.make_room_for(seq):
+                output.block_copies += seq.kv.take_room(self.pool)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
         decoding, prompts = list[Sequence](), list[Sequence]()
         for seq in self.running:
@@ -355,7 +347,7 @@ class Scheduler:
             budget.allocate(seq)
         for seq in prompts:
             if not output.preempted:
-                self._admit(output, budget, below=order(seq)[0])
+                self._admit(output, budget, preemption, below=order(seq)[0])
             if seq not in output.paused:
                 self._schedule_prompt(seq, output, budget)
         return budget
@@ -436,46 +428,9 @@ class Scheduler:
         for seqs in self._by_tenant.values():
             yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
 
-    def _ensure_blocks(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Give a running sequence blocks for all its tokens, preempting from the end of the queue (itself included)."""
-        while seq.kv.blocks_needed(self.pool) > self.pool.num_free:
-            idle = [one for one in self.loaded if one.gave_way_at is not None or one in output.late]
-            if idle := idle or [one for one in self.running if one in output.late]:
-                self._preempt(idle[-1], self.running if idle[-1] in self.running else self.loaded, output)
-                continue
-            last = last_to_run(self.running, seq.tenant)
-            # The sequences of another request leave together. Those of its own leave one by one: together, a request that
-            # does not fit into the pool as a whole would never advance.
-            is_own = last.rank == seq.rank
-            victims = [last] if is_own else [one for one in self.running if one.rank == last.rank]
-            if last.tenant != seq.tenant:
-                victims = [one for one in victims if one.may_give_way]
-            for victim in victims:
-                if victim.tenant != seq.tenant:
-                    victim.give_way()
-                self._preempt(victim, self.running, output)
-            if seq in victims:
-                return
-        output.block_copies += seq.kv.take_room(self.pool)
-
-    def _preempt(self, seq: Sequence, queue: list[Sequence], output: SchedulerOutput) -> None:
-        queue.remove(seq)
-        seq.kv.tails.drop(self.pool, seq.kv.num_computed)
-        held = set(seq.kv.held_blocks)
-        copies = [copy for copy in output.block_copies if copy[1] not in held]
-        is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
-        output.block_copies = copies
-        output.preempted.append(seq)
-        num_blocks, swapped = self.pool.blocks_for(seq.kv.num_computed) - seq.kv.num_dropped, None
-        if is_whole and self.swap_space.pays(seq, num_blocks, self.costs):
-            swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
-            output.swap_out += pairs
-        output.plan.counts.pop(seq, None)
-        seq.preempt(self.pool, swapped, is_stored=self.refetch_preempted and seq.group is None)
-        self._wait(seq, len(seq))
-        self.num_preemptions += 1
-
-    def _admit(self, output: SchedulerOutput, budget: StepBudget, below: float = math.inf) -> None:
+    def _admit(
+        self, output: SchedulerOutput, budget: StepBudget, preemption: Preemption, below: float = math.inf
+    ) -> None:
         """Admit sequences of tenants whose level is below the given one, as far as the budget, slots and blocks allow."""
         while budget.tokens > 0:
             seq = self._pop_next(output, budget, below)
@@ -486,7 +441,7 @@ class Scheduler:
                 output.resumed.append(seq)
                 continue
             if len(self.running) >= self.max_num_seqs and (giving := giving_way(self.running, [seq.tenant])):
-                self._pause(giving[seq.tenant], output, budget)
+                budget.take_back(preemption.pause(giving[seq.tenant]))
             if seq.kv.swapped is not None:
                 output.swap_in += self.swap_space.swap_in(seq)
                 seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
@@ -499,36 +454,12 @@ class Scheduler:
                     self._schedule_prompt(seq, output, budget)
                 assert seq in output.plan.counts, "its role stores its blocks before any is released"
 
-    def _lend_slots(self, output: SchedulerOutput) -> None:
-        """Take the slots of late sequences, the newest first, for those that could use them."""
-        wanting = sum(seq not in output.left_out for seq in (*self.loaded, *self.waiting))
-        lenders = [seq for seq in self.running if seq in output.late]
-        for seq in lenders[::-1][: max(0, len(self.running) + wanting - self.max_num_seqs)]:
-            self.running.remove(seq)
-            insort(self.loaded, seq, key=_RANK)
-
-    def _pause(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
-        """Take the slot of a running sequence, which keeps its blocks."""
-        self.running.remove(seq)
-        insort(self.loaded, seq, key=_RANK)
-        seq.give_way()
-        budget.take_back(output.plan.counts.pop(seq, 0))
-        output.paused.append(seq)
-        self.num_pauses += 1
-
-    def _make_room(self, output: SchedulerOutput) -> None:
+    def _make_room(self, preemption: Preemption) -> None:
         """Preempt a sequence of another tenant if the first one that waits for blocks has none, and should go before it."""
-        order = self.order()
         queued = [*self.waiting, self.unreserved]
-        first = min((seq for seq in queued if seq is not None), key=order, default=None)
-        if first is None or self._fits(first):
-            return
-        paused = [one for one in self.loaded if one.gave_way_at is not None and order(one)[0] > order(first)[0]]
-        if paused:
-            self._preempt(paused[-1], self.loaded, output)
-        elif giving := giving_way(self.running, [first.tenant]):
-            giving[first.tenant].give_way()
-            self._preempt(giving[first.tenant], self.running, output)
+        first = min((seq for seq in queued if seq is not None), key=self.order(), default=None)
+        if first is not None and not self._fits(first):
+            preemption.preempt_for(first)
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""

@@ -12,7 +12,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.features import features_of
 from pdserve.engine.gpu.step_memory import run_largest_steps
-from pdserve.engine.memory.blocks import block_table
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.sequence import Sequence

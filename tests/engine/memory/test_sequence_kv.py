@@ -2,8 +2,9 @@
 
 import pytest
 
-from pdserve.engine.memory.blocks import BlockPool, SequenceKV
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.groups import SwappedKV
+from pdserve.engine.memory.sequence_kv import SequenceKV
 from pdserve.keys import KeyChain, token_array
 
 BLOCK = 4

@@ -1,12 +1,14 @@
-"""A step that preempts admits nothing: blocks that it frees may have to be copied to host memory first."""
+"""Preemption: who loses its blocks, what becomes of their content, and that such a step admits nothing."""
 
 import pytest
 
+from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
-from pdserve.request import NO_TENANT, SamplingParams, Tenant
+from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
+from tests.engine.scheduling.steps import BLOCK, run_step, scheduler, sequence
 
 
 def arrive(sched: Scheduler, length: int, rank: int, tenant: Tenant = NO_TENANT) -> Sequence:
@@ -35,6 +37,7 @@ def step(sched: Scheduler) -> list[Sequence]:
     ],
 )
 def test_nothing_is_admitted_in_a_step_that_preempts(length: int, tenant: Tenant) -> None:
+    """Blocks that it frees may have to be copied to host memory first."""
     due = 1 << 20
     for _ in range(2):  # without a short prompt to find the step, then with one
         sched, preempted = Scheduler(BlockPool(10, 4), max_num_seqs=8, max_num_batched_tokens=4), list[Sequence]()
@@ -50,3 +53,57 @@ def test_nothing_is_admitted_in_a_step_that_preempts(length: int, tenant: Tenant
     assert short in sched.waiting
     step(sched)
     assert short in sched.running
+
+
+@pytest.mark.parametrize(
+    ("ranks", "last"), [((0, 1), 1), ((ARRIVALS_PER_PRIORITY, 1), 0)], ids=["the latest arrival", "the lowest priority"]
+)
+def test_highest_rank_is_preempted_and_finishes_later(ranks: tuple[int, int], last: int) -> None:
+    sched = scheduler(4)
+    two = sequence("first", [1] * 7, 6), sequence("second", [2] * 7, 6)
+    for seq, rank in zip(two, ranks, strict=True):
+        seq.rank = rank
+        sched.add(seq)
+    preempted, order = [], []
+    for _ in range(60):
+        output, finished = run_step(sched)
+        preempted += output.preempted
+        order += finished
+    assert preempted and set(preempted) == {two[last]}
+    assert order == [two[1 - last], two[last]]
+
+
+@pytest.mark.parametrize("swap_seconds", [0.1, 10.0])
+def test_swap_is_chosen_by_cost_and_room(swap_seconds: float) -> None:
+    """Computing 8 tokens takes 1 s, as does swapping their 2 blocks out and in at 0.25 s per block."""
+    for host_blocks, fits in ((2, True), (1, False)):
+        host = BlockPool(host_blocks, BLOCK)
+        sched = scheduler(4, host_pool=host)
+        sched.costs = Costs(prefill=(0.0, 1 / 8, 0.0), swap=(0.0, swap_seconds))
+        first, second = sequence("first", [1] * 8, 6), sequence("second", [2] * 8, 6)
+        sched.add(first)
+        sched.add(second)
+        run_step(sched)
+        output, _ = run_step(sched)
+        assert output.preempted == [second]
+        assert len(output.swap_out) == host.num_held == (2 if fits and swap_seconds < 0.25 else 0)
+        assert sched.pool.num_held == 3
+        sched.remove(second)
+        assert host.num_held == 0
+
+
+def test_resumed_sequence_is_returned_to_its_owner_and_continues_once_added() -> None:
+    sched = scheduler(4)
+    sched.refetch_preempted = True
+    first, second = sequence("first", [1] * 8, 3), sequence("second", [2] * 8, 3)
+    sched.add(first)
+    sched.add(second)
+    resumed: list[Sequence] = []
+    while not resumed:
+        output, _ = run_step(sched)
+        assert output.plan.counts or output.resumed, "a step did nothing"
+        resumed += output.resumed
+    assert resumed == [second] and len(second.kv.held_blocks) == 3 and not list(sched.sequences())
+    sched.add(second)
+    output, _ = run_step(sched)
+    assert output.plan.counts == {second: 5} and not output.resumed, "its first block is in the prefix cache"

@@ -15,10 +15,10 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
+from pdserve.kv_transfer.batched import MAX_LEASE_S
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors import file
 from pdserve.kv_transfer.connectors.file import Evictor, FileConnector
-from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]

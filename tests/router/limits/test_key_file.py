@@ -14,13 +14,14 @@ def test_keys_from_a_setting_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(
         f'[alice]\nkey = "one"\nweight = 2\nrequests = "10/s"\ntokens = "6000 / min"\nconcurrency = 8\n'
-        f'[bob]\nkey = "sha256:{"ab" * 32}"\n'
+        f'[bob]\nkey = "sha256:{"ab" * 32}"\nadapters = ["sql"]\n'
     )
     first, second, alice, bob = load_api_keys("two,three", str(file))
     assert (first.name, second.name, first.weight, first.limits) == ("key-1", "key-2", 1.0, Limits())
     assert (alice.name, alice.weight) == ("alice", 2.0) and "digest" not in repr(alice)
     assert alice.limits == Limits(requests=Rate(10, 1.0), tokens=Rate(6000, 60.0), concurrency=8)
     assert bob.digest == b"\xab" * 32 and bob.limits == Limits()
+    assert bob.adapters == frozenset({"sql"}) and alice.adapters is None
 
 
 def test_each_key_or_group_has_kv_of_its_own(tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ def test_each_key_or_group_has_kv_of_its_own(tmp_path: Path) -> None:
         ('[alice]\nkey = "one"\nweight = 0', "weight must be"),
         ('[alice]\nkey = "one"\nweight = nan', "weight must be"),
         ('[alice]\nkey = "one"\nconcurrency = true', "concurrency must be"),
+        ('[alice]\nkey = "one"\nadapters = "sql"', r'adapters must be a list of names, such as \["sql"\], not \'sql\''),
         ('[alice]\nkey = "one"\n[bob]\nkey = "one"', "two API keys have the same digest"),
         ('[key-1]\nkey = "one"', "two API keys have the same name"),
         ('[anonymous]\nkey = "one"', "this name is reserved for requests without a key"),

@@ -15,6 +15,7 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.router.api.streaming import ClientConnection
+from pdserve.router.backend import ServedAdapter
 from pdserve.router.instances.fleet import Fleet
 from pdserve.router.limits.key_file import ApiKey
 from pdserve.router.telemetry.metrics import Metrics
@@ -64,6 +65,33 @@ def test_embeddings_have_the_salt_of_their_key(
         assert client.post(path, body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
     salts = {request.salt for request in backend.requests}
     assert len(salts) == 2 and "" not in salts
+
+
+def test_a_key_sees_the_adapters_that_are_declared_for_it(
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    backend: ScriptedBackend,
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[all]\nkey = "a"\n[some]\nkey = "b"\nadapters = ["sql"]\n[none]\nkey = "c"\nadapters = []\n')
+    assert backend.info is not None
+    adapters = {name: ServedAdapter(name.encode().ljust(16), name) for name in ("sql", "chat")}
+    backend.info = replace(backend.info, adapters=adapters)
+    client = make_client(make_app(tokenizer, keys_file=str(keys)))
+    for key, visible in (("a", {"sql", "chat"}), ("b", {"sql"}), ("c", set[str]())):
+        headers = {"Authorization": f"Bearer {key}"}
+        listed = client.request("GET", "/v1/models", headers=headers).json()["data"]
+        assert {card["id"] for card in listed} == {"demo", *visible}
+        for name in ("sql", "chat"):
+            status = 200 if name in visible else 404
+            assert client.request("GET", f"/v1/models/{name}", headers=headers).status_code == status
+            assert client.post("/tokenize", {"model": name, "prompt": "a"}, headers=headers).status_code == status
+            answer = client.post("/v1/completions", {**PROMPT, "model": name}, headers=headers)
+            assert answer.status_code == status
+            assert status == 200 or answer.json()["error"]["code"] == "model_not_found"
+    assert [request.adapter_name for request in backend.requests] == ["sql", "chat", "sql"]
 
 
 def test_limits_of_keys(

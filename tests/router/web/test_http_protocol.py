@@ -25,7 +25,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.config import RouterConfig
-from pdserve.router.web import http_protocol, http_server
+from pdserve.router.server import HttpServer, default_max_connections
+from pdserve.router.web import http_protocol
 from pdserve.router.web.application import Application
 from pdserve.router.web.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED, HttpProtocol
 from pdserve.router.web.listening import listen
@@ -166,7 +167,7 @@ def test_what_surrounds_a_chunked_body_is_limited(app: Application, serve: Calla
 
 
 def test_a_head_that_is_too_slow(app: Application, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 2.0)
+    monkeypatch.setattr("pdserve.router.server.KEEP_ALIVE_S", 2.0)
     with serve(app, client_timeout_seconds=1) as connect:
         silent, slow, idle, blank = connect(), connect(), connect(), connect()
         slow.sendall(HEALTH)
@@ -198,7 +199,7 @@ def test_shutdown_serves_requests_that_are_on_their_way(
     seconds: float,
 ) -> None:
     monkeypatch.setattr(http_protocol, "LAST_REQUEST_S", seconds)
-    servers: list[http_server.HttpServer] = []
+    servers: list[HttpServer] = []
     with serve(app, on_start=servers.append) as connect:
         (server,) = servers
         server.config.timeout_graceful_shutdown = 600
@@ -469,4 +470,4 @@ def test_the_default_maximum_leaves_descriptors_for_instances(
     monkeypatch: pytest.MonkeyPatch, descriptors: int, expected: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
-    assert http_server.default_max_connections() == expected
+    assert default_max_connections() == expected

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.kv_transfer.batched import MAX_LEASE_S
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors.shm import segment, slab
 from pdserve.kv_transfer.connectors.shm.connector import count_leases
-from pdserve.kv_transfer.threaded import MAX_LEASE_S
 
 Attach = Callable[..., Any]
 NewKeys = Callable[[int], list[bytes]]
