@@ -145,9 +145,7 @@ class Engine:
         self.num_late = 0
         self._unready: dict[Sequence, None] = {}  # sequences whose first mask is not there
         self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
-        self._asked: dict[
-            Sequence, None
-        ] = {}  # sequences whose next mask was asked for, and was not there in a step yet
+        self._asked: dict[Sequence, None] = {}  # sequences whose next mask was asked for, and may not be there
         self._step_s = 0.0  # duration of the last step
         self._rest = 0  # steps about which the drafter need not be asked
         self._searches = set[Sequence]()  # the roots of beam searches that are here
