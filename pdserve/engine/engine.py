@@ -115,6 +115,7 @@ class Engine:
         self.checkpoint = self.runner.checkpoint
         kv = self.runner.kv
         self.pool = BlockPool(kv.num_pages, config.block_size, kv.groups)
+        self.pool.message_ends = self.checkpoint.eos_token_ids  # chat templates write them behind each message
         host = BlockPool(kv.num_host_blocks, config.block_size, kv.host_groups) if kv.num_host_blocks else None
         self.scheduler = Scheduler(
             self.pool,
@@ -123,7 +124,7 @@ class Engine:
             window=self.runner.window,
             host_pool=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
-            refetch_preempted=refetch_preempted,
+            refetch_preempted=refetch_preempted and not self.pool.has_states,  # found only where they were kept
             grows_ahead=self.runner.pipeline is not None,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, kv.num_blocks)
@@ -131,6 +132,8 @@ class Engine:
         room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
+        if config.speculate != "off" and self.pool.has_states:
+            raise SetupError("--speculate: not with recurrent layers, whose states cannot be taken back; leave it out")
         if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
             self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
         if config.has_adapters:
@@ -146,6 +149,7 @@ class Engine:
             Sequence, None
         ] = {}  # sequences whose next mask was asked for, and was not there in a step yet
         self._step_s = 0.0  # duration of the last step
+        self._rest = 0  # steps about which the drafter need not be asked
         self._searches = set[Sequence]()  # the roots of beam searches that are here
         self._arrivals_per_priority = ARRIVALS_PER_PRIORITY if config.scheduling_policy == "priority" else 0
 
@@ -313,7 +317,7 @@ class Engine:
             self._asked.pop(seq, None)
         if seq.leader is not None:
             seq.leave()
-        if self.drafter is not None:
+        if self.drafter is not None and seq in self.drafter.followed:
             self.drafter.end(seq)
         self.scheduler.remove(seq)
         if seq.adapter is not None and self.adapters is not None:
@@ -338,7 +342,8 @@ class Engine:
         late = self._await_masks() if self.constrained else frozenset[Sequence]()
         schedule = self.scheduler.schedule(pause_storing=pause_storing, late=late)
         plan = schedule.plan
-        if self.drafter is not None:
+        self._rest -= 1
+        if self._rest < 0 and plan.counts and self.drafter is not None:
             self._draft(plan, self.drafter)
         kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
         swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
@@ -351,7 +356,7 @@ class Engine:
         began_at = time.monotonic() if self.constrained else 0.0  # a simulation reads no clock
         outcome = (self.runner.pipeline or self.runner).step(plan)
         self._step_s = time.monotonic() - began_at if self.constrained else 0.0
-        work, drafted, leaders = list[tuple[int, int]](), list[tuple[int, int]](), list[Sequence]()
+        work, leaders = list[tuple[int, int]](), list[Sequence]()
         advanced, num_tokens, recomputed = dict.fromkeys(searched), 0, 0
         for seq, accepted in outcome.items():
             if accepted.computed:
@@ -362,10 +367,9 @@ class Engine:
                 seq.output.extend(accepted.tokens[:-1])
             if seq.kv.num_lost > seq.kv.num_computed:
                 recomputed += min(accepted.computed, seq.kv.num_lost - seq.kv.num_computed)
-            if seq in plan.drafts and accepted.tokens:
-                drafted.append((len(plan.drafts[seq]), len(accepted.tokens) - 1))
-                if seq in plan.predicted:
-                    accepted.num_predicted = len(plan.drafts[seq])
+            if accepted.tokens and seq in plan.drafts:
+                accepted.num_drafts = len(plan.drafts[seq])
+                accepted.num_predicted = accepted.num_drafts if seq in plan.predicted else 0
             seq.kv.mark_computed(accepted.computed)
             seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)
@@ -391,7 +395,7 @@ class Engine:
             swap_seconds=swap_seconds,
             recomputed=recomputed,
             work=work,
-            drafted=drafted,
+            drafted=[(one.num_drafts, len(one.tokens) - 1) for one in outcome.values() if one.num_drafts],
             storing_paused=schedule.storing_paused,
         )
 
@@ -427,6 +431,9 @@ class Engine:
     def _draft(self, plan: StepPlan, drafter: Drafter) -> None:
         """Add drafts to a plan, and ask for the masks behind them. Sequences with slow masks get none."""
         drafts = drafter.propose(plan)
+        self._rest = drafter.rest
+        if not drafts:
+            return
         if self.constrained:
             drafts = {seq: tokens for seq, tokens in drafts.items() if not has_slow_masks(seq)}
         self.scheduler.add_drafts(plan, drafts)
