@@ -337,7 +337,6 @@ def main() -> None:
     from pdserve.cli.commands import main as run
 
     sys.argv[:] = ["pdserve", *arguments]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 
