@@ -216,8 +216,10 @@ class Engine:
 
     @property
     def _must_not_wait(self) -> bool:
-        """True if steps are launched ahead, which drafts would end, or compute nothing, so that all drafts would be right."""
-        return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
+        """True if steps are launched ahead, which drafts would end, run on a GPU, where `auto` was not measured, or compute
+        nothing, so that all drafts would be right."""
+        is_plain = self.runner.pipeline is None and self.checkpoint.device.type == "cpu"
+        return not is_plain or isinstance(self.runner, PacedRunner)
 
     def extra_seconds(self, rows: int) -> float:
         """Return the seconds that a decode step of so many rows loses because it is not recorded (`step_graph.py`)."""
