@@ -215,8 +215,9 @@ class Decoder:
         seqs = [*self.unreserved] if self._engine.adapters is None else self._with_slots()
         while seqs:
             seq = scheduler.unreserved = min(seqs, key=scheduler.order())
-            # The last token counts as not computed, because it is computed again if prefill fails before the first token.
-            coming = seq.kv.num_initial - 1
+            # The last token counts as not computed, because it is computed again if prefill fails before the first token. A
+            # state has it in any case: then, the whole prompt is.
+            coming = seq.kv.num_initial - (0 if pool.has_states else 1)
             first = scheduler.num_out_of_window(coming)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
             # In further groups, hits have what the token behind them reaches: it may be that last one.
@@ -365,10 +366,11 @@ class Decoder:
         job, seq = state.job, state.job.seq
         self._end_leases(state, state.tickets)  # all loads have ended
         num_tokens = min(start.num_blocks * seq.kv.block_size, seq.kv.num_initial)
-        lacks_window = seq.kv.tails and seq.kv.tails.lack(self._engine.pool, num_tokens)
-        if lacks_window or self._engine.scheduler.num_out_of_window(num_tokens) < seq.kv.num_dropped:
+        pool, is_lost = self._engine.pool, bool(seq.kv.tails) and seq.kv.tails.lack(self._engine.pool, num_tokens)
+        is_lost |= pool.has_states and state.first_token is None and num_tokens == seq.kv.num_initial
+        if is_lost or self._engine.scheduler.num_out_of_window(num_tokens) < seq.kv.num_dropped:
             num_tokens = 0  # the next token attends to blocks that were not reserved
-            seq.kv.give_up_blocks(self._engine.pool)
+            seq.kv.give_up_blocks(pool)
         seq.kv.mark_loaded(num_tokens)
         if seq.kv.num_loaded and state.converted is not None and not state.converted.exact:
             # KV that was rounded otherwise differs from what our own prefill would compute, and so does everything computed
@@ -414,7 +416,7 @@ class Decoder:
 
         Blocks for which the transfer queue has no room are skipped rather than delaying transfers that requests wait for.
         """
-        job, seq, first = state.job, state.job.seq, state.submitted_blocks
+        job, seq, first, pool = state.job, state.job.seq, state.submitted_blocks, self._engine.pool
         if state.store_limit and seq.kv.num_dropped > first:  # there was no room while the sequence held these blocks
             self._context.count("store_back_skipped_blocks", seq.kv.num_dropped - first)
             state.store_limit = 0
@@ -424,13 +426,17 @@ class Decoder:
             stop = min(ready, first + min(self._transfers.free_capacity, self._transfers.max_transfer_blocks))
         if job.ended:
             self._context.count("store_back_skipped_blocks", max(0, ready - stop))
+            if pool.has_states and ready == stop:
+                first = min(first, max(0, stop - 1))  # with the state behind it, which another turn needs
         if stop - first < min_blocks:
             return
         state.submitted_blocks = stop
         keys, blocks = seq.kv.full_keys()[first:stop], seq.kv.blocks(first, stop)
         tails: Tails = ()
         if seq.kv.tails:
-            tails = seq.kv.tails.prompt_blocks(self._engine.pool, first, stop, seq.kv.num_initial)
+            tails = seq.kv.tails.answer_blocks(
+                pool, first, stop, seq.kv.num_initial, is_end=job.ended and stop == ready
+            )
         on_done = partial(self._on_stored_back, state)
         self._transfers.store(job, first, keys, blocks, 0.0, on_done, tails=tails)
 

@@ -11,9 +11,12 @@ Shape legend, here and in the kernels:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from pdserve.kernels.states import StateRows
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Capabilities:
     Attributes:
         latent: attends over latent rows, which are wider than heads.
         sinks: its `attend` takes attention sinks.
+        byte_kv: takes KV in 8 bits, whose rows `reference.quantize` defines.
+        states: states of recurrent layers are computed beside it.
         records_steps: its decode steps can be replayed without Python (`engine/step_graph.py`).
         is_capturable: its decode steps can be captured in a CUDA graph: nothing is read from the device.
         exact_rows: how a model beside it gets the same bits for a row in any batch: `products` pads the few products
@@ -32,6 +37,8 @@ class Capabilities:
 
     latent: bool = False
     sinks: bool = False
+    byte_kv: bool = False
+    states: bool = False
     records_steps: bool = False
     is_capturable: bool = False
     exact_rows: Literal["", "products", "functions"] = ""
@@ -104,7 +111,8 @@ class PagedBatch:
 
     Attributes:
         caches: of each layer, a strided view of the pool [num_blocks, 2, num_kv_heads, block_size, head_dim], see
-            `layer_caches`. Heads may differ between layers in number and size.
+            `layer_caches`. Heads may differ between layers in number and size. KV in 8 bits has the rows of
+            `reference.quantize`.
         slots_T: integers, destination of each new token's KV: block id × block size + offset; -1: nowhere (GPUs only).
         tables_SM: integers, block ids of each sequence in order; unused entries are 0, and those outside the attention
             window of every layer are void.
@@ -116,6 +124,7 @@ class PagedBatch:
         on_layer: is told of each layer that has written its KV, on CPUs; a replayed step tells it nothing.
         tails: the same batch in the blocks of each further group of layers, which differs in slots and tables.
         group_of: of each layer, its group: 0, whose slots and tables are in this batch, or 1 + an index of `tails`.
+        states: of recurrent layers, whose tables are those of the last of `tails`; -1 there means that no state is kept.
 
     The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
@@ -131,6 +140,7 @@ class PagedBatch:
     on_layer: Callable[[int], None] | None = None
     tails: "tuple[PagedBatch, ...]" = ()
     group_of: Sequence[int] = ()
+    states: "StateRows | None" = None
 
     def of_layer(self, layer: int) -> "PagedBatch":
         """Return the batch in the blocks of a layer's group."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from pdserve.keys import Layout
+from pdserve.keys import STATE_WINDOW, Layout
 from pdserve.kv_transfer.connector import (
     Capabilities,
     Connector,
@@ -30,6 +30,7 @@ from pdserve.kv_transfer.staging import attach_pool
 from pdserve.kv_transfer.tickets import join_tickets, tickets_of_rank
 
 MAX_MATCHES = 8  # questions to the store of a group that lacks what the longest prefix needs
+MAX_STATE_MATCHES = 64  # the same, of states, each of which is at one number of tokens only
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -164,7 +165,7 @@ class GroupedConnector(Connector):
         """Ask group `at` and those behind it of how many leading keys they have what is needed."""
         size, window = self._groups[at].block_size, self._groups[at].window
         first = max(0, len(keys) * size + 1 - window) // size if at else 0  # as `Group.num_unreached`
-        if not keys or asked > MAX_MATCHES:
+        if not keys or asked > (MAX_STATE_MATCHES if self._groups[-1].window == STATE_WINDOW else MAX_MATCHES):
             found.set_result(0)
             return
 

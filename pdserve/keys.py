@@ -37,6 +37,10 @@ LAYOUT_VERSION = (
     1  # of the byte format of a block: sections of [num_layers, K and V or latent, heads, block_size, head_dim]
 )
 
+# Of the states of recurrent layers: a state is all that the next token needs of the tokens before it, as if it reached but
+# the last one of these. A block of this group has the state after its last token, and no rows.
+STATE_WINDOW = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
@@ -149,7 +153,12 @@ class Layout:
         return _digest(self.model_fingerprint.encode())
 
     def is_convertible_to(self, other: "Layout") -> bool:
-        """Return whether both describe the same values, apart from the block size, the ranks and rounding."""
+        """Return whether both describe the same values, apart from the block size, the ranks and rounding.
+
+        States are of one format only.
+        """
+        if any(part.window == STATE_WINDOW for part in self.sections):
+            return False
         rounded = replace(self, dtype=other.dtype, itemsize=other.itemsize, numerics=other.numerics)
         return replace(rounded, block_size=other.block_size, rank=other.rank, ranks=other.ranks) == other
 

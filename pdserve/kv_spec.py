@@ -6,10 +6,13 @@ The model states it, through its attention or an adapter (`engine/architectures/
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
-from pdserve.keys import Layout, Section
+from pdserve.keys import STATE_WINDOW, Layout, Section
+
+STATE_BYTES = 4  # of a number
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,30 @@ class KVSpec:
 
     Attributes:
         groups: of the layers that have KV of their own.
-        reads: the other layers, each with the layer whose KV it reads.
+        reads: further layers, each with the layer whose KV it reads.
+        states: of recurrent layers, the float32 numbers of each kind of state, by layer and kind.
+        num_without: layers that have no KV.
     """
 
     groups: tuple[KVGroup, ...]
     reads: Mapping[int, int] = field(default_factory=dict)
+    states: Mapping[tuple[int, str], int] = field(default_factory=dict)
+    num_without: int = 0
 
     @classmethod
     def uniform(cls, num_layers: int, num_heads: int, head_dim: int) -> "KVSpec":
         """Return the spec of a model whose layers all have full attention and rows of one shape."""
         return cls((KVGroup(tuple(range(num_layers)), num_heads, head_dim),))
 
+    def in_bytes(self, scale_bytes: int) -> "KVSpec":
+        """Return the spec of KV in 8 bits: each head of K or V is followed by its scale, and numbers count bytes."""
+        return replace(
+            self, groups=tuple(replace(group, head_dim=group.head_dim + scale_bytes) for group in self.groups)
+        )
+
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups) + len(self.reads)
+        return sum(len(group.layers) for group in self.groups) + len(self.reads) + self.num_without
 
     @property
     def windows(self) -> list[int | None]:
@@ -78,19 +91,35 @@ class KVSpec:
         )
 
     def layout(self, **others: Any) -> Layout:
-        """Return the byte format of blocks. `others` are the fields of `Layout` about which this says nothing."""
+        """Return the byte format of blocks. `others` are the fields of `Layout` about which this says nothing.
+
+        States are padded to whole blocks of the other groups.
+        """
         first, *more = self.sections
-        return Layout(**asdict(first), more=tuple(more), **others)
+        layout = Layout(**asdict(first), more=tuple(more), **others)
+        if not self.states:
+            return layout
+        unit = math.lcm(*(group.block_numbers for group in layout.groups))
+        numbers = -(-sum(self.states.values()) * STATE_BYTES // layout.itemsize // unit) * unit
+        size = numbers // layout.block_size
+        state = Section(num_layers=1, num_kv_heads=1, head_dim=size, latent=True, window=STATE_WINDOW)
+        return replace(layout, more=(*more, state))
+
+    @property
+    def state_offsets(self) -> dict[tuple[int, str], int]:
+        """Where each state begins in a row of all, in float32 numbers."""
+        return dict(zip(self.states, accumulate(self.states.values(), initial=0), strict=False))
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Of each layer, where its KV is: the section, and the layer within."""
+        """Of each layer, where its KV is: the section, and the layer within. Of one without KV, the section of states."""
         places = {
             layer: (section, at)
             for section, (_, layers) in enumerate(self._layers_by_kind())
             for at, layer in enumerate(layers)
         }
-        return [places[self.reads.get(layer, layer)] for layer in range(self.num_layers)]
+        states = len(self.sections), 0
+        return [places.get(self.reads.get(layer, layer), states) for layer in range(self.num_layers)]
 
     def _layers_by_kind(self) -> Iterator[tuple[tuple[int | None, int, int, bool], list[int]]]:
         """Yield each window and shape of rows with its layers: the longest window first, then the one of the first layer."""

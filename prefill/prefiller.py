@@ -227,7 +227,8 @@ class Prefiller:
             store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
             tails: Tails = ()
             if seq.kv.tails:
-                tails = seq.kv.tails.prompt_blocks(self._engine.pool, start, stop, seq.kv.num_initial)
+                pool, length = self._engine.pool, seq.kv.num_initial
+                tails = seq.kv.tails.prompt_blocks(pool, start, stop, length, multi_turn=job.multi_turn)
             future = self._transfers.store(*store, growing=coming > 0, tails=tails)
             if isinstance(future, GrowingStore):
                 state.growing.append(future)

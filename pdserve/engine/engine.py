@@ -115,6 +115,7 @@ class Engine:
         self.checkpoint = self.runner.checkpoint
         kv = self.runner.kv
         self.pool = BlockPool(kv.num_pages, config.block_size, kv.groups)
+        self.pool.message_ends = self.checkpoint.eos_token_ids  # chat templates write them behind each message
         host = BlockPool(kv.num_host_blocks, config.block_size, kv.host_groups) if kv.num_host_blocks else None
         self.scheduler = Scheduler(
             self.pool,
@@ -123,7 +124,7 @@ class Engine:
             window=self.runner.window,
             host_pool=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
-            refetch_preempted=refetch_preempted,
+            refetch_preempted=refetch_preempted and not self.pool.has_states,  # found only where they were kept
             grows_ahead=self.runner.pipeline is not None,
         )
         self.max_model_len = _max_model_len(self.checkpoint, config, kv.num_blocks)
@@ -131,6 +132,8 @@ class Engine:
         room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
+        if config.speculate != "off" and self.pool.has_states:
+            raise SetupError("--speculate: not with recurrent layers, whose states cannot be taken back; leave it out")
         if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
             self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
         if config.has_adapters:

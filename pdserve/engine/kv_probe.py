@@ -1,5 +1,6 @@
 """KV probe: what a model's KV is, as its attention layers show it while two tokens pass the model."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ class KVProbe:
     def __init__(self) -> None:
         self._kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # kept, so that no other tensor gets the memory
         self._windows: dict[int, int | None] = {}
+        self._states: dict[tuple[int, str], int] = {}
+
+    def keep_state(self, layer: int, kind: str, count: int) -> None:
+        """Note that a layer keeps a state of so many numbers, besides those of other kinds."""
+        self._states[layer, kind] = count
 
     def attend(
         self, layer: int, q_1HTD: torch.Tensor, k_1GTD: torch.Tensor, v_1GTD: torch.Tensor, window: int | None
@@ -26,19 +32,21 @@ class KVProbe:
         self._windows[layer] = window
         return torch.zeros_like(q_1HTD.transpose(1, 2))
 
-    def spec(self, num_layers: int, num_heads: int | None = None) -> KVSpec:
+    def spec(self, num_layers: int, num_heads: int | None = None, without: Collection[int] = ()) -> KVSpec:
         """Return the KV of the model that has passed.
 
         Args:
             num_heads: KV heads of the whole model, where this is a rank's part of it.
+            without: layers that keep nothing of a token.
 
         Raises:
-            UnsupportedAttention: a layer has not asked for attention.
+            UnsupportedAttention: a layer has not asked for attention, and has no state that is known.
         """
-        if self._kv.keys() != set(range(num_layers)):
+        with_states = {layer for layer, _ in self._states}
+        if not self._kv or {*self._kv, *with_states, *without} != set(range(num_layers)):
             raise UnsupportedAttention("not all of its layers use the attention interface")
         first, reads, windows = dict[tuple[Any, ...], int](), dict[int, int](), dict(self._windows)
-        for layer in range(num_layers):
+        for layer in sorted(self._kv):
             source = first.setdefault(tuple(map(_identity, self._kv[layer])), layer)
             if source != layer:  # it was given the other one's tensors
                 reads[layer] = source
@@ -50,7 +58,8 @@ class KVProbe:
             if num_heads is not None and not latent:
                 heads = num_heads
             groups.setdefault((heads, k_1GTD.shape[3], latent, window), []).append(layer)
-        return KVSpec(tuple(KVGroup(tuple(layers), *what) for what, layers in groups.items()), reads)
+        kv_groups = tuple(KVGroup(tuple(layers), *what) for what, layers in groups.items())
+        return KVSpec(kv_groups, reads, self._states, num_layers - len(self._kv))
 
 
 @torch.inference_mode()
@@ -68,7 +77,8 @@ def probe(model: Any, num_layers: int, num_heads: int | None = None) -> KVSpec:
         if "paged" not in str(error):
             raise  # a defect, not a model that rejects the `paged` argument
         raise UnsupportedAttention(str(error)) from error
-    return seen.spec(num_layers, num_heads)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return seen.spec(num_layers, num_heads, [layer for layer, kind in enumerate(types) if kind in ("mlp", "moe")])
 
 
 def _identity(x: torch.Tensor) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from pdserve.engine.cpu_fusion.row_products import RowProducts
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.kv_probe import UnsupportedAttention
 from pdserve.engine.memory.allocation import allocate, zeroed_blocks
-from pdserve.engine.memory.groups import BlockTable
+from pdserve.engine.memory.groups import GAP, BlockTable
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.numerics import numerics_class
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.uint32]
 Arrays: TypeAlias = "SequenceABC[npt.NDArray[np.integer[Any]]]"
+MAX_STATE_ERROR = 1e-3  # of the largest logit, in float32, where products are torch's
 ALIGNMENT = 4  # elements of a packed array: kernels read 16 bytes at a time
 
 
@@ -109,19 +110,35 @@ class ModelRunner:
         return None
 
     def _try_model(self) -> None:
-        """Run two tokens through the model.
+        """Run two tokens through the model; if it has states, also one by one.
 
         Raises:
-            SetupError: it needs attention that the kernels do not support.
+            SetupError: it needs attention that the kernels do not support, or states that are not known.
         """
-        blocks = block_table(range(-(-2 // self.block_size)))
-        with self.scratch_pool(len(blocks)), torch.inference_mode():
-            inputs = self.step_inputs(np.zeros(2, np.uint32), [2], [0], [blocks], [1])
+        blocks, name = block_table(range(-(-2 // self.block_size))), type(self.checkpoint.model).__name__
+        num_groups = len(self.kv.groups)
+        with self.scratch_pool(len(blocks) * num_groups), torch.inference_mode():
+            groups = [*enumerate(self.kv.groups)][1:]  # each with pages of its own
+            pages = {at: [page + at * len(blocks) for page in blocks] for at in range(num_groups)}
+            tails = [
+                [block_table(group.first_id + page * group.per_page for page in pages[at])] for at, group in groups
+            ]
+
+            def last_logits(first: int, count: int) -> torch.Tensor:
+                ids_T = np.zeros(count, np.uint32)
+                return self.forward(self.step_inputs(ids_T, [count], [first], [blocks], [count - 1], tails)).float()
+
             try:
-                self.forward(inputs)
+                logits_1V = last_logits(0, 2)
             except UnsupportedAttention as error:
-                name = type(self.checkpoint.model).__name__
                 raise SetupError(f"architecture {name} is not supported: {error}") from error
+            if self.kv.states is None:
+                return
+            _, last_1V = last_logits(0, 1), last_logits(1, 1)
+            if (last_1V - logits_1V).abs().max() > MAX_STATE_ERROR * logits_1V.abs().max():
+                raise SetupError(
+                    f"architecture {name} is not supported: some of its layers keep states of another kind"
+                )
 
     def _is_exact(self) -> bool:
         """Return whether the model's products, of which a step has run, give a row the same bits in any batch.
@@ -319,8 +336,10 @@ class ModelRunner:
             tables_SM = np.zeros((len(counts), max(map(len, of_group))), dtype=np.int64)
             for row, table in enumerate(of_group):
                 tables_SM[row, : len(table)] = table
-            if at:
-                tables_SM = np.maximum(tables_SM - group.first_id, 0) if tails else tables_SM % len(self.kv.views[at])
+            if at and tails:
+                tables_SM = np.maximum(tables_SM - group.first_id, GAP if group.is_states else 0)
+            elif at:
+                tables_SM %= len(self.kv.views[at])
             blocks_T = tables_SM[rows_T, positions_T // self.block_size]
             slots_and_tables += [blocks_T * self.block_size + positions_T % self.block_size, tables_SM]
         rows = np.array(logit_rows or [0])
@@ -341,7 +360,7 @@ class ModelRunner:
         if more:
             pairs = zip(more[::2], more[1::2], strict=True)
             others = tuple(replace(batch, slots_T=slots, tables_SM=tables) for slots, tables in pairs)
-            batch = replace(batch, tails=others, group_of=self.kv.group_of)
+            batch = replace(batch, tails=others, group_of=self.kv.group_of, states=self.kv.states)
         # In this order, too: rows of scored prompts come behind those of all sequences.
         is_decode_step = len(counts) == len(ids_T) and logit_rows == [*range(len(ids_T))]
         return StepInputs(ids_1T, positions_1T, batch, rows_on_device, is_decode_step)
@@ -402,6 +421,13 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "it knows no attention sinks; use --kernel auto"
+        )
+    if checkpoint.kv_dtype == torch.int8 and not kernel.CAPABILITIES.byte_kv:
+        raise SetupError(f"--kv-cache-dtype int8: not with the kernel {kernel.NAME}; use --device cpu, or auto")
+    if checkpoint.spec.states and not kernel.CAPABILITIES.states:
+        raise SetupError(
+            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
+            "it computes no states of recurrent layers; use --device cpu with --kernel cpu"
         )
     return kernel
 

@@ -7,6 +7,7 @@ the inputs of another step (tokens, positions, slots, block tables) into the rec
 Correctness:
     - Values that Python read from tensors are recorded. If a replay reads a different value, the step runs eagerly.
     - A graph is used only after one of its replays equalled the model's logits bit for bit.
+    - A step that may have to be computed twice gets the states of its sequences back, which it changes in place.
 
 These graphs work with the CPU kernels only, which read nothing of a batch but its tensors.
 Shape legend: see kernels/batch.py; V vocabulary.
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdserve.kernels import native
 from pdserve.kernels.batch import PagedBatch
+from pdserve.kernels.states import written_rows
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +111,20 @@ class StepGraphs:
     def _replay(
         self, graph: "StepGraph", ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch
     ) -> torch.Tensor:
+        rows, before = list[int](), None
+        if batch.states is not None and (graph.reads_values or not graph.verified):
+            rows = written_rows(batch)
+            before = batch.states.rows_NX[rows]
         started = time.thread_time()
         try:
             logits_SV = graph.replay(ids_1S, positions_1S, batch)
         except ReplayMismatch:
+            _restore(batch, rows, before)
             return self._model(ids_1S, positions_1S, batch)
         if graph.verified:
             self.num_replayed += 1
             return logits_SV
+        _restore(batch, rows, before)
         replayed = time.thread_time()
         expected_SV = self._model(ids_1S, positions_1S, batch)
         graph.verified = torch.equal(logits_SV, expected_SV)
@@ -137,12 +145,18 @@ class StepGraphs:
             self._num_steps[size] = 0
 
 
+def _restore(batch: PagedBatch, rows: list[int], before: torch.Tensor | None) -> None:
+    if batch.states is not None and before is not None:
+        batch.states.rows_NX[rows] = before
+
+
 class StepGraph:
     """One recorded step. The constructor runs the model and records it.
 
     Attributes:
         logits_SV: logits of the last step that was recorded or replayed.
         unsupported_reason: why the step cannot be replayed, if so.
+        reads_values: a replay may turn out to read other values than the recorded step.
         verified: whether a replay equalled the model.
         nbytes: memory that the graph keeps alive.
     """
@@ -167,6 +181,7 @@ class StepGraph:
         self._keep_alive = recorder.results  # the recorded kernel calls hold only addresses
         self.nbytes = sum(recorder.storage_bytes.values())
         self.unsupported_reason = detector.unsupported_reason
+        self.reads_values = recorder.reads_values
         self.verified = False
 
     def replay(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
@@ -215,6 +230,7 @@ class _OperatorRecorder(TorchDispatchMode):
         calls: replayable calls, in order.
         results: all results, to be kept alive.
         storage_bytes: size of each storage that an operator has allocated, by identity.
+        reads_values: whether a call checks a value or a shape.
     """
 
     def __init__(self) -> None:
@@ -222,6 +238,7 @@ class _OperatorRecorder(TorchDispatchMode):
         self.calls: list[Callable[[], Any]] = []
         self.results: list[Any] = []
         self.storage_bytes: dict[int, int] = {}
+        self.reads_values = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -233,8 +250,10 @@ class _OperatorRecorder(TorchDispatchMode):
         if func._schema.is_mutable:
             self.calls.append(partial(func, *args, **kwargs))
         elif not outputs:
+            self.reads_values = True
             self.calls.append(partial(_check_host_value, func, args, kwargs, result))
         elif allocated and not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            self.reads_values |= torch.Tag.dynamic_output_shape in func.tags
             self.calls.append(_replayable_call(func, args, kwargs, outputs))
         self.storage_bytes |= {
             storage: x.untyped_storage().nbytes() for storage, x in allocated.items() if x.layout == torch.strided

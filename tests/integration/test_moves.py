@@ -86,11 +86,17 @@ class LocalInstance:
         self.dispatcher.fleet.handle_frame(self.handle, pb.InstanceFrame(blocks=blocks))
 
 
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def architecture(request: pytest.FixtureRequest) -> str:
+    """Return a model's architecture: with KV of each token, or with states of recurrent layers besides."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def instances(checkpoint: Callable[..., Path]) -> Iterator[list[LocalInstance]]:
+def instances(checkpoint: Callable[..., Path], architecture: str) -> Iterator[list[LocalInstance]]:
     connector = f"memory://{uuid.uuid4().hex}?timeout=600"
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-    instances = [LocalInstance(name, checkpoint("llama"), connector) for name in names]
+    instances = [LocalInstance(name, checkpoint(architecture), connector) for name in names]
     yield instances
     for instance in instances:
         instance.instance.layout_converter.close()
@@ -153,12 +159,12 @@ def random_migrations(random: Random, num_requests: int) -> list[list[int]]:
 
 
 def test_streams_that_migrate_at_any_token_keep_their_tokens(
-    instances: list[LocalInstance], generate: Callable[..., Any], checkpoint: Any
+    instances: list[LocalInstance], generate: Callable[..., Any], checkpoint: Any, architecture: str
 ) -> None:
     unmoved = serve(instances, "auto", [[] for _ in requests(instances)])
     expected = [state.emitted for state in unmoved]
     greedy = [request.prompt for request in requests(instances) if request.sampling.temperature == 0]
-    assert expected[::2] == generate(checkpoint("llama"), greedy, TOKENS)
+    assert expected[::2] == generate(checkpoint(architecture), greedy, TOKENS)
     random = Random(11)
     for policy in POLICIES:
         migrate_at = random_migrations(random, len(expected))

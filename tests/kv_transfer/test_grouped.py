@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,6 +128,14 @@ def test_a_prefix_is_found_if_the_window_behind_it_is_there(full: int, missing: 
     window = Part([key for i, key in enumerate(KEYS) if i not in missing])
     grouped = GroupedConnector([Part(KEYS[:full]), window], LAYOUT, [100, 50])
     assert grouped.match(KEYS).result() == expected
+
+
+@pytest.mark.parametrize(("window", "missing", "expected"), [(49, 6, 10), (50, 6, 6), (49, 7, 7), (33, 7, 10)])
+def test_a_window_reaches_back_to_its_first_token(window: int, missing: int, expected: int) -> None:
+    """Token 160 reaches token 112, the first of block 7, with a window of 49 tokens."""
+    layout = replace(LAYOUT, more=(replace(LAYOUT.more[0], window=window),))
+    parts = [Part(), Part([key for i, key in enumerate(KEYS) if i != missing])]
+    assert GroupedConnector(parts, layout, [100, 50]).match(KEYS).result() == expected
 
 
 def test_a_store_is_asked_a_bounded_number_of_times() -> None:

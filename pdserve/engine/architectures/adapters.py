@@ -14,7 +14,7 @@ from pdserve.kv_spec import KVSpec
 
 GROUP = "pdserve.architectures"
 # Missed where the package was updated but not installed.
-OURS = ("attention-sinks", "chunked-attention", "class-head", "latent-attention")
+OURS = ("attention-sinks", "chunked-attention", "class-head", "latent-attention", "states")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 torch, oneDNN and MKL choose a kernel, and with it an order of summation, by the number of rows, the shape and the processor.
 So no product of a model in 16 bits is theirs: layers are packed for our kernels (linear_method.py, experts.py), and products
 with other weights, such as those of a mixture's router, are computed by ours from the weights as they are.
+
+torch computes some functions of float32 otherwise in the vectors of a tensor than at its end. They are computed from others.
 """
 
 from collections.abc import Callable
@@ -23,11 +25,30 @@ _OTHER_PRODUCTS: set[Callable[..., Any]] = {
 }
 
 
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    return x * _sigmoid(x)
+
+
+def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    return (beta * x.clamp(min=0) + torch.log1p(torch.exp(-beta * x.abs()))) / beta
+
+
+_ELEMENTWISE: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid), _sigmoid),
+    F.silu: _silu,
+    F.softplus: _softplus,
+}
+
+
 class RowProducts(TorchFunctionMode):
     """Within this context, `torch.nn.functional.linear` gives each row the same bits in any batch.
 
     Attributes:
-        is_used: whether it has computed a product.
+        is_used: whether it has computed anything.
         inexact: names of torch's products that were called, whose rows may depend on the batch.
     """
 
@@ -41,6 +62,9 @@ class RowProducts(TorchFunctionMode):
         if func is F.linear and not isinstance(args[1], PackedWeight):
             self.is_used = True
             return linear.plain(*args, **kwargs)
+        if func in _ELEMENTWISE and args[0].dtype == torch.float32:
+            self.is_used = True
+            return _ELEMENTWISE[func](*args, **kwargs)
         if func in _OTHER_PRODUCTS or (func in linear.MATMUL and _sums(*args[:2])):
             self.inexact.add(func.__name__)
         return func(*args, **kwargs)

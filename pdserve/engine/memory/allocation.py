@@ -44,9 +44,9 @@ def zeroed_blocks(checkpoint: Checkpoint, count: int, device: torch.device) -> t
     """Return new memory for `count` pages, [count, X]. On CPUs the system clears each page when it is first used."""
     shape_NX = (count, page_numbers(checkpoint.layout))
     if device.type != "cpu" or not count:
-        return torch.zeros(shape_NX, dtype=checkpoint.dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape_NX) * checkpoint.dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    blocks_NX = torch.frombuffer(memory, dtype=checkpoint.dtype).view(shape_NX)
+        return torch.zeros(shape_NX, dtype=checkpoint.kv_dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape_NX) * checkpoint.kv_dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    blocks_NX = torch.frombuffer(memory, dtype=checkpoint.kv_dtype).view(shape_NX)
     huge_pages(blocks_NX)
     return blocks_NX
 
@@ -60,10 +60,13 @@ def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> 
     block_bytes, groups = checkpoint.layout.block_bytes, pool_groups(checkpoint.layout, 0)
     if config.num_blocks is not None:
         count = config.num_blocks
+        num_pages = pages_for(count, groups, config.max_num_seqs)
     else:
         useful = config.max_num_seqs * -(-checkpoint.context_length // config.block_size)
         page_bytes = page_numbers(checkpoint.layout) * checkpoint.layout.itemsize
-        count = min(blocks_in(_pool_bytes(checkpoint, config, step_bytes) // page_bytes, groups), useful)
+        num_pages = _pool_bytes(checkpoint, config, step_bytes) // page_bytes
+        count = min(blocks_in(num_pages, groups), useful)
+        num_pages = min(num_pages, pages_for(count, groups, config.max_num_seqs))
     if count < 2:
         where = ""
         if checkpoint.device.type == "cuda":
@@ -73,7 +76,7 @@ def pool_size(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> 
             f"no room for KV: a block takes {block_bytes} bytes and {count} would fit{where}; "
             "raise --kv-cache-memory or --num-blocks, or lower --max-num-batched-tokens"
         )
-    return pages_for(count, groups)
+    return num_pages
 
 
 def _pool_bytes(checkpoint: Checkpoint, config: EngineConfig, step_bytes: int) -> int:

@@ -43,6 +43,8 @@ class BlockPool:
     Attributes:
         num_promised: free pages that sequences are promised, see `SequenceKV.promise`.
         num_shared: blocks with several holders.
+        has_states: the last group has states of recurrent layers.
+        message_ends: tokens that end a message, behind which a state is kept.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
         pinned: blocks to which the pool itself has a reference.
@@ -55,6 +57,8 @@ class BlockPool:
         self.block_size = block_size
         self.groups = groups
         self.tail_groups = [*enumerate(groups)][1:]
+        self.has_states = groups[-1].is_states
+        self.message_ends = frozenset[int]()
         self.num_promised = 0
         self.num_shared = 0
         self._page_of: Sequence[int] = range(num_blocks)
@@ -119,6 +123,9 @@ class BlockPool:
     def match_tail(self, at: int, keys: Sequence[bytes]) -> list[int]:
         """Return the ids of a group's blocks of `keys`, all of which are in the pool. Takes no reference."""
         return [*map(self._block_of[at].__getitem__, keys)]
+
+    def has_key(self, block: int) -> bool:
+        return block in self._key_of
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block, reviving cached ones."""

@@ -1,13 +1,20 @@
 """Groups of blocks: what a sequence has in a pool of several groups, each with a table of its own. Plain data.
 
 Layers of one window are a group; the group of the longest window is the first one, whose table is `SequenceKV.block_ids`.
+
+The states of recurrent layers are the last group. Its window is that of a row on which only the next token depends.
 """
 
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
+
+from pdserve.keys import STATE_WINDOW, Tokens
+
+GAP = -1  # in a table of states
+STATES = 4  # the newest one, those of the last two full blocks before it, and that of the first message
 
 BlockTable: TypeAlias = "array[int]"  # int64: a step copies it into its input, which takes a list fifteen times as long
 
@@ -26,6 +33,15 @@ class Group:
     per_page: int = 1
     first_id: int = 0
 
+    @property
+    def is_states(self) -> bool:
+        return self.window == STATE_WINDOW
+
+    @property
+    def void(self) -> int:
+        """The entry of a table where there is no block."""
+        return GAP if self.is_states else self.first_id
+
     def num_unreached(self, num_tokens: int, block_size: int) -> int:
         """Return how many leading blocks lie outside the windows of all tokens behind the first `num_tokens`."""
         return 0 if self.window is None else max(0, num_tokens + 1 - self.window) // block_size
@@ -34,15 +50,16 @@ class Group:
 ONE_GROUP = (Group(),)
 
 
-def pages_for(num_blocks: int, groups: Sequence[Group]) -> int:
-    """Return how many pages so many blocks of each group take."""
-    return sum(-(-num_blocks // group.per_page) for group in groups)
+def pages_for(num_blocks: int, groups: Sequence[Group], num_seqs: int = 1) -> int:
+    """Return how many pages so many blocks of each group take. Of states, these are the most that sequences can have."""
+    num_states = STATES * num_seqs + num_blocks // groups[0].per_page
+    return sum(min(num_blocks, num_states) if group.is_states else -(-num_blocks // group.per_page) for group in groups)
 
 
 def blocks_in(num_pages: int, groups: Sequence[Group]) -> int:
-    """Return how many blocks of each group fit into so many pages."""
+    """Return how many blocks of each group, of one sequence, fit into so many pages."""
     whole = math.lcm(*(group.per_page for group in groups))
-    count = num_pages * whole // sum(whole // group.per_page for group in groups)
+    count = num_pages * whole // sum(whole // group.per_page for group in groups if not group.is_states)
     while pages_for(count, groups) > num_pages:
         count -= 1
     return count
@@ -54,6 +71,7 @@ class Pool(Protocol):
     block_size: int
     groups: Sequence[Group]
     refs: list[int]
+    message_ends: frozenset[int]
 
     @property
     def num_free(self) -> int: ...
@@ -65,6 +83,8 @@ class Pool(Protocol):
     def release(self, blocks: Sequence[int], *, goes_first: bool = False) -> None: ...
 
     def match_tail(self, at: int, keys: Sequence[bytes]) -> list[int]: ...
+
+    def has_key(self, block: int) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -92,9 +112,22 @@ class Table:
         """Return whether others read block `index`, to which a token is about to be written, or may find it by its key."""
         return index < num_registered or (index < len(self.ids) and pool.refs[self.ids[index]] > 1)
 
+    def keeps(self, index: int) -> bool:
+        """Return whether block `index`, once it is full, may be found by its key."""
+        return index >= self.num_dropped
+
+    def num_new(self, pool: Pool, stop: int) -> int:
+        """Return how many blocks it takes for `stop` entries, spare ones included."""
+        return max(0, stop - max(len(self.ids), self.num_dropped))
+
+    def extend(self, pool: Pool, stop: int) -> None:
+        """Take blocks for `stop` entries."""
+        self.ids.extend([pool.groups[self.at].void] * (min(stop, self.num_dropped) - len(self.ids)))
+        self.ids.extend([self.take(pool) for _ in range(stop - len(self.ids))])
+
     def shared(self, pool: Pool, stop: int) -> "Table":
         """Return the first `stop` blocks as those of another sequence, which holds them too."""
-        other = Table(self.at, self.ids[:stop], min(self.num_dropped, stop))
+        other = replace(self, ids=self.ids[:stop], num_dropped=min(self.num_dropped, stop), spare=[])
         pool.hold(other.held_blocks)
         return other
 
@@ -110,6 +143,27 @@ class Table:
         """Return the blocks [first, stop) that it has, from `least` on, as (index - first, id)."""
         return [(index - first, self.ids[index]) for index in range(max(first, self.num_dropped, least), stop)]
 
+    def prompt_blocks(
+        self, pool: Pool, first: int, stop: int, num_tokens: int, *, multi_turn: bool
+    ) -> list[tuple[int, int]]:
+        """Return those that tokens behind a prompt of `num_tokens` reach, or tokens behind its last full block."""
+        return self.blocks(first, stop, self.num_unneeded(pool, num_tokens))
+
+    def answer_blocks(
+        self, pool: Pool, first: int, stop: int, num_initial: int, *, is_end: bool
+    ) -> list[tuple[int, int]]:
+        """Return those that another turn may need. `is_end`: the answer is complete, and no later block of it is full."""
+        return self.blocks(first, stop, self.num_unneeded(pool, num_initial))
+
+    def lacks(self, pool: Pool, num_tokens: int) -> bool:
+        """Return whether it has dropped blocks that the token behind the first `num_tokens` reaches."""
+        return self.num_unreached(pool, num_tokens) < self.num_dropped
+
+    def drops_soon(self, pool: Pool, first: int, num_initial: int, num_tokens: int) -> bool:
+        """Return whether no token behind the first `num_tokens` reaches one of the prompt's blocks from `first` on."""
+        needed = max(first, self.num_dropped, self.num_unneeded(pool, num_initial))
+        return self.num_unreached(pool, num_tokens) > needed
+
     def drop(self, pool: Pool, num_tokens: int) -> None:
         """Release what no token behind the first `num_tokens` reaches. It is evicted before all else."""
         stop = self.num_unreached(pool, num_tokens)
@@ -117,11 +171,138 @@ class Table:
             pool.release(self.ids[self.num_dropped : stop].tolist(), goes_first=True)
             self.num_dropped = stop
 
+    def to_swap(self, pool: Pool, num_tokens: int, stop: int) -> tuple[int, list[int]]:
+        """Return the first block to be copied to host memory, and those up to `stop`, of a sequence with `num_tokens`."""
+        return self.num_dropped, self.ids[self.num_dropped : stop].tolist()
+
+    def to_restore(self, first: int, stop: int) -> list[int]:
+        """Return the blocks [first, stop) into which those in host memory are copied."""
+        return self.ids[first:stop].tolist()
+
     def take(self, pool: Pool) -> int:
         """Return a block that it has not used: a spare one, or the first of another page."""
         if not self.spare:
             self.spare += pool.allocate(1, self.at)
         return self.spare.pop(0)
+
+
+@dataclass(eq=False)
+class StateTable(Table):
+    """The states of a sequence: the block of a number of tokens has the state behind its last token.
+
+    One block moves along with the sequence, whose state nobody else may read, and leaves a gap behind. Some keep theirs:
+
+    Attributes:
+        kept: those of the prompt in which a message ends.
+        first_kept: that of the last hit that another prompt of the same tokens may have. From there on, all do.
+    """
+
+    kept: frozenset[int] = frozenset()
+    first_kept: int = 0
+
+    @classmethod
+    def of(cls, pool: Pool, at: int, ids: BlockTable, num_dropped: int, tokens: Tokens) -> "StateTable":
+        """Return the table of a sequence that goes on from `ids`. The last of its tokens is computed in any case."""
+        size, least = pool.block_size, pool.groups[0].per_page
+        ends, first_kept, kept = list[int](), max(0, (len(tokens) - 1) // size - 1), list[int]()
+        for token in pool.message_ends:
+            end = 0
+            while (end := _index(tokens, token, end) + 1) and end <= first_kept * size:
+                ends.append(end)
+        for block in sorted(end // size - 1 for end in ends):
+            if block >= 0 and (not kept or block - kept[-1] >= least):  # closer together, they are not worth it
+                kept.append(block)
+        return cls(at, ids, num_dropped, kept=frozenset(kept), first_kept=first_kept)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        return [block for block in super().held_blocks if block != GAP]
+
+    def is_copied(self, pool: Pool, index: int, num_registered: int) -> bool:
+        has_block = index < len(self.ids) and self.ids[index] != GAP
+        return index < num_registered or (has_block and pool.refs[self.ids[index]] > 1)
+
+    def keeps(self, index: int) -> bool:
+        return index >= self.num_dropped and self.ids[index] != GAP and self._stays(index)
+
+    def _stays(self, index: int) -> bool:
+        return index >= self.first_kept or index in self.kept
+
+    def _moves(self, pool: Pool) -> bool:
+        """Return whether the last block moves along."""
+        last = len(self.ids) - 1
+        if last < self.num_dropped or self._stays(last):
+            return False
+        return pool.refs[self.ids[last]] == 1 and not pool.has_key(self.ids[last])
+
+    def num_new(self, pool: Pool, stop: int) -> int:
+        first = max(len(self.ids), self.num_dropped)
+        if stop <= first:
+            return 0
+        num_staying = sum(first <= index < min(stop - 1, self.first_kept) for index in self.kept)
+        num_staying += max(0, stop - 1 - max(first, self.first_kept))
+        return num_staying + 1 - self._moves(pool)
+
+    def extend(self, pool: Pool, stop: int) -> None:
+        self.ids.extend([GAP] * (min(stop, self.num_dropped) - len(self.ids)))
+        while (index := len(self.ids)) < stop:
+            if self._moves(pool):
+                self.ids.append(self.ids[-1])
+                self.ids[index - 1] = GAP
+            else:
+                self.ids.append(self.take(pool))
+
+    def blocks(self, first: int, stop: int, least: int = 0) -> list[tuple[int, int]]:
+        return [(place, block) for place, block in super().blocks(first, stop, least) if block != GAP]
+
+    def prompt_blocks(
+        self, pool: Pool, first: int, stop: int, num_tokens: int, *, multi_turn: bool
+    ) -> list[tuple[int, int]]:
+        """Return the state behind the prompt and, if another turn may follow, those that others may find."""
+        last = self.num_unreached(pool, num_tokens)
+        blocks = self.blocks(first, stop)
+        return [one for one in blocks if first + one[0] >= last or (multi_turn and self._stays(first + one[0]))]
+
+    def answer_blocks(
+        self, pool: Pool, first: int, stop: int, num_initial: int, *, is_end: bool
+    ) -> list[tuple[int, int]]:
+        """Return the state behind the last full block, at the end."""
+        return self.blocks(first, stop, stop - 1) if is_end else []
+
+    def lacks(self, pool: Pool, num_tokens: int) -> bool:
+        reached = self.num_unreached(pool, num_tokens)
+        return reached < self.num_dropped or (num_tokens > 0 and self.ids[reached] == GAP)
+
+    def drops_soon(self, pool: Pool, first: int, num_initial: int, num_tokens: int) -> bool:
+        return False
+
+    def drop(self, pool: Pool, num_tokens: int) -> None:
+        """Release the states before that of the last full block, which another turn may need.
+
+        Those of an answer are evicted before all else.
+        """
+        stop = num_tokens // pool.block_size - 1
+        if self.num_dropped < stop <= len(self.ids):
+            for index, block in enumerate(self.ids[self.num_dropped : stop], self.num_dropped):
+                if block != GAP:
+                    pool.release([block], goes_first=index > self.first_kept)
+            self.num_dropped = stop
+
+    def to_swap(self, pool: Pool, num_tokens: int, stop: int) -> tuple[int, list[int]]:
+        """Return the state behind the last of `num_tokens`."""
+        reached = self.num_unreached(pool, num_tokens)
+        return reached, self.to_restore(reached, stop)[:1]
+
+    def to_restore(self, first: int, stop: int) -> list[int]:
+        return [block for block in self.ids[first:] if block != GAP]
+
+
+def _index(tokens: Tokens, token: int, start: int) -> int:
+    """Return the index of a token from `start` on; -1: it is not there."""
+    try:
+        return tokens.index(token, start)
+    except ValueError:
+        return -1
 
 
 class Tails(list[Table]):
@@ -131,20 +312,27 @@ class Tails(list[Table]):
         """Return the blocks [first, stop), as far as it has them, as (index - first, id)."""
         return [block for table in self for block in table.blocks(first, stop)]
 
-    def prompt_blocks(self, pool: Pool, first: int, stop: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Return those that tokens behind a prompt of `num_tokens` reach, or tokens behind its last full block."""
-        return [block for table in self for block in table.blocks(first, stop, table.num_unneeded(pool, num_tokens))]
+    def prompt_blocks(
+        self, pool: Pool, first: int, stop: int, num_tokens: int, *, multi_turn: bool
+    ) -> list[tuple[int, int]]:
+        """Return those of a prompt that others load, see `Table.prompt_blocks`."""
+        tables = (table.prompt_blocks(pool, first, stop, num_tokens, multi_turn=multi_turn) for table in self)
+        return [block for blocks in tables for block in blocks]
+
+    def answer_blocks(
+        self, pool: Pool, first: int, stop: int, num_initial: int, *, is_end: bool
+    ) -> list[tuple[int, int]]:
+        """Return those of prompt and answer that another turn loads, see `Table.answer_blocks`."""
+        tables = (table.answer_blocks(pool, first, stop, num_initial, is_end=is_end) for table in self)
+        return [block for blocks in tables for block in blocks]
 
     def lack(self, pool: Pool, num_tokens: int) -> bool:
         """Return whether it has dropped blocks that the token behind the first `num_tokens` reaches."""
-        return any(table.num_unreached(pool, num_tokens) < table.num_dropped for table in self)
+        return any(table.lacks(pool, num_tokens) for table in self)
 
     def drop_soon(self, pool: Pool, first: int, num_initial: int, num_tokens: int) -> bool:
         """Return whether no token behind the first `num_tokens` reaches one of the prompt's blocks from `first` on."""
-        return any(
-            table.num_unreached(pool, num_tokens) > max(first, table.num_dropped, table.num_unneeded(pool, num_initial))
-            for table in self
-        )
+        return any(table.drops_soon(pool, first, num_initial, num_tokens) for table in self)
 
     def drop(self, pool: Pool, num_tokens: int) -> None:
         """Release what no token behind the first `num_tokens` reaches. It is evicted before all else."""
@@ -155,13 +343,15 @@ class Tails(list[Table]):
         """Return the first `stop` blocks, if that is any, as those of another sequence, which holds them too."""
         return Tails(table.shared(pool, stop) for table in self if stop)
 
-    def take_hits(self, pool: Pool, keys: Sequence[bytes], num_tokens: int) -> None:
-        """Take over references to the blocks of `keys` that the token behind the first `num_tokens` reaches."""
+    def take_hits(self, pool: Pool, keys: Sequence[bytes], num_tokens: int, tokens: Tokens) -> None:
+        """Take over references to the blocks of `keys` that the token behind the first `num_tokens` of `tokens` reaches."""
         for at, group in [*enumerate(pool.groups)][1:]:
             reached = group.num_unreached(num_tokens, pool.block_size)
             found = pool.match_tail(at, keys[reached:])
             pool.hold(found)
-            self.append(Table(at, array("q", [group.first_id] * min(reached, len(keys)) + found), reached))
+            ids = array("q", [group.void] * min(reached, len(keys)) + found)
+            table = StateTable.of(pool, at, ids, reached, tokens) if group.is_states else Table(at, ids, reached)
+            self.append(table)
 
 
 @dataclass(frozen=True)
@@ -185,9 +375,7 @@ def extend(pool: Pool, tables: Sequence[Table], stop: int) -> int:
     """Let tables have `stop` blocks each. Return how many pages that took."""
     num_free = pool.num_free
     for table in tables:
-        void = min(stop, table.num_dropped) - len(table.ids)
-        table.ids.extend([pool.groups[table.at].first_id] * void)
-        table.ids.extend([table.take(pool) for _ in range(stop - len(table.ids))])
+        table.extend(pool, stop)
     return num_free - pool.num_free
 
 
@@ -199,7 +387,7 @@ def num_pages(pool: Pool, tables: Sequence[Table], stop: int, index: int = 0, nu
     """
     total = 0
     for table in tables:
-        count = max(0, stop - max(len(table.ids), table.num_dropped))
+        count = table.num_new(pool, stop)
         count += num_registered is not None and table.is_copied(pool, index, num_registered)
         total += -(-max(0, count - len(table.spare)) // pool.groups[table.at].per_page)
     return total

@@ -12,6 +12,7 @@ import torch
 from pdserve.engine.memory.blocks import BlockPairs
 from pdserve.engine.memory.groups import Group, blocks_in
 from pdserve.kernels.batch import Kernel, layer_caches
+from pdserve.kernels.states import StateRows
 from pdserve.keys import Layout
 from pdserve.kv_spec import KVSpec
 from pdserve.plugins import extension
@@ -69,6 +70,7 @@ class KVMemory:
         sections: views of these, see `section_views`.
         caches: views of the pool by layer, see `PagedBatch`.
         group_of: of each layer, its group.
+        states: the memory of states; None if the model has none.
         final_bytes: of each layer, the leading bytes of a block to which no later layer writes; none if there are groups.
     """
 
@@ -95,6 +97,9 @@ class KVMemory:
             [part for part, of in zip(self.sections, group_of_section, strict=True) if of == at]
             for at in range(len(windows))
         ]  # views of each group's blocks
+        self.states: StateRows | None = None
+        if spec.states:
+            self.states = StateRows(self.views[-1].view(torch.float32), spec.state_offsets)
         self.final_bytes = _final_bytes(layout, spec)
         self._kernel = kernel
 
@@ -123,8 +128,13 @@ class KVMemory:
 
     @torch.inference_mode()
     def clear_tail(self, block: int, used: int) -> None:
-        """Zero a partial block behind its first `used` tokens, so that no other sequence's KV leaves the instance."""
+        """Zero a partial block behind its first `used` tokens, so that no other sequence's KV leaves the instance.
+
+        A state has nothing of others.
+        """
         at = self._group(block) if len(self.groups) > 1 else 0
+        if self.groups[at].is_states:
+            return
         for section_NL2GBD in self._sections_of[at]:
             section_NL2GBD[block - self.groups[at].first_id, ..., used:, :] = 0
 

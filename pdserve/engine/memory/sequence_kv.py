@@ -175,7 +175,8 @@ class SequenceKV:
             False if more than `room` pages would have to be promised beyond the spare ones; nothing was taken.
         """
         self.take_blocks(first, hits, [])
-        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], max(num_coming, self.num_computed))
+        num_tokens = max(num_coming, self.num_computed)
+        self.tails.take_hits(pool, self.full_keys()[: self.num_registered], num_tokens, self.tokens)
         if (count := num_pages(pool, self._tables, num_blocks)) > room + pool.num_spare:
             self.release_blocks(pool)
             return False
@@ -290,7 +291,7 @@ class SequenceKV:
                 tokens = self.tokens[i * self.block_size : (i + 1) * self.block_size]
                 pool.register(self.block_ids[i], keys[i], keys[i - 1] if i else None, tokens)
                 for tail in self.tails:
-                    if i >= tail.num_dropped:
+                    if tail.keeps(i):
                         pool.register(tail.ids[i], keys[i], at=tail.at)
             self.num_registered = full
 

@@ -37,8 +37,8 @@ class SwapSpace:
         pairs = list(zip(kv.held_blocks[:num_blocks], host_blocks, strict=False))
         tails = []
         for tail in kv.tails:
-            held = tail.ids[tail.num_dropped : kv.num_dropped + num_blocks].tolist()
-            tails.append((tail.num_dropped, self._allocate(len(held), tail.at)))
+            first, held = tail.to_swap(self.pool, kv.num_computed, kv.num_dropped + num_blocks)
+            tails.append((first, self._allocate(len(held), tail.at)))
             pairs += zip(held, tails[-1][1], strict=False)
         return SwappedKV(kv.num_dropped, kv.num_computed, host_blocks, tails), pairs
 
@@ -55,7 +55,7 @@ class SwapSpace:
         pairs = list(zip(seq.kv.block_ids[cached:stop], host_blocks, strict=False))
         for tail, (first, of_tail) in zip(seq.kv.tails, swapped.tails, strict=True):
             begin = max(cached, first)
-            pairs += zip(tail.ids[begin:stop], of_tail[begin - first :], strict=False)
+            pairs += zip(tail.to_restore(begin, stop), of_tail[begin - first :], strict=False)
         return pairs
 
     def discard(self, seq: Sequence) -> None:

@@ -83,7 +83,7 @@ class Preemption:
 
     def pause(self, seq: Sequence) -> int:
         """Take the slot of a running sequence, which keeps its blocks. Returns how many tokens of it the plan had."""
-        self._take_slot(seq)
+        self.take_slot(seq)
         seq.give_way()
         self.output.paused.append(seq)
         return self.output.plan.counts.pop(seq, 0)
@@ -94,8 +94,8 @@ class Preemption:
         wanting = sum(seq not in output.left_out for seq in (*scheduler.loaded, *scheduler.waiting))
         lenders = [seq for seq in scheduler.running if seq in output.late]
         for seq in lenders[::-1][: max(0, len(scheduler.running) + wanting - scheduler.max_num_seqs)]:
-            self._take_slot(seq)
+            self.take_slot(seq)
 
-    def _take_slot(self, seq: Sequence) -> None:
+    def take_slot(self, seq: Sequence) -> None:
         self.scheduler.running.remove(seq)
         insort(self.scheduler.loaded, seq, key=lambda one: one.rank)

@@ -186,7 +186,7 @@ class Scheduler:
         if not self._by_tenant:
             return SchedulerOutput()
         output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
-        preemption = Preemption(self, output)
+        preemption, before = Preemption(self, output), {*self.running}
         if output.storing_paused or late:
             output.late = {seq for seq in self.sequences() if seq in late}
             output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}
@@ -201,6 +201,8 @@ class Scheduler:
                 output.plan.counts[seq] = seq.kv.take_promised(self.pool, count)
                 if output.plan.counts[seq] <= 0:
                     del output.plan.counts[seq]
+                    if seq not in before:  # sequences that held blocks took what was promised to it
+                        preemption.take_slot(seq)
         if not (self.running or output.left_out or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             preemption.preempt(self.loaded[-1])

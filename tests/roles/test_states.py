@@ -1,0 +1,244 @@
+"""Recurrent layers: one state crosses, and later prompts find states only where they are kept, at exactly their tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdserve.output import Stored
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
+
+B, TOKENS = 16, 24
+EOS = 256  # of the checkpoints
+PROMPTS = {n: [(i * i + 3 * i) % 250 for i in range(n)] for n in (330, 320, 16, 5)}
+Instance = Callable[..., Any]
+Expected = Callable[[list[int], int], list[int]]
+with_states = pytest.mark.parametrize("architecture", ["lfm2", "qwen3_next"], indirect=True)
+with_a_state = pytest.mark.parametrize("architecture", ["qwen3_next"], indirect=True)
+
+
+def pass_on(there: Any, decode: Any, here: Any) -> None:
+    """Do what a router does with prefill's output."""
+    sent, there.output = there.output, None
+    if sent is not None:
+        stored = sent.stored or Stored()
+        message = pb.HandOver(num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final)
+        if sent.token_ids:
+            message.first_token = sent.token_ids[0]
+        decode.decoder.hand_over(here, message)
+        decode.run_callbacks()
+
+
+def hand_over(
+    prefill: Any,
+    decode: Any,
+    prompt: list[int],
+    between: Callable[[], None] = lambda: None,
+    *,
+    max_tokens: int = TOKENS,
+    multi_turn: bool = True,
+) -> Any:
+    """Compute a prompt on one instance and its answer on another, which is run to its end. Return decode's job.
+
+    Args:
+        between: called once everything is stored.
+    """
+    there = prefill.submit(pb.PREFILL, prompt, max_tokens, multi_turn=multi_turn)
+    here = decode.submit(pb.DECODE, prompt, max_tokens, multi_turn=multi_turn)
+    run(prefill, lambda: there in prefill.context.closed)
+    between()
+    pass_on(there, decode, here)
+    run(decode, lambda: here.ended)
+    return here
+
+
+def run(one: Any, is_done: Callable[[], bool]) -> None:
+    """Run an instance and its transfers."""
+    for _ in range(400):
+        one.step()
+        one.end_all()
+        if is_done():
+            return
+    raise AssertionError("it does not end")
+
+
+def alone(one: Any, prompt: list[int]) -> Any:
+    """Compute a prompt and its answer on one instance. Return the job."""
+    job = one.submit(pb.BOTH, prompt, TOKENS)
+    run(one, lambda: job in one.context.closed)
+    return job
+
+
+def answer(job: Any) -> list[int]:
+    tokens: list[int] = job.seq.output.tokens[job.seq.output.num_prompt :].tolist()
+    return tokens
+
+
+def states(rows: dict[bytes, Any]) -> list[bytes]:
+    return [name for name in rows if len(name) > 16]
+
+
+@with_states
+@pytest.mark.parametrize("num_tokens", PROMPTS)
+def test_the_hand_over_moves_one_state(
+    instance: Instance, expected: Expected, rows: dict[bytes, Any], num_tokens: int
+) -> None:
+    prompt, prefill, decode = PROMPTS[num_tokens], instance(), instance()
+    full, state = (group.block_bytes for group in prefill.engine.layout.groups)
+    assert state % full == 0, "whole pages"
+    stored: list[int] = []
+    job = hand_over(prefill, decode, prompt, lambda: stored.append(len(states(rows))), multi_turn=False)
+    assert answer(job) == expected(prompt, TOKENS)
+    assert job.prompt_sources() == {"computed": 0, "local_hit": 0, "loaded": num_tokens, "unneeded": 0}
+    assert job.transferred_blocks == -(-num_tokens // B) and job.tail_bytes == state and stored == [1]
+    prefill.check_nothing_is_held()
+    decode.check_nothing_is_held()
+
+
+@with_a_state
+def test_a_sequence_holds_three_states_at_most(instance: Instance, expected: Expected) -> None:
+    one, prompt, held = instance(), PROMPTS[330], list[int]()
+    job = one.submit(pb.BOTH, prompt, 3 * TOKENS)
+    while not job.ended:
+        run(one, lambda: True)
+        held += [len(tail.held_blocks) for tail in job.seq.kv.tails]
+    assert answer(job) == expected(prompt, 3 * TOKENS) and set(held[:2]) == {1} and 2 <= max(held) <= 3
+
+
+@with_states
+def test_each_part_of_a_state_that_crosses_matters(
+    instance: Instance, expected: Expected, rows: dict[bytes, Any]
+) -> None:
+    """One byte of a layer's state in the store is another one: the answer is another one."""
+    prompt, clean = PROMPTS[330], dict[bytes, Any]()
+    tokens, spec = expected(prompt, TOKENS), instance().engine.checkpoint.spec
+    assert answer(hand_over(instance(), instance(), prompt, lambda: clean.update(rows), multi_turn=False)) == tokens
+    for key, first in spec.state_offsets.items():
+        wrong = []
+        for bits in (
+            0x40,
+            0xC0,
+        ):  # exponent and sign: a number becomes huge, and what is negative may be silenced behind it
+            rows.clear()
+            rows.update({name: row.copy() for name, row in clean.items()})
+
+            def flip(first: int = first, stop: int = first + spec.states[key], bits: int = bits) -> None:
+                (name,) = states(rows)
+                numbers = abs(rows[name].view("float32")[first:stop])
+                rows[name][(first + int(numbers.argmin())) * 4 + 3] ^= bits
+
+            wrong.append(answer(hand_over(instance(), instance(), prompt, flip, multi_turn=False)) != tokens)
+        assert any(wrong), key
+
+
+@with_a_state
+def test_another_turn_and_a_sibling_compute_what_is_new(instance: Instance, expected: Expected) -> None:
+    """On an instance that has seen nothing of the first turn, also after a short answer."""
+    more = [*range(20)]
+    for max_tokens in (TOKENS, 3):
+        prompt = [max_tokens, *PROMPTS[330]]
+        job = hand_over(instance(), instance(store_generated="auto"), prompt, max_tokens=max_tokens)
+        for other in ([*prompt, *answer(job), *more], [*prompt, *more], prompt):
+            there = alone(instance(), other)
+            assert answer(there) == expected(other, TOKENS)
+            sources = there.prompt_sources()
+            assert sources["computed"] <= 52 and sources["loaded"] == len(other) - sources["computed"]
+
+
+@pytest.mark.parametrize("architecture", ["lfm2"], indirect=True)
+def test_a_sibling_hits_the_end_of_a_message(instance: Instance, expected: Expected) -> None:
+    """It shares 400 of 500 tokens."""
+    shared = [(i * i + 3 * i) % 250 for i in range(400)]
+    for end in (199, 399):
+        shared[end] = EOS
+    first, other = ([*shared, *(k * i % 250 for i in range(100))] for k in (7, 11))
+    one = instance()
+    alone(one, [*first[:300], 1])
+    prefill = instance()
+    hand_over(prefill, instance(), first, max_tokens=3)
+    for where in (prefill, instance()):
+        job = alone(where, other)
+        assert answer(job) == expected(other, TOKENS) and job.prompt_sources()["computed"] <= 132
+    again = alone(one, [*shared[:200], 5, 6])
+    assert again.prompt_sources()["local_hit"] == 192, "behind the system prompt"
+
+
+@with_a_state
+def test_the_next_turn_hits_where_the_answer_was_computed(instance: Instance, expected: Expected) -> None:
+    one, prompt = instance(num_blocks=100), PROMPTS[330]
+    first = alone(one, prompt)
+    for other in ([*prompt, *answer(first), *range(20)], prompt):
+        job = alone(one, other)
+        assert answer(job) == expected(other, TOKENS)
+        assert job.prompt_sources()["computed"] <= 52 and job.prompt_sources()["loaded"] == 0
+    one.check_nothing_is_held()
+
+
+@with_a_state
+def test_a_state_is_found_at_its_own_tokens_only(
+    instance: Instance, expected: Expected, rows: dict[bytes, Any]
+) -> None:
+    """That at 364 is none for the first 352 or 368 of 400."""
+    long = [(i * i + 3 * i) % 250 for i in range(400)]
+    hand_over(instance(), instance(), long[:364], multi_turn=False)
+    assert len(states(rows)) == 1 and len(rows) == 1 + 23
+    job = alone(instance(), long)
+    assert answer(job) == expected(long, TOKENS)
+    assert job.prompt_sources()["computed"] == 400
+
+
+@with_a_state
+@pytest.mark.parametrize("lost", ["the state", "a block"])
+def test_a_prompt_of_which_something_is_lost_is_computed(
+    instance: Instance, expected: Expected, rows: dict[bytes, Any], lost: str
+) -> None:
+    prompt, decode = PROMPTS[330], instance()
+
+    def lose() -> None:
+        del rows[states(rows)[0] if lost == "the state" else next(iter(rows))]
+
+    job = hand_over(instance(), decode, prompt, lose, multi_turn=False)
+    assert answer(job) == expected(prompt, TOKENS) and job.prompt_sources()["computed"] == len(prompt)
+    decode.check_nothing_is_held()
+
+
+@with_a_state
+@pytest.mark.parametrize("num_tokens", [330, 320])
+def test_prefill_that_fails_before_the_first_token(instance: Instance, expected: Expected, num_tokens: int) -> None:
+    """All is stored, but the state has the last token already, which would have to be computed again."""
+    prompt, prefill, decode = PROMPTS[num_tokens], instance(), instance()
+    there, here = prefill.submit(pb.PREFILL, prompt, TOKENS), decode.submit(pb.DECODE, prompt, TOKENS)
+    run(prefill, lambda: there in prefill.context.closed)
+    decode.decoder.hand_over(here, pb.HandOver(num_blocks=-(-num_tokens // B), final=True))
+    run(decode, lambda: here.ended)
+    assert answer(here) == expected(prompt, TOKENS)
+    decode.check_nothing_is_held()
+
+
+@with_a_state
+@pytest.mark.parametrize("num_tokens", [330, 320])
+def test_choices_go_on_from_one_state(instance: Instance, num_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=5, ignore_eos=True)
+    prompt, answers = PROMPTS[num_tokens], list[list[list[int]]]()
+    for others in (2, 0):
+        one = instance()
+        jobs = one.submit_choices(pb.BOTH, prompt, sampling, 3) if others else []
+        for i in () if others else range(3):
+            jobs += one.submit_choices(
+                pb.BOTH, prompt, SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=5 + i, ignore_eos=True), 1
+            )
+        run(one, lambda jobs=jobs: all(job.ended for job in jobs))  # type: ignore[misc]
+        answers.append([answer(job) for job in jobs])
+        one.check_nothing_is_held()
+    assert answers[0] == answers[1] and len({tuple(one) for one in answers[0]}) == 3
+
+
+@with_a_state
+def test_prompts_that_do_not_fit_together_wait_for_each_other(instance: Instance, expected: Expected) -> None:
+    prompts = [[(i * i + k * i) % 250 for i in range(330)] for k in range(3, 7)]
+    both = instance(num_blocks=23)
+    jobs = [both.submit(pb.BOTH, prompt, TOKENS) for prompt in prompts]
+    run(both, lambda: all(job.ended for job in jobs))
+    assert [answer(job) for job in jobs] == [expected(prompt, TOKENS) for prompt in prompts]
+    both.check_nothing_is_held()
