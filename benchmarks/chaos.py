@@ -33,6 +33,7 @@ class Settings(report.Settings):
     pause: float = flag("seconds until a client asks again, on average", 0.0)
     deadline: float = flag("seconds that a request may take", 120.0)
     store: str = flag("where KV blocks go: redis, shm", "redis")
+    model: str = flag("checkpoint directory; default: a random one of Qwen3's kind", "")
     dtype: str = flag("of the model and its KV: bfloat16, float16, float32", "bfloat16")
     tensor_parallel_size: int = flag("ranks of each instance; with 2, one of the faults is to kill the second one", 1)
     async_scheduling: str = flag("of the instances: auto, on, off", "auto")
@@ -77,7 +78,11 @@ def chaos(settings: Settings) -> None:
 
 def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     """Run the benchmark and return the content of its JSON report."""
-    of_instances = {"async_scheduling": settings.async_scheduling, "speculate": settings.speculate}
+    of_instances = {
+        "model": settings.model,
+        "async_scheduling": settings.async_scheduling,
+        "speculate": settings.speculate,
+    }
     with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size, **of_instances) as at:
         traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)
         before, left, after, seconds = asyncio.run(_play(at, traffic, monkey))

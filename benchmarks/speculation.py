@@ -9,7 +9,7 @@ share of proposing is that of the drafter's CPU time, of the CPU time of all thr
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from pdserve.engine.warm_up import warm_up
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.speculation.speculator import Speculator
 
 ROOT = Path(__file__).parent.parent
 MODES = ("off", "ngram", "suffix", "auto")
@@ -72,21 +73,21 @@ class Chance:
 
 
 class Timed:
-    """A drafter, and the CPU seconds that it takes on its thread."""
+    """CPU seconds that an engine's thread takes to propose drafts, and to add them to its steps."""
 
-    def __init__(self, drafter: Any) -> None:
-        self.drafter, self.seconds = drafter, 0.0
+    def __init__(self, engine: Engine) -> None:
+        self.seconds = 0.0
+        for owner, name in ((engine, "_draft"), (engine.drafter, "end")):
+            setattr(owner, name, self._timed(getattr(owner, name)))
 
-    def propose(self, plan: StepPlan) -> Mapping[Sequence, Any]:
-        started = time.thread_time()
-        proposed: Mapping[Sequence, Any] = self.drafter.propose(plan)
-        self.seconds += time.thread_time() - started
-        return proposed
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            started = time.thread_time()
+            result = function(*arguments)
+            self.seconds += time.thread_time() - started
+            return result
 
-    def end(self, seq: Sequence) -> None:
-        started = time.thread_time()
-        self.drafter.end(seq)
-        self.seconds += time.thread_time() - started
+        return call
 
 
 class Machine:
@@ -100,6 +101,7 @@ class Machine:
         assert isinstance(runner, ModelRunner)
         for mode in MODES[1:]:
             self.engines[mode] = Engine(replace(config, speculate=mode), runner=runner)
+        self._timed = {mode: Timed(engine) for mode, engine in self.engines.items() if engine.drafter is not None}
         self._step, self._forward, self._plan = runner.step, runner.forward, StepPlan()
         self._texts: dict[str, list[int]] = {}
         self._meter = CostMeter()
@@ -126,9 +128,9 @@ class Machine:
         """Return seconds and CPU seconds of a token, from the first of the last sequence on, and what came of drafts."""
         engine = self.engines[mode]
         engine.scheduler.costs = self._meter.costs(report.now())
-        if engine.drafter is not None:
-            engine.drafter = timed = Timed(getattr(engine.drafter, "drafter", engine.drafter))
-            timed.drafter.meet = Chance(2048) if task.drafts else type(timed.drafter).meet.__get__(timed.drafter)
+        timed, drafter = self._timed.get(mode), engine.drafter
+        if isinstance(drafter, Speculator):
+            setattr(drafter, "meet", Chance(2048) if task.drafts else Speculator.meet.__get__(drafter))  # noqa: B010
         waiting = set()
         for i, (prompt, answer) in enumerate(zip(task.prompts, task.answers, strict=True)):
             self._texts[str(i)] = [*prompt, *answer]
@@ -145,7 +147,7 @@ class Machine:
             if waiting:
                 waiting -= {*result.sampled}
                 started, cpu = report.now(), time.process_time()
-                proposing = engine.drafter.seconds if isinstance(engine.drafter, Timed) else 0.0
+                proposing = timed.seconds if timed is not None else 0.0
             else:
                 self._meter.record_step(result.work, True, report.now() - before, before)
                 tokens += result.num_tokens
@@ -158,7 +160,7 @@ class Machine:
                     engine.remove(seq)
         seconds, cpu = report.now() - started, time.process_time() - cpu
         assert [seq.output.generated.tolist() for seq in seqs] == [task.answers[int(seq.request_id)] for seq in seqs]
-        proposing = engine.drafter.seconds - proposing if isinstance(engine.drafter, Timed) else 0.0
+        proposing = timed.seconds - proposing if timed is not None else 0.0
         return {
             "seconds": seconds / tokens,
             "cpu": cpu / tokens,

@@ -102,8 +102,8 @@ class Stage:
 
 
 @contextmanager
-def stage(kind: str, dtype: str, make: Make, ranks: int = 1, **of_instances: Any) -> Iterator[Stage]:
-    """`kind` of store: redis or shm; `ranks` of each instance."""
+def stage(kind: str, dtype: str, make: Make, ranks: int = 1, model: str = "", **of_instances: Any) -> Iterator[Stage]:
+    """`kind` of store: redis or shm; `ranks` of each instance; `model`: a checkpoint, or "" for a random one."""
     left_out: dict[str, str] = {} if ranks > 1 else {"rank": "instances have one rank"}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -121,7 +121,7 @@ def stage(kind: str, dtype: str, make: Make, ranks: int = 1, **of_instances: Any
             leased = lambda: count_leases(url)  # noqa: E731
             left_out["store"] = f"--store {kind} has no server"
         config = UpConfig(
-            model=str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),
+            model=model or str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),
             dtype=dtype,
             tensor_parallel_size=ranks,
             **of_instances,

@@ -212,25 +212,28 @@ class Decoder:
                 self._carry_out(state, state.loading.grown(len(seq.kv.block_ids)))
             if not state.loading.lacks_room:
                 del self.cramped[seq]
-        while seqs := self.unreserved if self._engine.adapters is None else self._with_slots():
-            seq = scheduler.queues.unreserved = min(seqs, key=scheduler.queues.order())
+        seqs = [*self.unreserved] if self._engine.adapters is None else self._with_slots()
+        while seqs:
+            seq = scheduler.unreserved = min(seqs, key=scheduler.order())
             # The last token counts as not computed, because it is computed again if prefill fails before the first token. A
             # state has it in any case: then, the whole prompt is.
             coming = seq.kv.num_initial - (0 if pool.has_states else 1)
             first = scheduler.num_out_of_window(coming)
             # Respect the queue, or new requests would take every block that a preempted sequence waits for.
-            max_hit_blocks = seq.kv.num_initial // seq.kv.block_size
+            # In further groups, hits have what the token behind them reaches: it may be that last one.
+            max_hit_blocks = (coming if pool.tail_groups else seq.kv.num_initial) // seq.kv.block_size
             state, num_tokens = self.unreserved[seq], seq.kv.num_initial + 1
             now = max(1, state.loading.wanted)
             if not scheduler.reserve(
                 seq, max_hit_blocks, num_tokens, first_block=first, respect_queue=True, num_now=now, num_coming=coming
             ):
                 return
+            seqs.remove(seq)
             del self.unreserved[seq], self.waiting[seq]
             for one in (state, *state.followers):
                 one.job.stamp(Stage.RESERVED, self._context.now())
             self._carry_out(state, state.loading.reserved(seq.kv.num_registered, len(seq.kv.block_ids)))
-        scheduler.queues.unreserved = None
+        scheduler.unreserved = None
 
     def prolong_leases(self) -> None:
         """Prolong the leases of KV that waits for room here, thrice in their time. To be called often."""
@@ -451,8 +454,8 @@ class Decoder:
         self.waiting.pop(job.seq, None)
         self.unreserved.pop(job.seq, None)
         self.cramped.pop(job.seq, None)
-        if self._engine.scheduler.queues.unreserved is job.seq:
-            self._engine.scheduler.queues.unreserved = None
+        if self._engine.scheduler.unreserved is job.seq:
+            self._engine.scheduler.unreserved = None
         loading = state.loading
         loading.end()
         if state.loader is not None and state in state.loader.followers:

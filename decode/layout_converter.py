@@ -120,8 +120,7 @@ class LayoutConverter:
 
     def stats(self) -> Stats:
         """Return the summed statistics of all loaders, of which there are some."""
-        stats = [loader.stats() for loader in self.loaders.values()]
-        return replace(reduce(Stats.plus, stats), is_out=any(each.is_out for each in stats))
+        return reduce(Stats.plus, (loader.stats() for loader in self.loaders.values()))
 
     def probe(self) -> None:
         """Ask the stores that are out whether they answer again, as `Transfers.probe`."""
@@ -289,9 +288,7 @@ class SourceLoader:
         self._thread.submit(self._release, keys, tickets)
 
     def stats(self) -> Stats:
-        all_stats = [connector.stats() for connector in self._connectors]
-        total = reduce(Stats.plus, all_stats, self._skipped)
-        return replace(total, is_out=any(stats.is_out for stats in all_stats))
+        return reduce(Stats.plus, (connector.stats() for connector in self._connectors), self._skipped)
 
     def probe(self) -> None:
         for connector in self._connectors:

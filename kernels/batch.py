@@ -26,6 +26,7 @@ class Capabilities:
     Attributes:
         latent: attends over latent rows, which are wider than heads.
         sinks: its `attend` takes attention sinks.
+        byte_kv: takes KV in 8 bits, whose rows `reference.quantize` defines.
         states: states of recurrent layers are computed beside it.
         records_steps: its decode steps can be replayed without Python (`engine/step_graph.py`).
         is_capturable: its decode steps can be captured in a CUDA graph: nothing is read from the device.
@@ -36,6 +37,7 @@ class Capabilities:
 
     latent: bool = False
     sinks: bool = False
+    byte_kv: bool = False
     states: bool = False
     records_steps: bool = False
     is_capturable: bool = False
@@ -109,7 +111,8 @@ class PagedBatch:
 
     Attributes:
         caches: of each layer, a strided view of the pool [num_blocks, 2, num_kv_heads, block_size, head_dim], see
-            `layer_caches`. Heads may differ between layers in number and size.
+            `layer_caches`. Heads may differ between layers in number and size. KV in 8 bits has the rows of
+            `reference.quantize`.
         slots_T: integers, destination of each new token's KV: block id × block size + offset; -1: nowhere (GPUs only).
         tables_SM: integers, block ids of each sequence in order; unused entries are 0, and those outside the attention
             window of every layer are void.

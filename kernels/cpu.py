@@ -7,19 +7,26 @@ from pdserve.kernels.native import DTYPES, AttentionArguments, functions, instru
 
 NAME = "cpu"
 CAPABILITIES = Capabilities(
-    latent=True, sinks=True, states=True, records_steps=True, exact_rows="products", instructions=instructions
+    latent=True,
+    sinks=True,
+    byte_kv=True,
+    states=True,
+    records_steps=True,
+    exact_rows="products",
+    instructions=instructions,
 )
 
 
 def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
     """Write the K and V of each new token into its slot of one layer's cache."""
-    assert cache_N2GBD.dtype == k_TGD.dtype == v_TGD.dtype
+    rounds = cache_N2GBD.dtype == torch.int8
+    assert k_TGD.dtype == v_TGD.dtype and (rounds or cache_N2GBD.dtype == k_TGD.dtype)
     k_TGD, v_TGD = _contiguous_rows(k_TGD), _contiguous_rows(v_TGD)
-    tokens, heads, size = k_TGD.shape
-    item = cache_N2GBD.itemsize
+    tokens, heads, _ = k_TGD.shape
+    item = k_TGD.itemsize
     functions().pdserve_write_kv(
         cache_N2GBD.data_ptr(),
-        *(item * stride for stride in _strides(cache_N2GBD)),
+        *(cache_N2GBD.itemsize * stride for stride in _strides(cache_N2GBD)),
         k_TGD.data_ptr(),
         item * k_TGD.stride(0),
         item * k_TGD.stride(1),
@@ -30,8 +37,10 @@ def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
         tokens,
         heads,
         cache_N2GBD.shape[3],
-        item * size,
+        cache_N2GBD.itemsize * cache_N2GBD.shape[4],
         torch.get_num_threads(),
+        rounds,
+        DTYPES.index(k_TGD.dtype),
     )
 
 
@@ -50,7 +59,8 @@ def attend(
     Args:
         use_amx: allow AMX in bfloat16, where available.
     """
-    assert q_THD.dtype == cache_N2GBD.dtype and (sinks_H is None or sinks_H.dtype == torch.float32)
+    in_bytes = cache_N2GBD.dtype == torch.int8
+    assert (in_bytes or q_THD.dtype == cache_N2GBD.dtype) and (sinks_H is None or sinks_H.dtype == torch.float32)
     assert len(batch.starts) > len(batch.query_lens), "as many starts as sequences, and the end"
     q_THD = _contiguous_rows(q_THD)
     _, heads, size = q_THD.shape
@@ -84,6 +94,7 @@ def attend(
         threads=torch.get_num_threads(),
         dtype=DTYPES.index(q_THD.dtype),
         use_amx=use_amx,
+        byte_kv=in_bytes,
     )
     functions().pdserve_attend(arguments)
     return out_THD

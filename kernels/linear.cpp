@@ -41,7 +41,7 @@ struct Layer {
 const char* tiles_of(const Layer& a, const char* w, i64 n, i64 width, bf16* scratch) {
     if (!a.low) return w + n / SIDE * a.K / TILE_K * TILE_BYTES;
     for (i64 i = 0; i < width / SIDE; i++)
-        low_bit::unpack(scratch + i * SIDE * a.K, *a.low, a.first_run + n / SIDE + i, 0, a.K);
+        low_bit::unpack_tiles(scratch + i * SIDE * a.K, *a.low, a.first_run + n / SIDE + i);
     return (const char*)scratch;
 }
 
@@ -270,12 +270,12 @@ void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64
 #endif
 }
 
-// The same without `up`, with weights of 4 or 8 bits as in low_bit.h; scales in float32 (0), bfloat16 (1) or float16 (2).
+// The same without `up`, with low-bit weights as in low_bit.h, bits 4, 8 or -8 for floats; scales in float32 (0), bfloat16 (1) or float16 (2).
 void pdserve_linear_low_bits(void* y, const void* x, const void* codes, const void* scales, const void* zeros, i64 bits,
                              i64 scale_dtype, i64 group, const void* bias, i64 rows, i64 K, i64 N, i64 batch, i64 threads) {
 #ifdef PDSERVE_AMX
     if (rows == 0) return;
-    const low_bit::Weight w{(const uint32_t*)codes, scales, (const uint8_t*)zeros, bits, scale_dtype, group, K};
+    const low_bit::Weight w{(const char*)codes, scales, (const uint8_t*)zeros, bits, scale_dtype, group, K};
     const auto product = [&](i64 i, i64 threads) {
         const Layer layer{(const char*)codes, nullptr, (const bf16*)bias, 0, K, N, &w, i * ((N + BLOCK - 1) / BLOCK) * RUNS};
         multiply(layer, (bf16*)y + i * rows * N, (const bf16*)x + i * rows * K, rows, threads);

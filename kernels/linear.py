@@ -14,7 +14,7 @@ from pdserve.kernels import memory, native
 from pdserve.kernels.elementwise import ACTIVATIONS
 
 TILE_K, UNIT_N, _RUN = 32, 32, 16  # K and N are padded with zeros to multiples of the first two; a run is 16 rows
-_PAIRING = ("amx", "avx512bf16")  # instructions that multiply pairs along K
+_TOGETHER = {"amx": 2, "avx512bf16": 8}  # instructions that multiply pairs along K
 MATMUL = tuple(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("matmul", "mm", "bmm"))
 
 
@@ -24,9 +24,9 @@ def has_amx() -> bool:
     return native.is_available() and bool(native.library().pdserve_amx())
 
 
-def multiplies_pairs(dtype: torch.dtype) -> bool:
-    """Return whether products in this dtype read pairs of weights along K."""
-    return dtype == torch.bfloat16 and native.instructions() in _PAIRING
+def terms_together(dtype: torch.dtype) -> int:
+    """Return how many weights along K lie together for products in this dtype."""
+    return _TOGETHER.get(native.instructions(), 1) if dtype == torch.bfloat16 else 1
 
 
 class PackedWeight:
@@ -39,7 +39,10 @@ class PackedWeight:
         data: [(N + padding) · (K + padding)], or [B, …].
         is_transposed: the weight was given as [K, N] or [B, K, N].
         features: K and N.
+        order: [K], the inputs in the order in which they are summed; None: as they come.
     """
+
+    order: torch.Tensor | None = None
 
     def __init__(self, data: torch.Tensor, shape: tuple[int, ...], is_transposed: bool) -> None:
         self.data = data
@@ -98,9 +101,11 @@ def pack(weight: torch.Tensor, *, transposed: bool = False) -> PackedWeight:
     rows = (F.pad(rows, padding) if any(padding) else rows).contiguous()
     packed = torch.empty(rows.shape, dtype=rows.dtype).flatten(-2)
     memory.huge_pages(packed)
-    pairs = multiplies_pairs(rows.dtype)
+    together = terms_together(rows.dtype)
     runs, in_features = rows[..., 0].numel() // _RUN, rows.shape[-1]
-    native.library().pdserve_pack(packed.data_ptr(), rows.data_ptr(), runs, in_features, pairs, torch.get_num_threads())
+    native.library().pdserve_pack(
+        packed.data_ptr(), rows.data_ptr(), runs, in_features, together, torch.get_num_threads()
+    )
     return PackedWeight(packed, tuple(weight.shape), transposed)
 
 
@@ -161,6 +166,8 @@ def _operands(x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, torc
     in_features, out_features = weight.features
     assert x.dtype == weight.dtype and x.shape[-1] == in_features
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    if weight.order is not None:
+        x = x.index_select(-1, weight.order)
     return y, F.pad(x, (0, padding)) if (padding := -in_features % TILE_K) else x.contiguous()
 
 

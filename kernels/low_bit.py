@@ -20,10 +20,11 @@ class Codes:
     """A quantized weight, as formats have it.
 
     Attributes:
-        codes: [N, K], or [B, N, K], uint8, below 2**bits.
+        codes: [N, K], or [B, N, K], uint8, below 2**bits; or float8_e4m3fn of 8 bits, without zeros.
         scales: [N, G] in float32, bfloat16 or float16; K / G codes in order share one.
         zeros: [N, G] uint8; None: the middle code, 8 or 128.
         transposed: the weight that they stand for is [K, N], or [B, K, N], in the model.
+        order: [K], the input to which each code along K belongs; None: they are in order. Not with B.
     """
 
     codes: torch.Tensor
@@ -31,10 +32,17 @@ class Codes:
     zeros: torch.Tensor | None
     bits: int
     transposed: bool = False
+    order: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert self.bits in BITS and self.codes.dtype == torch.uint8 and self.scales.dtype in native.DTYPES
-        assert self.codes.shape[-1] % self.scales.shape[-1] == 0
+        assert self.bits in BITS and self.scales.dtype in native.DTYPES
+        assert self.codes.dtype == torch.uint8 or (self.is_float and self.bits == 8 and self.zeros is None)
+        assert self.codes.shape[-1] % self.scales.shape[-1] == 0 and self.codes.shape[:-1] == self.scales.shape[:-1]
+        assert self.zeros is None or self.zeros.shape == self.scales.shape
+
+    @property
+    def is_float(self) -> bool:
+        return self.codes.dtype == torch.float8_e4m3fn
 
     @property
     def group(self) -> int:
@@ -48,10 +56,12 @@ class Codes:
         return pack(self, dtype, transposed=transposed)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight [N, K]."""
-        zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros.float().repeat_interleave(self.group, -1)
+        """Return the weight [N, K], its inputs in their order."""
+        middle = 0 if self.is_float else 1 << (self.bits - 1)
+        zeros = middle if self.zeros is None else self.zeros.float().repeat_interleave(self.group, -1)
         scales = self.scales.float().repeat_interleave(self.group, -1)
-        return ((self.codes.float() - zeros) * scales).to(self.scales.dtype).to(dtype)
+        weight = ((self.codes.float() - zeros) * scales).to(self.scales.dtype).to(dtype)
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
 
 class LowBitWeight(linear.PackedWeight):
@@ -59,7 +69,9 @@ class LowBitWeight(linear.PackedWeight):
 
     Attributes:
         data: words of codes, scales and zeros, each [...] or [B, ...].
+        bits: of a code; -8: floats.
         dtype: of the rows that it multiplies.
+        order: see `Codes`. Sums are in the order of the codes.
     """
 
     def __init__(
@@ -71,8 +83,10 @@ class LowBitWeight(linear.PackedWeight):
         bits: int,
         group: int,
         dtype: torch.dtype,
+        order: torch.Tensor | None = None,
     ) -> None:
         super().__init__(data[0], shape, is_transposed)
+        self.order = order
         self.scales, self.zeros, self.bits, self.group, self.dtype = data[1], data[2], bits, group, dtype
 
     @property
@@ -116,12 +130,15 @@ def pack(weight: Codes, dtype: torch.dtype, *, transposed: bool = False) -> LowB
     if weight.group % linear.TILE_K and weight.group != in_features:
         raise ValueError(f"groups of {weight.group} codes are not multiples of {linear.TILE_K}, nor whole columns")
     more_k, more_n = -in_features % linear.TILE_K, -out_features % linear.UNIT_N
-    codes = F.pad(weight.codes, (0, more_k, 0, more_n))
+    codes = F.pad(weight.codes.view(torch.uint8), (0, more_k, 0, more_n))
     padded_k, per = in_features + more_k, 32 // weight.bits
     group = weight.group if weight.group % linear.TILE_K == 0 else padded_k
-    if linear.multiplies_pairs(dtype):
-        # [runs, half, column, K / 2 PER, PER, parity] → words [runs, K / 2 PER, half, column, parity]
-        split = codes.reshape(*batch, -1, 2, 8, padded_k // (2 * per), per, 2).movedim(-2, -1).movedim(-3, -5)
+    if linear.terms_together(dtype) > 1:
+        # of vectors of 4 columns × 32 k: [runs, column, vector, K / 32, …], 4 columns to a vector
+        split = codes.reshape(*batch, -1, 4, 4, padded_k // 32, 32).movedim(-4, -3).movedim(-2, -4)
+        # [half, 4 words, 4 bytes] → words of [byte, half], or [byte, 8 words] → words
+        split = split.unflatten(-1, (2, 4, 4)).movedim(-3, -1) if weight.bits == 4 else split.unflatten(-1, (4, 8)).mT
+        split = split.reshape(*batch, -1, per)
     else:  # [runs, column, K / PER, PER] → words [runs, K / PER, column]
         split = codes.reshape(*batch, -1, 16, padded_k // per, per).movedim(-2, -3)
     words = torch.zeros(split.shape[:-1], dtype=torch.int32)
@@ -133,9 +150,13 @@ def pack(weight: Codes, dtype: torch.dtype, *, transposed: bool = False) -> LowB
     scales, zeros = (_by_run(part, more_n) if part is not None else None for part in (weight.scales, weight.zeros))
     assert scales is not None
     features = (in_features, out_features) if transposed else (out_features, in_features)
-    return LowBitWeight(
-        (packed, scales, zeros), (*batch, *features), transposed, bits=weight.bits, group=group, dtype=dtype
-    )
+    options: Any = {
+        "bits": -weight.bits if weight.is_float else weight.bits,
+        "group": group,
+        "dtype": dtype,
+        "order": weight.order,
+    }
+    return LowBitWeight((packed, scales, zeros), (*batch, *features), transposed, **options)
 
 
 def quantize(weight: torch.Tensor, bits: int, group: int, *, transposed: bool = False) -> Codes:

@@ -47,13 +47,13 @@ class AttentionArguments(ctypes.Structure):
         *((name, _I) for name in ("out_token", "out_head", "q_token", "q_head", "block", "half", "head")),
         *((name, _I) for name in ("S", "H", "G", "D", "B", "M")),
         *((name, _F) for name in ("scale", "softcap")),
-        *((name, _I) for name in ("window", "threads", "dtype", "use_amx")),
+        *((name, _I) for name in ("window", "threads", "dtype", "use_amx", "byte_kv")),
     )
 
 
 _ARGUMENT_TYPES = {
     "pdserve_attend": (ctypes.POINTER(AttentionArguments),),
-    "pdserve_write_kv": (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I),
+    "pdserve_write_kv": (_P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _P, *(_I,) * 7),
     "pdserve_copy_blocks": (_P, _I, _P, _P, _I, _P, _I, _I, _I),
     "pdserve_rms_norm": (_I, _P, _P, _P, _I, _I, _F, _I),
     "pdserve_rotary": (_I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I),
@@ -65,6 +65,7 @@ _ARGUMENT_TYPES = {
     "pdserve_pack": (_P, _P, _I, _I, _I, _I),
     "pdserve_packed": (_I, _P, _P, _P, _P, _I, _I, _I, _I, _I),
     "pdserve_low_bits": (_I, *(_P,) * 5, _I, _I, _I, _P, *(_I,) * 5),
+    "pdserve_bytes": (_I, *(_P,) * 6, *(_I,) * 4),
     "pdserve_plain": (_I, _P, _P, _P, _P, _I, _I, _I, _I),
     "pdserve_shrink": (_I, _P, _P, _P, _P, _I, _P, _I, _I, _I),
     "pdserve_expand": (_I, _P, _P, _I, _P, _P, _I, _P, _I, _I),

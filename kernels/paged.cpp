@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "amx_kernel.h"
+#include "byte_kv.h"
 #include "pairs.h"
 #include "problem.h"
 #include "vectors.h"
@@ -451,6 +452,27 @@ void attend(const Problem& a) {
     }
 }
 
+// Attention by a kernel over KV of type T, whatever the cache's.
+template <class Kernel, class T>
+void attend_any(const Problem& a) {
+    if (a.byte_kv) attend<byte_kv::Kernel<Kernel, T>>(a);
+    else attend<Kernel>(a);
+}
+
+// Call `write(to, row)` for K and V of each token and head. Strides in bytes.
+template <class Write>
+void write_rows(char* cache, i64 block, i64 half, i64 head, const char* k, i64 k_token, i64 k_head, const char* v, i64 v_token,
+                i64 v_head, const i64* slots, i64 T, i64 G, i64 B, i64 row, i64 threads, const Write& write) {
+#pragma omp parallel for num_threads((int)threads) if (T * G * row > 1 << 18)
+    for (i64 t = 0; t < T; t++) {
+        char* target = cache + slots[t] / B * block + slots[t] % B * row;
+        for (i64 g = 0; g < G; g++) {
+            write(target + g * head, k + t * k_token + g * k_head);
+            write(target + g * head + half, v + t * v_token + g * v_head);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -462,28 +484,33 @@ i64 pdserve_amx() { return amx::is_permitted(); }
 i64 pdserve_attend_arguments() { return sizeof(Problem); }
 
 void pdserve_attend(const Problem* a) {
-    if (a->dtype == 0) return attend<VectorKernel<float>>(*a);
-    if (a->dtype == 2) return attend<VectorKernel<fp16>>(*a);
+    if (a->dtype == 0) return attend_any<VectorKernel<float>, float>(*a);
+    if (a->dtype == 2) return attend_any<VectorKernel<fp16>, fp16>(*a);
 #ifdef PDSERVE_AMX
-    if (a->use_amx && amx::is_permitted()) return attend<amx::Kernel>(*a);
+    if (a->use_amx && amx::is_permitted()) return attend_any<amx::Kernel, bf16>(*a);
 #endif
 #ifdef PDSERVE_BFLOAT16
-    if (pairs::supports(*a)) return attend<pairs::Kernel>(*a);
+    if (pairs::supports(*a)) return attend_any<pairs::Kernel, bf16>(*a);
 #endif
-    attend<VectorKernel<bf16>>(*a);
+    attend_any<VectorKernel<bf16>, bf16>(*a);
 }
 
-// Copy K and V rows of `row` bytes to their slots. All strides in bytes.
+// Write K and V rows to their slots, which have `row` bytes: as they are, or rounded to 8 bits from float32 (dtype 0), bfloat16
+// (1) or float16 (2). All strides in bytes.
 void pdserve_write_kv(char* cache, i64 block, i64 half, i64 head, const char* k, i64 k_token, i64 k_head, const char* v,
-                      i64 v_token, i64 v_head, const i64* slots, i64 T, i64 G, i64 B, i64 row, i64 threads) {
-#pragma omp parallel for num_threads((int)threads) if (T * G * row > 1 << 18)
-    for (i64 t = 0; t < T; t++) {
-        char* target = cache + slots[t] / B * block + slots[t] % B * row;
-        for (i64 g = 0; g < G; g++) {
-            std::memcpy(target + g * head, k + t * k_token + g * k_head, row);
-            std::memcpy(target + g * head + half, v + t * v_token + g * v_head, row);
-        }
-    }
+                      i64 v_token, i64 v_head, const i64* slots, i64 T, i64 G, i64 B, i64 row, i64 threads, i64 rounds,
+                      i64 dtype) {
+    const auto all = [&](const auto& write) {
+        write_rows(cache, block, half, head, k, k_token, k_head, v, v_token, v_head, slots, T, G, B, row, threads, write);
+    };
+    const auto rounded = [&](auto type) {
+        using Row = decltype(type);
+        all([&](char* to, const char* from) { byte_kv::write((int8_t*)to, (const Row*)from, row - (i64)sizeof(fp16)); });
+    };
+    if (!rounds) all([&](char* to, const char* from) { std::memcpy(to, from, row); });
+    else if (dtype == 0) rounded(float{});
+    else if (dtype == 1) rounded(bf16{});
+    else rounded(fp16{});
 }
 
 // target[target_ids[i]] = source[source_ids[i]] for `count` blocks; without ids, block i. Strides and sizes in bytes.

@@ -15,10 +15,10 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 # Name → flags of the compiler, and what /proc/cpuinfo must list; the fastest first.
 TARGETS = {
     "amx": (
-        ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-        _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
+        _V4 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
     ),
-    "avx512bf16": (["-march=x86-64-v4", "-mavx512bf16"], _V4 | {"avx512_bf16"}),
+    "avx512bf16": (["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"], _V4 | {"avx512_bf16", "avx512_vnni"}),
     "avx512": (["-march=x86-64-v4"], _V4),
     "avx2": (["-march=x86-64-v3"], _V3),
 }

@@ -32,6 +32,7 @@ struct Problem {
     i64 threads;
     i64 dtype;    // of query, cache and output: 0 float32, 1 bfloat16, 2 float16
     i64 use_amx;  // bfloat16 uses AMX, if pdserve_amx()
+    i64 byte_kv;  // the cache is in 8 bits, see byte_kv.h
 };
 
 // Query rows [first, end) of one sequence and key/value head; row = new token × R + query head within the group.

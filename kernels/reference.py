@@ -11,16 +11,34 @@ import torch.nn.functional as F
 from pdserve.kernels.batch import Capabilities, PagedBatch
 
 NAME = "reference"
-CAPABILITIES = Capabilities(latent=True, sinks=True)
+CAPABILITIES = Capabilities(latent=True, sinks=True, byte_kv=True)
+SCALE_BYTES, LARGEST = 2, 127.0  # of a row of KV in 8 bits: a scale in float16, and the largest integer
 MAX_SCORES = 1 << 24  # elements of a score matrix over all heads: 64 MiB in float32
 
 
 def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
     """Write the K and V of each new token into its slot of one layer's cache."""
+    if cache_N2GBD.dtype == torch.int8:
+        k_TGD, v_TGD = quantize(k_TGD), quantize(v_TGD)
     block_size = cache_N2GBD.shape[3]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
     cache_N2GBD[blocks_T, 0, :, offsets_T] = k_TGD
     cache_N2GBD[blocks_T, 1, :, offsets_T] = v_TGD
+
+
+def quantize(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of KV in 8 bits, [..., D] → [..., D + 2] int8: integers, and the scale of the largest one in float16."""
+    most = rows.abs().amax(-1, keepdim=True).float()
+    scales = (most / LARGEST).clamp_max(torch.finfo(torch.float16).max).half()
+    divisors = scales.float().masked_fill(scales == 0, torch.inf)
+    integers = (rows.float() / divisors).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+    return torch.cat([integers, scales.view(torch.int8)], -1)
+
+
+def dequantize(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of rows by `quantize`, [..., D + 2] → [..., D]."""
+    scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.float16)
+    return (rows[..., :-SCALE_BYTES].float() * scales.float()).to(dtype)
 
 
 def attend(
@@ -69,11 +87,14 @@ def _starts(lengths: list[int]) -> list[int]:
     return starts
 
 
-def _gather(cache_N2GBD: torch.Tensor, tables_SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(
+    cache_N2GBD: torch.Tensor, tables_SM: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V of whole sequences in order, each [S, G, M·B, D]."""
-    seqs, blocks = tables_SM.shape
-    _, _, heads, block_size, size = cache_N2GBD.shape
     kv_SM2GBD = cache_N2GBD[tables_SM]
+    if kv_SM2GBD.dtype == torch.int8:
+        kv_SM2GBD = dequantize(kv_SM2GBD, dtype)
+    seqs, blocks, _, heads, block_size, size = kv_SM2GBD.shape
     kv_2SGLD = kv_SM2GBD.permute(2, 0, 3, 1, 4, 5).reshape(2, seqs, heads, blocks * block_size, size)
     return kv_2SGLD[0], kv_2SGLD[1]
 
@@ -89,7 +110,7 @@ def _attend_decoding(
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     max_blocks = -(-max(batch.kv_lens[s] for s in rows) // batch.block_size)
-    k_SGLD, v_SGLD = _gather(cache_N2GBD, batch.tables_SM[rows, :max_blocks])
+    k_SGLD, v_SGLD = _gather(cache_N2GBD, batch.tables_SM[rows, :max_blocks], q_SHD.dtype)
     lengths_S1 = batch.kv_lens_S[rows][:, None]
     positions_L = torch.arange(k_SGLD.shape[2], device=q_SHD.device)
     visible_SL = positions_L < lengths_S1
@@ -114,7 +135,7 @@ def _attend_sequence(
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
-    k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None])
+    k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None], q_THD.dtype)
     return _attend_dense(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap, sinks_H)
 
 

@@ -206,8 +206,10 @@ class Stats:
         self.failures[direction, outcome] = self.failures.get((direction, outcome), 0) + blocks
 
     def plus(self, other: "Stats") -> "Stats":
-        """Return the sum of both, without `parts` and `is_out`."""
-        total = Stats(dict(self.bytes), dict(self.blocks), dict(self.seconds), dict(self.failures))
+        """Return the sum of both, and of their parts of equal names. It is out if one of them is."""
+        parts = {name: self.parts.get(name, Stats()).plus(part) for name, part in other.parts.items()}
+        total = Stats(dict(self.bytes), dict(self.blocks), dict(self.seconds), dict(self.failures), self.parts | parts)
+        total.is_out = self.is_out or other.is_out
         for direction in total.bytes:
             total.bytes[direction] += other.bytes[direction]
             total.blocks[direction] += other.blocks[direction]

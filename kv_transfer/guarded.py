@@ -97,8 +97,7 @@ class GuardedConnector(ForwardingConnector):
             self._inner.prolong(keys, lease_s=lease_s, tickets=tickets)
 
     def stats(self) -> Stats:
-        stats = self._inner.stats()
-        return replace(stats.plus(self._skipped), parts=stats.parts, is_out=self._breaker.is_out)
+        return replace(self._inner.stats().plus(self._skipped), is_out=self._breaker.is_out)
 
     def _skip(self, direction: str, keys: Sequence[bytes]) -> Future[Result]:
         if list(keys) != [PROBE_KEY]:

@@ -100,6 +100,11 @@ class EngineConfig(ModelConfig):
     kv_cache_memory: str | None = flag(
         "bytes for the pool, on each device, such as 4GiB; default: see --gpu-memory-utilization", None
     )
+    kv_cache_dtype: str = flag(
+        "numbers of the KV; auto: those of the model; int8: in half the bytes, with a scale per token and head (CPUs)",
+        "auto",
+        choices=("auto", "int8"),
+    )
     gpu_memory_utilization: float = flag(
         "share of the GPU's memory for weights, activations and pool together", 0.9, above=0, most=1
     )

@@ -55,6 +55,12 @@ class KVSpec:
         """Return the spec of a model whose layers all have full attention and rows of one shape."""
         return cls((KVGroup(tuple(range(num_layers)), num_heads, head_dim),))
 
+    def in_bytes(self, scale_bytes: int) -> "KVSpec":
+        """Return the spec of KV in 8 bits: each head of K or V is followed by its scale, and numbers count bytes."""
+        return replace(
+            self, groups=tuple(replace(group, head_dim=group.head_dim + scale_bytes) for group in self.groups)
+        )
+
     @property
     def num_layers(self) -> int:
         return sum(len(group.layers) for group in self.groups) + len(self.reads) + self.num_without

@@ -49,7 +49,7 @@ class Moved(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
 
 
 class Predicted(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Drafts of the answer that the client has predicted, by what became of them."""
+    """Drafts of an answer, by what became of them."""
 
     accepted: Count = 0
     rejected: Count = 0
@@ -79,7 +79,7 @@ class Output(Struct, omit_defaults=True, forbid_unknown_fields=True):
         sources: of the prompt's KV.
         moved: total transfers of this request on this instance.
         searching: a beam search has advanced.
-        predicted: drafts that a client has predicted, of the steps that gave these tokens.
+        drafted: drafts of the steps that gave these tokens, and `predicted` those of them that a client has predicted.
     """
 
     token_ids: list[Count] = []
@@ -95,6 +95,7 @@ class Output(Struct, omit_defaults=True, forbid_unknown_fields=True):
     sources: Sources | None = None
     moved: Moved | None = None
     searching: bool = False
+    drafted: Predicted | None = None
     predicted: Predicted | None = None
 
     def extend(self, other: "Output") -> None:

@@ -6,17 +6,30 @@ Each group says with its contract what an entry is. `pdserve.extensions` has wha
 mine = "my_package.kernel:load"
 """
 
+import sys
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 from pdserve.errors import SetupError, not_imported
 
 
 @cache
+def _installed(path: tuple[str, ...]) -> Any:
+    """Return the entry points of all packages on a path: reading them takes 6 ms."""
+    return entry_points()
+
+
+def installed(group: str) -> EntryPoints:
+    """Return what installed packages have added to a group. What is installed later is not there."""
+    found: EntryPoints = _installed(tuple(sys.path)).select(group=group)
+    return found
+
+
+@cache
 def names(group: str) -> tuple[str, ...]:
     """Return the names that installed packages have added to a group, sorted."""
-    return tuple(sorted({entry.name for entry in entry_points(group=group)}))
+    return tuple(sorted({entry.name for entry in installed(group)}))
 
 
 def extension(name: str) -> Any:
@@ -31,7 +44,7 @@ def load(group: str, name: str, base: type | None = None) -> Any:
     Raises:
         SetupError: it is not installed, several packages have it, it cannot be imported, or it is no such class.
     """
-    entries = {entry.value: entry for entry in entry_points(group=group, name=name)}  # an editable one is listed twice
+    entries = {entry.value: entry for entry in installed(group).select(name=name)}  # an editable one is listed twice
     if not entries:
         raise SetupError(f"{group} has no {name!r}; installed are {', '.join(names(group)) or 'none'}")
     if len(entries) > 1:

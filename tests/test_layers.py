@@ -73,8 +73,8 @@ UNORDERED = ("pdserve/engine", "kernels", "proto", "pdserve/demo_model")  # pack
 DECISION_FILES = (
     "pdserve/costs",
     "pdserve/engine/scheduling/budget",
+    "pdserve/engine/scheduling/levels",
     "pdserve/engine/scheduling/preemption",
-    "pdserve/engine/scheduling/queues",
     "pdserve/engine/memory/blocks",
     "pdserve/engine/memory/sequence_kv",
     "pdserve/engine/memory/swap_space",
@@ -320,15 +320,34 @@ def run_without(blocked: list[str], code: str) -> str:
     return result.stdout
 
 
+def imported_with(modules_: Iterable[str]) -> set[str]:
+    """Return the other packages that are imported along with modules of ours, and those that these import of ours."""
+    seen, due, others = set[str](), [*modules_], set[str]()
+    while due:
+        name = due.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for statement in imports_of(modules()[name].read_text()):
+            if not statement.late:
+                target = ours(statement)
+                others |= {statement.module.partition(".")[0]} if target is None else set()
+                due += [] if target is None else [target]
+        package = name.rpartition(".")[0]
+        due += [package] if package in modules() else []
+    return others
+
+
+SERVING_PACKAGES = {"fastapi", "starlette", "uvicorn", "grpc", "zmq", "redis", "flash_attn", "nixl"}
+
+
 def test_engine_and_kernels_import_without_the_serving_packages() -> None:
-    folders = {name: f"pdserve/{name.replace('.', '/')}" for name in ("engine", "engine.memory", "engine.cpu_fusion")}
-    folders["kernels"] = "kernels"
-    modules = [
-        f"pdserve.{name}.{path.stem}" for name, folder in folders.items() for path in (ROOT / folder).glob("[a-z]*.py")
-    ]
-    blocked = ["fastapi", "starlette", "uvicorn", "grpc", "zmq", "redis", "flash_attn", "nixl"]
-    assert len(modules) > 8
-    run_without(blocked, "\n".join(f"import {name}" for name in ["pdserve", *modules]))
+    parts = ("engine", "engine.memory", "engine.cpu_fusion", "kernels")
+    found = [name for name in modules() if name.rpartition(".")[0] in parts and name not in parts]
+    assert len(found) > 30
+    others = imported_with(found)
+    assert "torch" in others and not others & SERVING_PACKAGES
+    assert imported_with(["router.web.app"]) >= {"fastapi", "starlette"}, "what is imported is found"
 
 
 def test_blocked_packages_cannot_be_imported() -> None:

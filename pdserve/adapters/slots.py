@@ -247,8 +247,9 @@ class Adapters:
 
     def begin_step(self, plan: StepPlan) -> None:
         slots: list[int] = []
-        if self._holders:
+        if any(seq.adapter is not None for seq in plan.counts):
             for seq in plan.counts:
+                assert seq.adapter is None or seq in self._holders, "it has acquired no slot"
                 slot = -1 if seq.adapter is None else self._slots[seq.adapter.digest]
                 count = plan.num_tokens(seq)
                 before = min(max(0, seq.adapter_start - seq.kv.num_computed), count)

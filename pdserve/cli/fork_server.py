@@ -271,7 +271,9 @@ class Server:
         """Fork a process for a request, and return its pid; in the process itself 0."""
         output, errors, status, *inherited = request.descriptors
         gc.freeze()  # otherwise each child spends a second at exit on collecting, and copying, the imported modules
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until its status pipe is known
+        # SIGCHLD until its status pipe is known; the others because Python drops those that arrive during a fork.
+        blocked = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         server, pid = os.getpid(), os.fork()
         if pid:
             self._statuses[pid] = status
@@ -284,7 +286,7 @@ class Server:
                 os._exit(128 + signal.SIGTERM)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             unused = [status, *self._statuses.values()]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         for descriptor in unused:
             os.close(descriptor)
         return pid

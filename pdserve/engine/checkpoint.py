@@ -36,3 +36,10 @@ class Checkpoint:
     group: RankGroup | None = None
     pooling: Pooling | None = None
     hidden_size: int = 0
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of the pool's numbers."""
+        dtype = getattr(torch, self.layout.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype

@@ -27,6 +27,7 @@ from pdserve.engine.parallel.shard import Shard
 from pdserve.errors import SetupError
 from pdserve.kernels import memory, native
 from pdserve.kernels.attention import fused_layers, is_batch_invariant
+from pdserve.kernels.reference import SCALE_BYTES
 from pdserve.kv_spec import KVSpec
 from pdserve.model_path import resolve_model
 from pdserve.plugins import extension
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MIN_FP8_CAPABILITY = (8, 9)
 NO_INTERFACE = "its attention does not go through transformers' attention interface"
-LOW_BIT_METHODS = ("awq", "gptq", "compressed-tensors")
+LOW_BIT_METHODS = ("awq", "gptq", "compressed-tensors", "fp8")  # the last on CPUs only
 Kept = Literal["dense", "rounded", "codes", "fp8"]  # rounded at load, codes of the checkpoint
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -56,11 +57,20 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     dtype = _dtype(config.dtype, hf_config)
     text_config = hf_config.get_text_config()
     model, spec = _load_model(path, hf_config, dtype, device, config, group)
+    kv_dtype = dtype
+    if config.kv_cache_dtype == "int8":
+        if any(kv.latent for kv in spec.groups):
+            raise SetupError("--kv-cache-dtype int8: not for models with latent KV, whose rows are small already")
+        if spec.states:
+            raise SetupError("--kv-cache-dtype int8: not for models with states of recurrent layers")
+        if dtype not in FUSED_DTYPES:  # whose products may differ by the batch in the last bit, and so in an integer
+            raise SetupError("--kv-cache-dtype int8 needs --dtype bfloat16 or float16")
+        spec, kv_dtype = spec.in_bytes(SCALE_BYTES), torch.int8
     layout = spec.layout(
         model_fingerprint=fingerprint(path, config.quantization),
         block_size=config.block_size,
-        dtype=str(dtype).removeprefix("torch."),
-        itemsize=dtype.itemsize,
+        dtype=str(kv_dtype).removeprefix("torch."),
+        itemsize=kv_dtype.itemsize,
         rank=group.rank if group else 0,
         ranks=group.ranks if group else 1,
     )
@@ -200,8 +210,10 @@ def _load_model(
             shard = Shard(path, hf_config, group)
             model, kv_heads = shard.load(**options), shard.kv_heads
         elif kept == "codes":
-            settings = _quantization_settings(hf_config)
-            model = extension("low-bit-checkpoints").load(model_class, path, hf_config, settings, **options)
+            settings, packs = _quantization_settings(hf_config), _packs(config, device, dtype)
+            model = extension("low-bit-checkpoints").load(
+                model_class, path, hf_config, settings, packs=packs, **options
+            )
         else:
             model = AutoModelForCausalLM.from_pretrained(path, **options)
     except ValueError as error:
@@ -239,6 +251,11 @@ def _quantization(hf_config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
+def _is_low_bit(method: str | None, device: torch.device) -> bool:
+    """Return whether we read the weights of a method ourselves."""
+    return method in LOW_BIT_METHODS and (method != "fp8" or device.type == "cpu")
+
+
 def _quantization_settings(hf_config: Any) -> dict[str, Any]:
     settings = getattr(hf_config, "quantization_config", None) or {}
     return settings if isinstance(settings, dict) else dict(settings.to_dict())
@@ -256,11 +273,11 @@ def _kept_quantized(hf_config: Any, rounding: str, device: torch.device, invaria
     method = _quantization(hf_config)
     if method in (None, "mxfp4"):  # the latter are unpacked while they are loaded
         return "dense" if rounding == "none" else "rounded"
-    if method not in LOW_BIT_METHODS:
+    if not (is_low_bit := _is_low_bit(method, device)):
         _check_fp8(method, device, invariant)
     if rounding != "none":
         raise SetupError(f"--quantization {rounding}: the weights are quantized already; leave it out")
-    return "codes" if method in LOW_BIT_METHODS else "fp8"
+    return "codes" if is_low_bit else "fp8"
 
 
 def _check_fp8(method: str | None, device: torch.device, invariant: bool) -> None:
@@ -269,8 +286,6 @@ def _check_fp8(method: str | None, device: torch.device, invariant: bool) -> Non
         raise SetupError(
             f"weights quantized by {method} are not supported; use AWQ, GPTQ, compressed-tensors, FP8, MXFP4 or plain weights"
         )
-    if device.type != "cuda":
-        raise SetupError(f"FP8 weights need a GPU, and the device is {device}; use the unquantized checkpoint")
     if (capability := torch.cuda.get_device_capability(device)) < MIN_FP8_CAPABILITY:
         needed, found = (".".join(map(str, each)) for each in (MIN_FP8_CAPABILITY, capability))
         raise SetupError(
@@ -280,6 +295,11 @@ def _check_fp8(method: str | None, device: torch.device, invariant: bool) -> Non
         raise SetupError("--batch-invariant on: not with FP8 weights, whose products are not ours")
     if importlib.util.find_spec("accelerate") is None:
         raise SetupError("FP8 weights need the package accelerate: pip install accelerate")
+
+
+def _packs(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether linear layers will be packed for the kernels of CPUs."""
+    return dtype in FUSED_DTYPES and fused_layers(config.kernel, device) == "cpu" and native.is_available()
 
 
 def _fuse_for_cpu(model: torch.nn.Module, *, fuse: bool) -> None:

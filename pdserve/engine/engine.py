@@ -143,9 +143,13 @@ class Engine:
         self.grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, eos_token_ids, on_grammar_ready)
         self.constrained: dict[Sequence, Constraint] = {}
         self.num_late = 0
-        self._unready: list[Sequence] = []  # sequences whose first mask is not there
+        self._unready: dict[Sequence, None] = {}  # sequences whose first mask is not there
         self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
+        self._asked: dict[
+            Sequence, None
+        ] = {}  # sequences whose next mask was asked for, and was not there in a step yet
         self._step_s = 0.0  # duration of the last step
+        self._rest = 0  # steps about which the drafter need not be asked
         self._searches = set[Sequence]()  # the roots of beam searches that are here
         self._arrivals_per_priority = ARRIVALS_PER_PRIORITY if config.scheduling_policy == "priority" else 0
 
@@ -294,7 +298,7 @@ class Engine:
             self._searches.add(seq)
         if seq.output.constraint is not None:
             self.constrained |= {one: one.output.constraint for one in (seq, *seq.siblings) if one.output.constraint}
-            self._unready.append(seq)
+            self._unready[seq] = None
         else:
             self.scheduler.add(seq)
 
@@ -309,10 +313,11 @@ class Engine:
         if seq.output.constraint is not None:
             seq.output.constraint.end()
             self.constrained.pop(seq, None)
-            self._unready = [one for one in self._unready if one is not seq]
+            self._unready.pop(seq, None)
+            self._asked.pop(seq, None)
         if seq.leader is not None:
             seq.leave()
-        if self.drafter is not None:
+        if self.drafter is not None and seq in self.drafter.followed:
             self.drafter.end(seq)
         self.scheduler.remove(seq)
         if seq.adapter is not None and self.adapters is not None:
@@ -337,7 +342,8 @@ class Engine:
         late = self._await_masks() if self.constrained else frozenset[Sequence]()
         schedule = self.scheduler.schedule(pause_storing=pause_storing, late=late)
         plan = schedule.plan
-        if self.drafter is not None:
+        self._rest -= 1
+        if self._rest < 0 and plan.counts and self.drafter is not None:
             self._draft(plan, self.drafter)
         kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
         swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
@@ -350,7 +356,7 @@ class Engine:
         began_at = time.monotonic() if self.constrained else 0.0  # a simulation reads no clock
         outcome = (self.runner.pipeline or self.runner).step(plan)
         self._step_s = time.monotonic() - began_at if self.constrained else 0.0
-        work, drafted, leaders = list[tuple[int, int]](), list[tuple[int, int]](), list[Sequence]()
+        work, leaders = list[tuple[int, int]](), list[Sequence]()
         advanced, num_tokens, recomputed = dict.fromkeys(searched), 0, 0
         for seq, accepted in outcome.items():
             if accepted.computed:
@@ -361,10 +367,9 @@ class Engine:
                 seq.output.extend(accepted.tokens[:-1])
             if seq.kv.num_lost > seq.kv.num_computed:
                 recomputed += min(accepted.computed, seq.kv.num_lost - seq.kv.num_computed)
-            if seq in plan.drafts and accepted.tokens:
-                drafted.append((len(plan.drafts[seq]), len(accepted.tokens) - 1))
-                if seq in plan.predicted:
-                    accepted.num_predicted = len(plan.drafts[seq])
+            if accepted.tokens and seq in plan.drafts:
+                accepted.num_drafts = len(plan.drafts[seq])
+                accepted.num_predicted = accepted.num_drafts if seq in plan.predicted else 0
             seq.kv.mark_computed(accepted.computed)
             seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)
@@ -390,7 +395,7 @@ class Engine:
             swap_seconds=swap_seconds,
             recomputed=recomputed,
             work=work,
-            drafted=drafted,
+            drafted=[(one.num_drafts, len(one.tokens) - 1) for one in outcome.values() if one.num_drafts],
             storing_paused=schedule.storing_paused,
         )
 
@@ -400,6 +405,7 @@ class Engine:
         for seq in asking:
             if seq in self.constrained:
                 follow_grammar(seq)
+                self._asked[seq] = None
 
     def _await_masks(self) -> set[Sequence]:
         """Wait for masks that will be there soon, queue sequences whose first one is, and return those whose mask is late."""
@@ -407,22 +413,27 @@ class Engine:
         for seq in self._unready:
             for one in (seq, *seq.siblings):
                 follow_grammar(one)
+        asked = self._unready | self._asked
         masks, patience_s = self.grammars.masks, min(max(self._step_s * MASK_SHARE, MIN_MASK_WAIT_S), MAX_MASK_WAIT_S)
-        followers = [one.follower for one in self.constrained.values() if one.is_late and one.follower is not None]
+        wanted = [self.constrained[one] for seq in asked for one in (seq, *seq.siblings)]
+        followers = [one.follower for one in wanted if one.is_late and one.follower is not None]
         if soon := [follower for follower in followers if follower.grammar.delay_s < patience_s]:
             masks.wait(soon, patience_s)
-        late = {seq for seq in self.constrained if any(self.constrained[one].is_late for one in (seq, *seq.siblings))}
-        for seq in self._unready:
-            if seq not in late:
-                self.scheduler.add(seq)
-        self._unready = [seq for seq in self._unready if seq in late]
-        self.num_late += len(late) - len(self._unready)
+        late = {seq for seq in asked if any(self.constrained[one].is_late for one in (seq, *seq.siblings))}
+        for seq in [one for one in self._unready if one not in late]:  # in order
+            del self._unready[seq]
+            self.scheduler.add(seq)
+        self._asked = dict.fromkeys(late - self._unready.keys())
+        self.num_late += len(self._asked)
         masks.notify([follower for follower in followers if follower.is_late])
         return late
 
     def _draft(self, plan: StepPlan, drafter: Drafter) -> None:
         """Add drafts to a plan, and ask for the masks behind them. Sequences with slow masks get none."""
         drafts = drafter.propose(plan)
+        self._rest = drafter.rest
+        if not drafts:
+            return
         if self.constrained:
             drafts = {seq: tokens for seq, tokens in drafts.items() if not has_slow_masks(seq)}
         self.scheduler.add_drafts(plan, drafts)

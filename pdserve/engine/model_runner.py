@@ -422,6 +422,8 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
             "it knows no attention sinks; use --kernel auto"
         )
+    if checkpoint.kv_dtype == torch.int8 and not kernel.CAPABILITIES.byte_kv:
+        raise SetupError(f"--kv-cache-dtype int8: not with the kernel {kernel.NAME}; use --device cpu, or auto")
     if checkpoint.spec.states and not kernel.CAPABILITIES.states:
         raise SetupError(
             f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "

@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 
 from pdserve.engine.kv_probe import KVProbe, UnsupportedAttention
 from pdserve.kernels.batch import PagedBatch
+from pdserve.kernels.reference import SCALE_BYTES
 
 if TYPE_CHECKING:
     from pdserve.engine.gpu.fused_attention import Deferred
@@ -63,7 +64,8 @@ def attention_forward(
     if isinstance(paged, KVProbe):
         y_1THD = paged.attend(layer, q_1HTD, k_1GTD, v_1GTD, sliding_window)
         return y_1THD if absorbed is None else absorbed.values(y_1THD), None
-    if (k_1GTD.shape[1], k_1GTD.shape[3]) != paged.caches[layer].shape[2::2]:
+    scale_bytes = SCALE_BYTES if paged.caches[layer].dtype == torch.int8 else 0
+    if (k_1GTD.shape[1], k_1GTD.shape[3] + scale_bytes) != paged.caches[layer].shape[2::2]:
         raise UnsupportedAttention(f"the keys of layer {layer} have another shape than its model's KVSpec says")
     scale = scaling if scaling is not None else q_1HTD.shape[-1] ** -0.5
     cache_N2GBD, on_layer, num_tokens = paged.caches[layer], paged.on_layer, len(paged.slots_T)

@@ -6,7 +6,7 @@ A plan may have drafts, tokens that a drafter expects to follow. The step comput
 that the model samples itself are accepted, with the token behind the last of them. The output is what it is without drafts.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,13 +26,15 @@ class Accepted(msgspec.Struct, gc=False):
             the last have KV.
         logprobs: of these tokens, if the request asks for them.
         finish_reason: why the last of them ends the sequence; None if it does not.
-        num_predicted: drafts of the answer that the client has predicted. All of `tokens` but the last are such, then.
+        num_drafts: how many the step had of it. All of `tokens` but the last are such, then.
+        num_predicted: the same, if they are of the answer that the client has predicted; else 0.
     """
 
     computed: int = 0
     tokens: list[int] = msgspec.field(default_factory=list)
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
+    num_drafts: int = 0
     num_predicted: int = 0
 
     def cut_at_end(self, seq: Sequence) -> None:
@@ -105,14 +107,22 @@ class StepPlan:
 
 
 class Drafter(Protocol):
-    """Proposes tokens that the model may be about to sample."""
+    """Proposes tokens that the model may be about to sample.
+
+    Attributes:
+        rest: how many of the next steps it need not be asked about.
+        followed: the sequences of whose end it is told.
+    """
+
+    rest: int = 0
+    followed: Container[Sequence] = ()
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, SequenceABC[int]]:
         """Return the tokens that may follow some of a plan's sequences, of those that take drafts (`takes_drafts`)."""
 
     def end(self, seq: Sequence) -> None:
-        """Learn that a sequence is over here, finished or not."""
-        return None  # most drafters know nothing of it
+        """Learn that a followed sequence is over here, finished or not."""
+        return None
 
 
 @dataclass

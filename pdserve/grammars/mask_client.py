@@ -24,7 +24,7 @@ from typing import Any
 from pdserve.errors import RequestError
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.limits import MAX_MASK_CPU_S, GrammarTooComplex, mask_budget_s
-from pdserve.grammars.mask_turns import Line, MaskTurns
+from pdserve.grammars.mask_turns import Line, MaskTurns, Spending
 from pdserve.grammars.mask_worker import BROKEN, EXPENSIVE, HEAD, LATER, LENGTH_BYTES, LOADED, MASK
 from pdserve.request import NO_TENANT, Tenant
 
@@ -153,6 +153,7 @@ class MaskService:
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._turns = MaskTurns(max(MIN_WORKERS, (os.cpu_count() or 1) // 2))
+        self._spending = Spending()
         self._poll = select.epoll()
         self._computing: dict[int, _Turn] = {}  # by the descriptor of the worker's connection
         self._thread: threading.Thread | None = None
@@ -205,7 +206,7 @@ class MaskService:
         asked = deque(one for one in wanted if not one.is_void and self._has_budget(one))
         if not asked:
             self._turns.end(grammar, [])
-        elif worker is None or not worker.send(asked):
+        elif worker is None or not worker.send(asked, self._spending.is_high(grammar.tenant, time.monotonic())):
             grammar.worker = None
             threading.Thread(target=self._restart, args=(grammar, [*asked]), daemon=True).start()
         else:
@@ -250,6 +251,7 @@ class MaskService:
             wanted = asked[0]
             turn.grammar.used_s += seconds
             self.cpu_s += seconds
+            self._spending.add(turn.grammar.tenant, seconds, time.monotonic())
             if status == LATER:
                 wanted.follower.num_sent = wanted.num_before
                 left.append(asked.popleft())
@@ -365,8 +367,8 @@ class _Worker:
                 return
         raise RequestError("the compiled grammar cannot be loaded", kind="internal_error")
 
-    def send(self, asked: Collection[_Wanted]) -> bool:
-        """Ask for masks. Returns False if the worker has died."""
+    def send(self, asked: Collection[_Wanted], beside: bool) -> bool:
+        """Ask for masks, from now on beside models. Returns False if the worker has died."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         rows: list[list[Any]] = []
         for one in asked:
@@ -378,7 +380,7 @@ class _Worker:
             rows.append([follower.number, follower.output[follower.num_sent :].tolist(), one.limit_s, one.drafts])
             follower.num_sent = len(follower.output)
         try:
-            self._send(json.dumps({"ended": ended, "rows": rows}).encode())
+            self._send(json.dumps({"ended": ended, "beside": beside, "rows": rows}).encode())
         except ConnectionError:
             return False
         return True

@@ -2,7 +2,7 @@
 
 Each grammar of each tenant has a worker. One worker of each tenant may compute at any time, further ones only while few do:
 so tenants do not wait for each other. Among the grammars of a tenant, the one that has used least CPU time goes first, and
-its turn ends after `TURN_S`.
+its turn ends after `TURN_S`. Workers of a tenant whose masks take much CPU time run at a lower priority than models.
 """
 
 from collections import deque
@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.request import NO_TENANT, Tenant
+
+SHARE = 0.1  # of a core, which the masks of a tenant may take at the priority of models in the long run
+BURST_S = 0.2  # and at once
 
 
 @dataclass(eq=False, kw_only=True)
@@ -72,3 +75,22 @@ class MaskTurns:
         line.wanted.extendleft(reversed(left))
         if not line.wanted:
             del self._lines[line]
+
+
+class Spending:
+    """CPU time that the masks of each tenant have taken above its share. It wears off. Times in seconds."""
+
+    def __init__(self) -> None:
+        self._above: dict[Tenant, tuple[float, float]] = {}  # how much, and when
+
+    def add(self, tenant: Tenant, cpu_s: float, now: float) -> None:
+        """Count the CPU time of a mask."""
+        self._above[tenant] = self._above_share(tenant, now) + cpu_s, now
+
+    def is_high(self, tenant: Tenant, now: float) -> bool:
+        """Return whether masks of a tenant take so much that models go before them."""
+        return self._above_share(tenant, now) > BURST_S
+
+    def _above_share(self, tenant: Tenant, now: float) -> float:
+        above_s, then = self._above.get(tenant, (0.0, now))
+        return max(0.0, above_s - SHARE * (now - then))

@@ -5,6 +5,7 @@ the length of the grammar in 4 bytes, and the grammar in Lark's syntax, and answ
 text in 4 bytes, and the text as JSON:
 
     ended  followers, one per sequence, that are gone
+    beside whether models go before: from now on, the worker runs at a lower priority
     rows   [follower, new tokens, CPU seconds of a mask, drafts]: wanted is the mask behind the new tokens, or those behind
            each of the drafts, unless that is null
 
@@ -54,11 +55,12 @@ def serve_masks(connection: socket.socket, tokenizer: LLTokenizer, load_cpu_s: f
         if beginning.matcher.is_error():
             return
         connection.sendall(LOADED)
-        is_slow = False
+        is_low = False
         while text := receive():
             request = json.loads(text)
             for number in request["ended"]:
                 followed.pop(number, None)
+            is_low = _lower(is_low, request["beside"])
             began = time.process_time()
             for number, tokens, limit_s, drafts in request["rows"]:
                 if time.process_time() - began > TURN_S:
@@ -68,10 +70,15 @@ def serve_masks(connection: socket.socket, tokenizer: LLTokenizer, load_cpu_s: f
                 masks = one.follow(tokens) if drafts is None else one.try_out(drafts)
                 for status, seconds, content in _timed(masks, limit_s):
                     connection.sendall(HEAD.pack(status, seconds, len(content)) + content)
-                    if seconds > SLOW_S and not is_slow:
-                        is_slow = True
-                        os.nice(NICENESS)
-                        lower_session()
+                    is_low = _lower(is_low, seconds > SLOW_S)
+
+
+def _lower(is_low: bool, shall_be: bool) -> bool:
+    """Lower the priority of this process if it shall be lower than it is. Returns whether it is low now."""
+    if shall_be and not is_low:
+        os.nice(NICENESS)
+        lower_session()
+    return is_low or shall_be
 
 
 def _timed(masks: Iterator[tuple[bytes, bytes]], limit_s: float) -> Iterator[tuple[bytes, float, bytes]]:

@@ -6,6 +6,7 @@ import socket
 import time
 from dataclasses import asdict
 
+from pdserve import __version__
 from pdserve.config import InstanceConfig
 from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.instance.instance import Instance
@@ -33,6 +34,7 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         dtype=engine.layout.dtype,
         kernel=engine.runner.kernel.NAME,
         eos_token_ids=sorted(engine.checkpoint.eos_token_ids),
+        version=__version__,
         protocol_version=PROTOCOL_VERSION,
         layout=pb.Layout(**asdict(engine.layout)),
         convert_kv=config.convert_kv,

@@ -301,7 +301,8 @@ class Instance:
                 self._stores_probed_at = now
                 self.transfers.probe()
                 self.layout_converter.probe()
-            waiting = len(self.engine.scheduler.waiting) + len(self.decoder.waiting) + len(self._slotless)
+            queued = {seq.group.root if seq.group else seq for seq in self.engine.scheduler.waiting}  # all beams, once
+            waiting = len(queued) + len(self.decoder.waiting) + len(self._slotless)
             self.reporter.update(self._by_sequence.values(), waiting, now)
         return result.idle and not self._has_unsent
 

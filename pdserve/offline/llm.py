@@ -140,7 +140,7 @@ class LLM(_Client):
         """Return the answers to one or several conversations, through the model's chat template; errors as in `generate`.
 
         Args:
-            template: of /tokenize: `tools`, `chat_template_kwargs`, `add_generation_prompt`.
+            template: of /tokenize: `tools`, `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`.
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         bodies = [{"messages": one, **template} for one in conversations]

@@ -80,7 +80,10 @@ class SamplingParams(_Fields, frozen=True, kw_only=True):
         try:
             msgspec.convert(asdict(self), _Fields)
             self._checked().validate()
-        except (msgspec.ValidationError, BadRequest) as error:
+        except msgspec.ValidationError as error:
+            expected, _, path = str(error).replace("Expected ", "").replace("`", "").partition(" - at $.")
+            raise ValueError(f"{path} must be {expected}") from error
+        except BadRequest as error:
             raise ValueError(str(error)) from error
         if self.n < 1:
             raise ValueError(f"n must be at least 1, not {self.n}")
@@ -94,7 +97,7 @@ class SamplingParams(_Fields, frozen=True, kw_only=True):
             **{field.name: getattr(self, field.name) for field in fields(BodyParams)},
             max_tokens=self.max_tokens,
             top_k=0 if self.top_k == -1 else self.top_k,
-            seed=self.seed or 0,
+            seed=max(0, self.seed or 0),  # -1 is none, as in vLLM
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias=self.logit_bias or {},
             prompt_logprobs=self.prompt_logprobs,

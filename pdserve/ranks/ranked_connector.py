@@ -75,12 +75,7 @@ class RankedConnector(ForwardingConnector):
         own, ranks = super().stats(), 1 + len(self._followers)
         with self._lock:
             total = own.plus(self._lost)
-        return replace(
-            total,
-            bytes={direction: count * ranks for direction, count in own.bytes.items()},
-            parts=own.parts,
-            is_out=own.is_out,
-        )
+        return replace(total, bytes={direction: count * ranks for direction, count in own.bytes.items()})
 
     def _tickets(self, tickets: Sequence[bytes], rank: int) -> list[bytes]:
         return tickets_of_rank(tickets, rank, 1 + len(self._followers))

@@ -176,10 +176,12 @@ class Job:
         if is_first or len(output.token_ids) >= BATCHED_TOKENS:
             self.urgent = True
         output.logprobs.extend(accepted.logprobs)
-        if accepted.num_predicted:
+        if accepted.num_drafts:
             num_right = len(accepted.tokens) - 1
-            predicted = Predicted(num_right, accepted.num_predicted - num_right)
-            output.predicted = predicted if output.predicted is None else output.predicted + predicted
+            drafts = Predicted(num_right, accepted.num_drafts - num_right)
+            output.drafted = drafts if output.drafted is None else output.drafted + drafts
+            if accepted.num_predicted:
+                output.predicted = drafts if output.predicted is None else output.predicted + drafts
         if is_first and self.seq.features and self.leader is None and (found := find(PromptScores, self.seq)):
             self.scores = [of_prompt for _, of_prompt in sorted(found.scores.items())]
         if accepted.finish_reason is not None:

@@ -1,16 +1,18 @@
-"""Matches: other occurrences of a sequence's last tokens, and what follows them. A function of the tokens alone."""
+"""Matches: other places of a sequence's last tokens, and what follows there. A function of the tokens alone.
 
-from array import array
-from collections.abc import Iterator
+A lookup reads all tokens before, four bytes of each; a step's attention reads kilobytes of each. So there is no index of
+them, which would cost more where prompts are long and answers short.
+"""
+
 from dataclasses import dataclass
-from itertools import islice
+
+import numpy as np
 
 from pdserve.keys import Tokens
 
 LEVELS = (3, 6, 12, 24)  # tokens of a match, as far as matches are told apart; shorter ones recur by chance
 MAX_VOTES = 16  # occurrences that are looked at, the latest ones
-SEPARATOR = 2**32 - 1  # between texts; no token, so that nothing matches across it
-_GRAM = 2 ** (32 * LEVELS[0]) - 1
+SEPARATOR = 2**32 - 1  # behind each of several texts; no token, so that nothing matches across it
 
 
 @dataclass(frozen=True)
@@ -39,73 +41,47 @@ class Match:
     positions: list[int]
 
 
-class Index:
-    """The positions behind each few tokens of a text (as many as the first level), which may grow.
+def find(text: Tokens, tokens: Tokens, most: int = MAX_VOTES) -> Match | None:
+    """Return where a text has what a sequence ends with, best matches only, but for the text's own end; None if nowhere.
 
-    Attributes:
-        gram: the last tokens that are indexed, as one number.
+    Args:
+        most: occurrences that count, the latest ones.
     """
-
-    def __init__(self, text: Tokens) -> None:
-        self.text = text
-        self.gram = _GRAM
-        self._last: dict[int, int] = {}  # the last position behind a gram
-        self._earlier = array("I")  # of the gram that ends with each token, the position before; 0: none
-
-    def extend(self, most: int | None = None) -> bool:
-        """Index the tokens that have been appended, at most so many. Returns whether these are all."""
-        gram, last, earlier = self.gram, self._last, self._earlier
-        start = len(earlier)
-        for position, token in enumerate(self.text[start : None if most is None else start + most], start + 1):
-            gram = (gram << 32 | token) & _GRAM
-            earlier.append(last.get(gram, 0))
-            last[gram] = position
-        self.gram = gram
-        return len(earlier) == len(self.text)
-
-    def find(self, tokens: Tokens, gram: int, *, last: bool = False) -> Match | None:
-        """Return where tokens that end with a gram match best, but for the end of the text itself; None if nowhere.
-
-        Of the occurrences, the latest `MAX_VOTES` count, or the last one alone.
-        """
-        position = self._last.get(gram, 0) if len(tokens) >= LEVELS[0] else 0
-        if position and position == len(self.text):
-            position = self._earlier[position - 1]
-        if not position:
-            return None
-        length, positions = LEVELS[0], [position]
-        if not last:
-            positions = [*islice(self._chain(position), MAX_VOTES)]
-        for level in LEVELS[1:]:
-            tail = tokens[-level:]
-            if not (longer := [at for at in positions if self.text[max(0, at - level) : at] == tail]):
-                break
-            if len(tail) < level:
-                break
-            length, positions = level, longer
-        return Match(self.text, length, positions)
-
-    def _chain(self, position: int) -> Iterator[int]:
-        while position:
-            yield position
-            position = self._earlier[position - 1]
+    if len(tokens) < LEVELS[0] or len(text) <= LEVELS[0]:
+        return None
+    third, second, last = tokens[-3:]
+    text_N = np.frombuffer(text, np.uint32)
+    (at_M,) = (text_N[2:-1] == last).nonzero()
+    if len(at_M):
+        at_M = at_M[text_N[at_M + 1] == second]
+        at_M = at_M[text_N[at_M] == third]
+    if not len(at_M):
+        return None
+    length, positions = LEVELS[0], (at_M[: -most - 1 : -1] + LEVELS[0]).tolist()
+    for level in LEVELS[1:]:
+        tail = tokens[-level:]
+        longer = [at for at in positions if text[max(0, at - level) : at] == tail]
+        if len(tail) < level or not longer:
+            break
+        length, positions = level, longer
+    return Match(text, length, positions)
 
 
-def continue_predicted(predicted: Index, tokens: Tokens, gram: int, num_prompt: int, most: int) -> Draft | None:
+def continue_predicted(predicted: Tokens, tokens: Tokens, num_prompt: int, most: int) -> Draft | None:
     """Return what follows in a predicted answer where it has the last tokens of the answer, which begins at `num_prompt`.
 
     Of several places, the one counts that is about as far from the beginning. If it is just as far, one token suffices.
     Returns None if there is no such place.
     """
-    text, generated = predicted.text, len(tokens) - num_prompt
-    match = predicted.find(tokens, gram) if generated >= LEVELS[0] else None
+    generated = len(tokens) - num_prompt
+    match = find(predicted, tokens) if generated >= LEVELS[0] else None
     if match is not None:
         length, position = match.length, min(match.positions, key=lambda at: abs(at - generated))
-    elif text[generated - 1 : generated] == tokens[-1:]:
+    elif predicted[generated - 1 : generated] == tokens[-1:]:
         length, position = 1, generated
     else:
         return None
-    found = text[position : position + most].tolist()
+    found = predicted[position : position + most].tolist()
     return Draft(found, length, [1.0] * len(found), is_predicted=True, position=position) if found else None
 
 

@@ -20,6 +20,25 @@ from pdserve.settings import Settings
 from pdserve.tools.roofline.devices import DEVICES, WEIGHTS
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
+ALL = "*"  # in place of an API key: those that are not named
+
+
+def parse_acceptance(text: str) -> dict[str, float]:
+    """Return the shares of right drafts by API key, of a text such as `0.7` or `edit=0.9,*=0.1`; empty: none.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    shares = dict[str, float]()
+    for part in filter(None, text.split(",")):
+        key, _, share = part.rpartition("=")
+        try:
+            shares[key.strip() or ALL] = float(share)
+        except ValueError:
+            shares[key] = -1.0
+    if not all(0 <= share <= 1 for share in shares.values()):
+        raise ValueError(f"{text!r} is not such as 0.7, or by API key edit=0.9,*=0.1, of shares from 0 to 1")
+    return shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +111,11 @@ class FleetConfig(LoadConfig):
     decode_policy: str | None = policy_flag("decode")
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
+    acceptance: str = flag(
+        "share of drafts that are right where instances speculate, such as 0.7, or by API key of the trace edit=0.9,*=0.1;"
+        " empty: they do not",
+        "",
+    )
     routers: int = flag("router processes", 1, least=1)
     cores: int | None = flag(
         "cores of a machine that instances, routers and client share; default: each has its own", None, least=1
@@ -107,6 +131,7 @@ class FleetConfig(LoadConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         parse_size(self.store_size)
+        parse_acceptance(self.acceptance)
         if self.gpu and not self.model:
             raise ValueError("--gpu needs --model")
         if self.tensor_parallel_size != "auto" and not self.tensor_parallel_size.isdecimal():

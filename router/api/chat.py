@@ -114,9 +114,9 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameter("prompt", "send either prompt or messages")
     if body.messages is not None:
-        names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
+        names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
         return render(ChatBody(**{name: getattr(body, name) for name in names}), tokenizer)[0]
-    for name in ("tools", "chat_template_kwargs"):
+    for name in ("tools", "chat_template_kwargs", "continue_final_message"):
         if getattr(body, name) is not None:
             raise InvalidParameter(name, f"{name} needs messages: a prompt has no chat template")
     assert body.prompt is not None
@@ -220,11 +220,12 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
     Any text is accepted, because answers may have been cut off, or be another server's: the object is what is left of it.
     """
-    arguments = parse_json(call.function.arguments)
+    given = call.function.arguments or ""
+    arguments = given if isinstance(given, dict) else parse_json(given)
     if not isinstance(arguments, dict):
-        arguments = parse_json(mended(call.function.arguments))
+        arguments = parse_json(mended(str(given)))
     return {
-        "id": call.id,
+        "id": call.id or "",
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},
     }
@@ -257,7 +258,9 @@ def _text_of_part(part: object, path: str, param: str) -> str:
             return str(part["text"])
         extra = quote(min(set(part) - {"type", "text", "cache_control"}))
         raise BadRequest(f"{path} has an unknown field {extra}", kind="unknown_field", param=param)
-    kind = quote(str(part.get("type"))) if isinstance(part, dict) else json_type(part)
+    kind = json_type(part)
+    if isinstance(part, dict) and isinstance(part.get("type"), str):
+        kind = f"a text that is {json_type(part.get('text'))}" if part["type"] == "text" else quote(part["type"])
     message = f'{path} must be a text part, {{"type": "text", "text": "…"}}; {kind} is not supported'
     raise BadRequest(message, kind="unsupported_content", param=param)
 

@@ -27,7 +27,7 @@ FIELDS: dict[str, str] = {
     "top_p": "sample from the fewest tokens whose probabilities add up to this; above 0, at most 1; default 1",
     "top_k": "sample from this many most likely tokens; 0 or -1, the default, keeps all",
     "min_p": "leave out tokens less likely than this share of the most likely one; 0 to 1; default 0",
-    "seed": "0 to 2^63 - 1; default random. A seed gives the same tokens in any batch and on any instance",
+    "seed": "-2^63 to 2^63 - 1; default and -1: random. A seed gives the same tokens in any batch and on any instance",
     "n": "number of choices, which share the prompt's computation and KV. Choice i draws with seed + i",
     "stop": "a string, or up to 16 of 1 to 256 characters, before which the answer ends",
     "stop_token_ids": "up to 64 token ids that end the answer; the id is kept, its text is not",

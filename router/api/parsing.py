@@ -21,7 +21,13 @@ from pdserve.errors import BadRequest, InvalidParameter
 ADVICE = {
     "request_id": "send it in the X-Request-Id header",
 }
-ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "messages": "prompt"}
+# Fields that mean the same in different endpoints.
+ALIASES = (
+    ("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens"),
+    ("prompt", "messages", "input"),
+    ("stop", "stop_sequences"),
+    ("response_format", "text", "output_config"),
+)
 
 BYTE_ORDER_MARK = "\ufeff"  # which some clients put before UTF-8
 MAX_DEPTH = 200  # of lists and objects; pydantic writes no JSON beyond 255
@@ -190,7 +196,13 @@ def parse_body(model: type[BodyType], raw: bytes, unknown: UnknownFields | None 
 def _validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
     """Validate a parsed body against its schema, without the fields that have no effect."""
     known = model.model_fields.keys()
-    fields = _drop_no_ops(body, known, model.no_ops)
+    # Some libraries of clients write all numbers as 8.0, which is an integer to JSON schemas.
+    whole = {
+        name: int(value)
+        for name, value in body.items()
+        if isinstance(value, float) and abs(value) < 2**63 and value.is_integer()
+    }
+    fields = _drop_no_ops({**body, **whole}, known, model.no_ops)
     messages = fields.get("messages")
     if model.message is not None and isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
         of_message, no_ops = model.message.model_fields.keys(), model.message.no_ops
@@ -212,8 +224,27 @@ def checked_fields(known: Set[str] = frozenset()) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        # There are few errors: see `schemas.Array` and `schemas.Object`.
-        _raise_bad_field(error.errors(include_url=False)[0], known)
+        # There are few errors: see `schemas.Array` and `schemas.Object`. Of an object of another type, that one says most.
+        first, *others = error.errors(include_url=False)
+        kinds = (one for one in others if one["loc"] == (*first["loc"][:-1], "type"))
+        _raise_bad_field(next(kinds, first), known)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors of a block, or of a decorated function, name the fields of the body that the client sent.
+
+    Args:
+        names: of fields of the body to which it was converted → names of the client's.
+    """
+    try:
+        yield
+    except BadRequest as error:
+        if error.param is not None and error.param in names:
+            words = re.compile(rf"(?<!')\b({'|'.join(map(re.escape, names))})\b")
+            error.args = (words.sub(lambda match: names[match[0]], str(error)),)
+            error.param = names[error.param]
+        raise
 
 
 def _drop_no_ops(body: dict[str, Any], known: Set[str], no_ops: NoOps, prefix: str = "") -> dict[str, Any]:
@@ -257,12 +288,18 @@ def _raise_bad_field(error: ErrorDetails, known: Set[str]) -> NoReturn:
         raise InvalidParameter(name, f"{name} must be a finite number")
     expected, given = error["msg"].removeprefix("Input should be "), error["input"]
     expected = "an object" if error["type"] in ("model_type", "dict_type") else expected
-    shows_value = error["type"] == "literal_error" and isinstance(given, str)
-    raise InvalidParameter(name, f"{name} must be {expected}, not {quote(given) if shows_value else json_type(given)}")
+    shown = json_type(given)
+    if error["type"] == "literal_error" and isinstance(given, str | bool):
+        expected = re.sub("True|False", lambda match: match[0].lower(), expected)
+        shown = quote(given) if isinstance(given, str) else json.dumps(given)
+    elif shown == "a number" and error["type"].startswith(("int", "greater", "less")):
+        shown = str(given)[:MAX_NAME]
+    raise InvalidParameter(name, f"{name} must be {expected}, not {shown}")
 
 
 def _suggestion(name: str, known: Set[str]) -> str:
-    close = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(name, sorted(known), n=1)
+    close = [other for names in ALIASES if name in names for other in names if other in known]
+    close = close or difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -177,7 +177,8 @@ def sampling_params(
     for name, read in FIELDS.items():
         if name in given and (value := getattr(body, name)) is not None:
             values[name] = value if read is None else read(value, grammar, info, tokenizer)
-    seed = random.getrandbits(63) if body.seed is None else body.seed
+    seed = random.getrandbits(63) if body.seed is None or body.seed == -1 else body.seed
+    seed += 2**63 if -(2**63) <= seed < 0 else 0
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs, grammar=grammar, **values)
     if body.prompt_logprobs is not None and body.stream:
         message = (

@@ -124,12 +124,12 @@ SampledBody: Any = create_model("SampledBody", __base__=Body, **sampling_fields(
 class GenerationBody(SampledBody):  # type: ignore[misc]  # a class that is made at run time is Any to mypy
     """Fields of all endpoints that generate; None is the default and means that the field is absent.
 
-    `top_k` of -1 means the same as 0 (keep all tokens), as in vLLM.
+    `top_k` of -1 means the same as 0 (keep all tokens), and `seed` of -1 the same as none, as in vLLM.
     """
 
     model: str | None = None
     top_k: int | None = bounded(-1, 2**31 - 1)
-    seed: int | None = bounded(0, 2**63 - 1)
+    seed: int | None = bounded(-(2**63), 2**63 - 1)
     stop: str | Array[str] | None = None
     stop_token_ids: Array[int] | None = None
     logit_bias: Object[float] | None = None
@@ -183,12 +183,14 @@ class CalledFunction(Body):
     no_ops: ClassVar = {"parsed_arguments": (ANY,)}
 
     name: str
-    arguments: str
+    arguments: str | Object[Any] | None = None  # an object as some other servers return it
 
 
 class ToolCall(Body):
-    id: str
-    type: Literal["function"]
+    """A call in an earlier message, of which clients may have lost what does not matter."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
     function: CalledFunction
     index: int | None = None  # sent by clients that return the deltas of a stream
 
@@ -258,6 +260,7 @@ class TokenizeBody(Body):
     chat_template_kwargs: Object[Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -207,9 +207,9 @@ class EventStream(Response, ABC):
 
     async def _send(self, send: Send, events: list[bytes], last: bool) -> None:
         """Send all events in one write: a write wakes the client and costs more than building an event."""
-        self._is_quiet = False
-        body = b"".join(events) + (self.terminator if last else b"")
-        await self._write(send, body, last)
+        if events or last:
+            self._is_quiet = False
+            await self._write(send, b"".join(events) + (self.terminator if last else b""), last)
 
     async def _write(self, send: Send, body: bytes, last: bool) -> None:
         self._ended |= last
@@ -246,7 +246,11 @@ class EventStream(Response, ABC):
 
 
 class ChunkStream(EventStream):
-    """The events of completions and chat completions, terminated by `[DONE]`."""
+    """The events of completions and chat completions, terminated by `[DONE]`.
+
+    Of a chat, those that would say nothing are left out, as long as a call, a stop string or a character is incomplete: there
+    are clients that take an empty content for an answer.
+    """
 
     terminator = b"data: [DONE]\n\n"
 
@@ -255,8 +259,8 @@ class ChunkStream(EventStream):
         self._sends_prompt_ids = generation.return_token_ids
         self._without_role = set(range(len(generation.requests)))  # choices whose role event was not built
         # Of a plain chat, events differ in text and finish reason alone.
-        has_usage = generation.include_usage or generation.continuous_usage
-        self._is_plain = generation.chat and not (generation.return_token_ids or has_usage or generation.logprobs)
+        self._is_of_tokens = bool(generation.return_token_ids or generation.logprobs or generation.continuous_usage)
+        self._is_plain = generation.chat and not (self._is_of_tokens or generation.include_usage)
         self._beginning = b"data: " + to_json(_event(generation, []))[:-2] + b'{"index":' if self._is_plain else b""
 
     def encoded_events(self, delta: Delta) -> Iterable[bytes]:
@@ -266,15 +270,18 @@ class ChunkStream(EventStream):
         if delta.index in self._without_role:
             self._without_role.discard(delta.index)
             events.append(beginning + ROLE_EVENT)
-        content, reason = to_json(delta.text), to_json(delta.finish_reason)
-        return [*events, beginning + TEXT_EVENT % (content, reason)]
+        if delta.text or delta.finish_reason:
+            events.append(beginning + TEXT_EVENT % (to_json(delta.text), to_json(delta.finish_reason)))
+        return events
 
     def delta_events(self, delta: Delta) -> list[Json]:
         generation, events = self._generation, []
         if generation.chat and delta.index in self._without_role:
             events.append(_event(generation, [_role_choice(delta.index)]))
         self._without_role.discard(delta.index)
-        events.append(_event(generation, [_delta_choice(generation, delta)]))
+        says_something = delta.text or delta.finish_reason or delta.tool_calls or delta.reasoning
+        if says_something or self._is_of_tokens or not generation.chat:
+            events.append(_event(generation, [_delta_choice(generation, delta)]))
         return [self._with_extras(event) for event in events]
 
     def final_events(self) -> list[Json]:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.errors import BadRequest, InvalidParameter
-from pdserve.request import SamplingParams, check_length
+from pdserve.request import SamplingParams
 from pdserve.router.api.answers import Answer
 from pdserve.router.api.generation import Generation, Json, read
 from pdserve.router.api.http_responses import CLIENT_GONE, json_response
@@ -131,6 +131,7 @@ class Ranking(Answer):
 
 # ---- the endpoints ------------------------------------------------------------------------------------------------
 
+ScoreRequest = Annotated[JsonBody[ScoreBody], example(text_1="The capital of France", text_2=DOCUMENTS)]
 RerankRequest = Annotated[JsonBody[RerankBody], example(query="The capital of France", documents=DOCUMENTS)]
 ParseTexts = Callable[[BodyType, RoutedRequest, Tokenizer, ModelInfo], Generation]
 
@@ -147,12 +148,13 @@ class EmbeddingEndpoints(Dialect):
         """The embeddings of texts."""
         return await self._embed(request, EmbeddingBody, body, parse_embedding, embedding_body)
 
+    @admitted("/v1/score", "req-", Scores)
+    async def score_v1(self, request: Request, body: ScoreRequest) -> Response:
+        """The same as /score."""
+        return await self.score(request, body)
+
     @admitted("/score", "req-", Scores)
-    async def score(
-        self,
-        request: Request,
-        body: Annotated[JsonBody[ScoreBody], example(text_1="The capital of France", text_2=DOCUMENTS)],
-    ) -> Response:
+    async def score(self, request: Request, body: ScoreRequest) -> Response:
         """Scores of pairs of texts, by a cross-encoder or by their embeddings."""
         return await self._embed(request, ScoreBody, body, parse_score, score_body)
 
@@ -163,6 +165,11 @@ class EmbeddingEndpoints(Dialect):
         """The classes of texts, by a sequence classifier."""
         build = partial(classify_body, self.service.tokenizer.label)
         return await self._embed(request, ClassifyBody, body, parse_classify, build)
+
+    @admitted("/v2/rerank", "req-", Ranking)
+    async def rerank_v2(self, request: Request, body: RerankRequest) -> Response:
+        """The same as /rerank."""
+        return await self.rerank(request, body)
 
     @admitted("/v1/rerank", "req-", Ranking)
     async def rerank_v1(self, request: Request, body: RerankRequest) -> Response:
@@ -275,7 +282,11 @@ def _parse(
     prompts = [tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size, param)
-        check_length(len(prompt), 1, info.max_model_len)
+        if not prompt:
+            raise BadRequest(f"a text of {param} is empty: it has no tokens", kind="invalid_prompt", param=param)
+        if len(prompt) >= info.max_model_len:
+            message = f"a text of {param} has {len(prompt)} tokens; there is room for {info.max_model_len - 1}"
+            raise BadRequest(message, kind="context_length_exceeded", param=param)
     sampling = SamplingParams(max_tokens=1, embed=True)
     requests = build_requests(structs.replace(draft, whole=True), prompts, 1, sampling, info)
     return Generation(

@@ -235,7 +235,8 @@ class Dispatcher:
             self._hand_over(state, instance, output)
         elif output.searching or (output.token_ids and state.machine.state is not State.DECODING):
             self.handle(state, Event.DECODED)
-        has_counts = output.sources is not None or output.moved is not None or output.predicted is not None
+        has_drafts = (output.drafted or output.predicted) is not None
+        has_counts = output.sources is not None or output.moved is not None or has_drafts
         if output.stamps or has_scores or has_counts:
             state.record_output(instance, output, now)
         if output.token_ids or has_answer:
@@ -243,7 +244,8 @@ class Dispatcher:
                 self._metrics.migration_pause.observe(pause)
             gap = state.emit(output, now)
             if gap is not None:
-                self._metrics.inter_token_latency.observe(gap)
+                for _ in output.token_ids:
+                    self._metrics.inter_token_latency.observe(gap)
         if instance is state.decode and Stage.KV_READY in output.stamps:
             loaded = state.timeline.loaded
             if loaded.seconds and (self._selector.failed_handovers or not loaded.blocks):

@@ -257,6 +257,8 @@ class RequestState:
             self.timeline.computed_tokens = output.sources.computed
             self.timeline.local_hit_tokens = output.sources.local_hit
             self.timeline.loaded_tokens = output.sources.loaded
+        if output.drafted is not None:
+            self.timeline.drafted += output.drafted
         if output.predicted is not None:
             self.timeline.predicted += output.predicted
         if output.moved is not None and instance is self.decode:

@@ -174,6 +174,7 @@ class InstanceHandle:
         """Return the instance's entry of /debug/instances."""
         return {
             "instance_id": self.id,
+            "version": self.hello.version,
             "epoch": self.hello.epoch,
             "role": self.role,
             "model": self.hello.model,

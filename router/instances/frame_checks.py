@@ -53,7 +53,7 @@ def hello_fault(hello: pb.Hello) -> str:
         return f"an instance id has 1 to {MAX_INSTANCE_ID_CHARS} characters, all of them printable"
     if len(hello.nonce) != NONCE_BYTES:
         return f"its nonce has {len(hello.nonce)} bytes instead of {NONCE_BYTES}"
-    for name in ("connector", "device", "dtype", "kernel", "scheduling_policy"):
+    for name in ("connector", "device", "dtype", "kernel", "scheduling_policy", "version"):
         if not _is_name(getattr(hello, name)):
             return f"its {name} has at most {MAX_NAME_CHARS} characters, all of them printable"
     limits = {
@@ -186,10 +186,9 @@ def output_fault(output: Output, hello: pb.Hello, max_tokens: int, context: int)
             return f"{stored.num_blocks} stored blocks and {stored.coming} coming ones of {num_blocks}"
     if (sources := output.sources) is not None and sources.computed + sources.local_hit + sources.loaded > context:
         return f"more prompt tokens than the {context} of the request"
-    if (predicted := output.predicted) is not None and (
-        predicted.accepted > len(ids) or predicted.rejected > MAX_COUNT
-    ):
-        return f"{predicted.accepted} predicted tokens of {len(ids)}, and {predicted.rejected} others"
+    for drafts in (output.drafted, output.predicted):
+        if drafts is not None and (drafts.accepted > len(ids) or drafts.rejected > MAX_COUNT):
+            return f"{drafts.accepted} drafts among {len(ids)} tokens, and {drafts.rejected} others"
     return times_fault(output) if output.stamps or output.moved is not None else ""
 
 

@@ -14,7 +14,7 @@ from pdserve.router.scheduling.policy import Decision, Placement
 
 log = logging.getLogger(__name__)
 NOTHING_MOVED = Moved()
-NOTHING_PREDICTED = Predicted()
+NOTHING_DRAFTED = Predicted()
 BLOCK = 64  # tokens for which an id in `prompt_ids` stands, unless the pools' blocks are larger
 ID_BYTES = 4  # of an id; two ids that are equal by chance do no harm, because prompts are compared from their beginning
 
@@ -60,7 +60,7 @@ class Timeline:
             computed, found in its pool, or loaded from the KV store.
         stored, loaded: KV that prefill wrote to the KV store, and KV that decode read from it.
         attempt: number of earlier submissions with this request id, by migrations and by earlier requests with the same id.
-        predicted: drafts of the answer that the client has predicted.
+        drafted: drafts of the answer, and `predicted` those of them that the client has predicted.
         release_seconds: for a cancelled request: instance id → seconds from its end until the instance had freed all of its
             blocks.
         finish_reason: `stop`, `length`, `cancelled`, `error`, or `refused` (by the SLO admission); empty while it runs.
@@ -88,7 +88,8 @@ class Timeline:
     loaded_tokens: int = 0
     stored: Moved = NOTHING_MOVED
     loaded: Moved = NOTHING_MOVED
-    predicted: Predicted = NOTHING_PREDICTED
+    drafted: Predicted = NOTHING_DRAFTED
+    predicted: Predicted = NOTHING_DRAFTED
     release_seconds: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
     error: str = ""
@@ -160,6 +161,7 @@ class Timeline:
                 "local_hit": self.local_hit_tokens,
                 "loaded": self.loaded_tokens,
             },
+            "drafts": asdict(self.drafted),
             "stored": _with_rate(self.stored),
             "loaded": _with_rate(self.loaded),
             "released_ms": {name: round(seconds * 1e3, 3) for name, seconds in self.release_seconds.items()},

@@ -26,6 +26,8 @@ INSTANCE_COUNTERS = (
     "prefix_cache_hits",
     "num_preemptions",
     "kv_cache_blocks_held",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
 )
 STORE_OUT = 'kv_store_out{connector="'  # a series' name up to that of the connector
 

@@ -50,7 +50,7 @@ KINDS: dict[str, Callable[[Target], None]] = {
 CONTROL = "control"
 ONE_TOKEN = [{"max_tokens": 1, "prompt": "Once upon a time"}]
 # An attack by streams costs the instances as many tokens as valid streams do: its control asks for the same.
-VALID = {"left_streams": answers.SHORT, "unread_streams": answers.LONG}
+VALID = {"left_streams": answers.SHORT, "unread_streams": answers.LONG, "slow_masks": bodies.WORD}
 PERIOD_S = 0.1  # between two valid requests: half of what the attacker's quota allows
 
 

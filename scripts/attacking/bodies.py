@@ -11,7 +11,8 @@ from attacking.target import ENDED, Target
 
 LARGEST = 4 * 1024 * 1024 - 1024  # bytes, below the default of --max-body-bytes
 UNFINISHED = 30  # bodies at once
-SLOW_GRAMMARS = 4  # at once, of 16 choices each
+MANY_CHOICES: list[dict[str, Any]] = [{"n": 16, "max_tokens": 400, "stream": True}] * 4  # of requests at once
+WORD = [body | {"guided_grammar": "root ::= [a-z]+"} for body in MANY_CHOICES]
 INJECTION = "\x1b[2J\r\nWARNING pdserve: forged"
 REFUSED = {400, 413, 422, 429}
 NESTED: dict[str, Any] = {"type": "string"}
@@ -93,12 +94,12 @@ def grammar_bombs(target: Target) -> None:
 
 
 def slow_masks(target: Target) -> None:
-    """Choices by grammars whose masks take longer with each token, and pass for quick ones before."""
+    """Words by grammars whose masks take longer with each token, and pass for quick ones before."""
     with ExitStack() as stack:
-        for _ in range(SLOW_GRAMMARS):
+        for body in MANY_CHOICES:
             grammar = f'root ::= "{random.random()}" s\ns ::= s s | [a-z]'
             connection = stack.enter_context(target.connect())
-            connection.sendall(target.completion(guided_grammar=grammar, n=16, max_tokens=400, stream=True))
+            connection.sendall(target.completion(guided_grammar=grammar, **body))
         time.sleep(5)
 
 

@@ -215,3 +215,10 @@ def test_tp(run: Callable[..., Any]) -> None:
         assert row["speed_up"] > 0 and row["sums"] == 2 * content["settings"]["layers"] and row["sum_kib"] > 0
     assert [row["ranks"] for row in content["handovers"]] == ["1 to 1", "1 to 2", "2 to 1", "2 to 2"]
     assert all(row["whole"] == 1 for row in content["handovers"])
+
+
+@while_benchmarks_change
+def test_adapters(run: Callable[..., Any]) -> None:
+    content = run("adapters.py")
+    assert {row["task"] for row in content["rows"]} == {"prefill", "decode, 2 at once"}
+    assert all(row[mode] > 0 for row in content["rows"] for mode in ("base ms", "loaded", "one", "all"))

@@ -123,6 +123,16 @@ def test_signals_and_titles_are_those_of_a_process_of_its_own(server: ForkServer
     assert process.wait() == 0
 
 
+def test_a_signal_that_arrives_with_the_fork_is_not_lost(server: ForkServer) -> None:
+    for _ in range(5):
+        process = server.spawn(DECODE, os.environ)
+        process.send_signal(signal.SIGTERM)  # as soon as the pid is known
+        try:
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
 def test_the_environment_is_that_of_the_request(server: ForkServer) -> None:
     widths = [
         max(map(len, run(server, "health", "--help", COLUMNS=columns)[1].splitlines())) for columns in ("60", "90")

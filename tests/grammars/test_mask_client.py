@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.grammars import mask_client
+from pdserve.grammars import mask_client, mask_turns
 from pdserve.grammars.compile_server import Loaded
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.formats import specified, tag
@@ -24,6 +24,7 @@ from pdserve.grammars.mask_client import Budget, Follower, LoadedGrammar, MaskSe
 from pdserve.grammars.mask_worker import new_matcher
 from pdserve.grammars.specification import lark_grammar
 from pdserve.keys import token_array
+from pdserve.priority import NICENESS
 from pdserve.request import NO_TENANT, Tenant
 
 SPECS: list[dict[str, Any]] = [
@@ -228,6 +229,22 @@ def test_the_masks_of_one_tenant_do_not_wait_for_those_of_another(compiler: Gram
     arrived.clear()
     masks.notify(late)
     assert arrived.is_set(), "it calls at once if masks are there already"
+
+
+def test_models_go_before_a_tenant_whose_masks_take_much(
+    compiler: GrammarCompiler, vocab: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of its masks is slow. The masks of others are as quick as before."""
+    monkeypatch.setattr(mask_turns, "SHARE", 0.0)
+    monkeypatch.setattr(mask_turns, "BURST_S", 0.01)
+    masks, normal = MaskService(), os.nice(0)
+    for tenant, count, expected in ((Tenant(1), 200, min(19, normal + NICENESS)), (Tenant(2), 1, normal)):
+        grammar = load(compiler, BOMB, tenant)
+        pid = newest_worker(compiler)
+        while count and os.getpriority(os.PRIO_PROCESS, pid) == normal:
+            fill(masks, (Follower(grammar), [vocab["a"]] * 50))
+            count -= 1
+        assert os.getpriority(os.PRIO_PROCESS, pid) == expected
 
 
 def test_a_dead_worker_is_replaced(compiler: GrammarCompiler, masks: MaskService) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.grammars.mask_turns import Line, MaskTurns
-from pdserve.request import Tenant
+from pdserve.grammars.mask_turns import BURST_S, SHARE, Line, MaskTurns, Spending
+from pdserve.request import NO_TENANT, Tenant
 
 MALLORY, ALICE = Tenant(1), Tenant(2)
 
@@ -61,6 +61,17 @@ def test_a_line_saves_no_time_up_while_it_wants_nothing() -> None:
     turns.add(old, "mask")
     turns.add(idle, "mask")
     assert idle.used_s == 50.0
+
+
+def test_a_tenant_whose_masks_take_more_than_its_share_is_told_from_others_until_it_wears_off() -> None:
+    spending, now = Spending(), 0.0
+    while not spending.is_high(MALLORY, now):
+        now += 0.1
+        spending.add(MALLORY, 0.1 * 2 * SHARE, now)
+        spending.add(ALICE, 0.1 * SHARE, now)
+    assert now == pytest.approx(BURST_S / SHARE, abs=0.5)
+    assert not spending.is_high(ALICE, now) and not spending.is_high(NO_TENANT, now)
+    assert not spending.is_high(MALLORY, now + 1)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,6 +1,7 @@
 """Submissions that an instance accepts or refuses: it trusts no bytes of a router."""
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pdserve.instance.instance import Instance
 from pdserve.keys import KeyChain, pack_tokens, root_key
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
+from tests.instance.hash_model import HashRunner
 from tests.outputs import outputs_of
 
 PROMPT = [7 * i % 250 for i in range(70)]
@@ -115,3 +117,23 @@ def test_a_heartbeat_tells_how_many_blocks_each_key_holds(driver: Driver) -> Non
     instance.drop_link("router")
     while told():
         instance.run_once(wait=False)
+
+
+def test_a_beam_search_that_waits_is_one_request_in_heartbeats() -> None:
+    runner: Any = HashRunner((None,), 1, 60, 0, frozenset(), 1.0)
+    clock, frames = count(), list[pb.InstanceFrame]()
+    config = InstanceConfig(model="hashes", num_blocks=60, block_size=1, connector="memory://")
+    instance = Instance(config, lambda _, frame: frames.append(frame), runner=runner, now=lambda: float(next(clock)))
+    runner.is_warm = True
+    search = {"max_tokens": 16, "temperature": 0, "beam_width": 3, "num_answers": 1, "ignore_eos": True}
+    request = packed(prompt=pack_tokens([1, 2]), sampling=search)
+    for request_id in "abcdef":
+        instance.submit("router", pb.Submit(request_id=request_id, phase=pb.BOTH, request=request))
+    instance.run_once(wait=False)
+    while instance.num_jobs:
+        jobs = instance.num_jobs
+        instance.run_once(wait=False)
+        beat = instance.reporter.heartbeat
+        assert beat.waiting + beat.running <= jobs
+    assert instance.engine.scheduler.num_preemptions
+    assert [one.error for frame in frames for one in outputs_of(frame) if one.error] == []

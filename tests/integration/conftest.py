@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from tests.outputs import outputs_of
+from tests.waiting import wait_until
 
 Deploy = Callable[..., AbstractContextManager[Deployment]]
 
@@ -75,8 +75,10 @@ def forked_deployment(fork_server: Any) -> type[Deployment]:
 
 
 @pytest.fixture(scope="session")
-def deploy(forked_deployment: type[Deployment]) -> Deploy:
+def deploy(forked_deployment: type[Deployment], checkpoint: Callable[..., Path]) -> Deploy:
     """`with deploy(model=path, prefill=2) as deployment:` runs a router and instances; prints their output on a failure.
+
+    Without a model, one with random weights is served under the name of the demo model, which takes a second to load.
 
     `flags={"decode": ["--block-size", "64"]}` adds command-line flags to the instances of a role, or to the router;
     `programs={"decode": ["oracle.py"]}` runs a program of the test in place of pdserve, with the same arguments;
@@ -105,6 +107,8 @@ def deploy(forked_deployment: type[Deployment]) -> Deploy:
             "connector": f"{segment}?size=32MiB&{PATIENT_STORE}",
             "kv_cache_memory": "16MiB",
         }
+        if "model" not in settings:
+            defaults |= {"model": str(checkpoint("llama")), "served_model_name": "demo"}
         all_flags = {**flags, "router": [*PATIENT_ROUTER, *flags.get("router", [])]}
         deployment_class = type(
             "FlaggedDeployment", (forked_deployment,), {"flags": all_flags, "programs": programs or {}}
@@ -304,21 +308,10 @@ def complete_all(complete: Callable[..., dict[str, Any]]) -> Callable[..., list[
     return run
 
 
-@pytest.fixture(scope="session")
-def wait_until() -> Callable[..., None]:
-    """wait_until(condition, "description") polls; counters, for example, arrive with the next heartbeat.
-
-    It does so less and less often, since most conditions are requests, which take CPU from what the test waits for.
-    """
-
-    def wait(condition: Callable[[], bool], description: object = "", seconds: float = 600.0) -> None:
-        started = time.monotonic()
-        while not condition():
-            waited = time.monotonic() - started
-            assert waited < seconds, f"not within {seconds:g} s: {description}"
-            time.sleep(min(0.2, max(0.02, waited / 20)))
-
-    return wait
+@pytest.fixture(scope="session", name="wait_until")
+def wait_until_fixture() -> Callable[..., None]:
+    """wait_until(condition, "description") polls; counters, for example, arrive with the next heartbeat."""
+    return wait_until
 
 
 @pytest.fixture(scope="session")

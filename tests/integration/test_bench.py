@@ -67,7 +67,7 @@ class IndependentClient:
 
 @pytest.mark.slow
 def test_it_agrees_with_an_independent_client_on_the_same_server(deploy: Deploy, tmp_path: Path) -> None:
-    with deploy(prefill=1, decode=1) as deployment:
+    with deploy(model="demo", prefill=1, decode=1) as deployment:
         other = IndependentClient(deployment.url)
         ours = []
         for repetition in range(3):
@@ -87,7 +87,7 @@ def test_ttft_has_parts_and_chat_sessions_continue(deploy: Deploy, tmp_path: Pat
     sharegpt.write_text(json.dumps([{"conversations": turns}] * 2))
     rows = [{"timestamp": 0, "input_length": 5120, "output_length": 300, "hash_ids": list(range(10))}] * 2
     mooncake.write_text("\n".join(map(json.dumps, rows)))
-    with deploy(prefill=1, decode=1) as deployment:
+    with deploy(model="demo", prefill=1, decode=1) as deployment:
         random = measure(
             deployment.url,
             tmp_path,
@@ -123,7 +123,7 @@ def test_ttft_has_parts_and_chat_sessions_continue(deploy: Deploy, tmp_path: Pat
 
 @pytest.mark.slow
 def test_an_slo_sweep_finds_a_rate(deploy: Deploy, tmp_path: Path) -> None:
-    with deploy(both=1, prefill=0, decode=0) as deployment:
+    with deploy(model="demo", both=1, prefill=0, decode=0) as deployment:
         settings = {"num_prompts": 9, "request_rate": 2.0, "sweep_repetitions": 2, "sweep_tolerance": 1.0}
         found = measure(deployment.url, tmp_path, slo_sweep=True, goodput="ttft:2000", **settings, **SMALL)
     highest = found["highest_rates"]
@@ -136,7 +136,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_ctrl_c_keeps_what_was_measured(deploy: Deploy, tmp_path: Path) -> None:
-    with deploy(prefill=1, decode=1) as deployment:
+    with deploy(model="demo", prefill=1, decode=1) as deployment:
         arguments = [
             "--base-url",
             deployment.url,
@@ -180,7 +180,7 @@ def test_wrong_settings_and_servers_are_one_line(deploy: Deploy) -> None:
     assert "must begin with http" in error(base_url="localhost:8000")
     with pytest.raises(ValueError, match="--request-rate must be more than 0"):
         BenchServeConfig(request_rate=-1.0)
-    with deploy(both=1, prefill=0, decode=0) as deployment:
+    with deploy(model="demo", both=1, prefill=0, decode=0) as deployment:
         assert "has no model 'gpt-9'; it has demo" in error(base_url=deployment.url, model="gpt-9")
         assert "--slo-sweep needs --goodput" in error(base_url=deployment.url, slo_sweep=True)
         wrong = error(base_url=deployment.url, endpoint="/v1/nothing")

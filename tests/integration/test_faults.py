@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.waiting import wait_until
+
 PROMPTS = [[i, 7, 9] * (4 + 20 * (i % 3)) for i in range(9)]
 LONG = [[i, 7, 9, 4] * 150 for i in range(9)]  # with a small token budget, prefill takes many steps
 TOKENS = 120
@@ -36,13 +38,6 @@ def stream(url: str, model: str, prompt: list[int], tokens: int = TOKENS) -> tup
                     return ids, event["error"]["message"]
                 ids += event["choices"][0].get("token_ids") or []
     return ids, ""
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, description: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {description}"
-        time.sleep(0.02)
 
 
 def instances(url: str) -> dict[str, dict[str, Any]]:
@@ -68,14 +63,14 @@ def test_killed_instance_fails_no_request(
         url, model = deployment.url, deployment.config.name
         futures = [threads.submit(stream, url, model, prompt) for prompt in LONG]
         busy = lambda: instances(url).get(victim, {}).get("requests", 0) >= 2  # noqa: E731
-        wait_until(busy, 600, f"{victim} is busy")
+        wait_until(busy, f"{victim} is busy")
         os.kill(deployment.child(victim).pid, signal.SIGKILL)
         results = [future.result(600) for future in futures]
         assert results == [(tokens, "") for tokens in expected], "the other instance serves both roles meanwhile"
 
-        wait_until(lambda: _is_ready_again(deployment, victim), 600, f"{victim} is restarted and serves again")
+        wait_until(lambda: _is_ready_again(deployment, victim), f"{victim} is restarted and serves again")
         assert stream(url, model, LONG[3], 8) == (expected[3][:8], "")
-        wait_until(lambda: not any(blocks_held(deployment).values()), 600, "all blocks are freed")
+        wait_until(lambda: not any(blocks_held(deployment).values()), "all blocks are freed")
 
 
 def test_streams_of_a_killed_decode_migrate(
@@ -98,7 +93,7 @@ def test_streams_of_a_killed_decode_migrate(
 
         expected = list(threads.map(send, bodies))
         futures = [threads.submit(send, body) for body in bodies]
-        wait_until(lambda: instances(deployment.url)["decode-1"]["requests"] >= 2, 600, "decode-1 is busy")
+        wait_until(lambda: instances(deployment.url)["decode-1"]["requests"] >= 2, "decode-1 is busy")
         os.kill(deployment.child("decode-1").pid, signal.SIGKILL)
         for choice, reference in zip([future.result(600) for future in futures], expected, strict=True):
             assert choice["token_ids"] == reference["token_ids"]
@@ -126,7 +121,7 @@ def test_drained_decode_fails_no_request(
 
         expected = list(threads.map(send, PROMPTS))
         futures = [threads.submit(send, prompt) for prompt in PROMPTS]
-        wait_until(lambda: instances(deployment.url)["decode-1"]["requests"] >= 2, 600, "decode-1 is busy")
+        wait_until(lambda: instances(deployment.url)["decode-1"]["requests"] >= 2, "decode-1 is busy")
         draining = deployment.child("decode-1")
         os.kill(draining.pid, signal.SIGTERM)
         assert [future.result(600) for future in futures] == expected
@@ -170,11 +165,11 @@ def test_restarts_and_role_changes_under_load_fail_no_request(
 
         def change_role(role: str) -> None:
             httpx.post(f"{url}/admin/instances/decode-1/role", json={"role": role}).raise_for_status()
-            wait_until(lambda: instances(url)["decode-1"]["role"] == role, 600, f"decode-1 serves as {role}")
+            wait_until(lambda: instances(url)["decode-1"]["role"] == role, f"decode-1 serves as {role}")
 
         def migrates_a_stream() -> bool:
             """Change the role of decode-1 while it has requests; return True once any stream has migrated."""
-            wait_until(lambda: instances(url)["decode-1"]["requests"] > 0, 600, "decode-1 has requests")
+            wait_until(lambda: instances(url)["decode-1"]["requests"] > 0, "decode-1 has requests")
             change_role("prefill")
             change_role("decode")
             return metric(deployment, "migrations_total") > 0
@@ -184,12 +179,12 @@ def test_restarts_and_role_changes_under_load_fail_no_request(
             return str(result.stdout) if result.returncode == 0 else str(result.stderr)
 
         try:
-            wait_until(migrates_a_stream, 600, "a stream migrates")
+            wait_until(migrates_a_stream, "a stream migrates")
             refused = command("drain", "prefill-0")
             assert refused.startswith("pdserve: no prefill instance would be available while prefill-0 drains"), refused
             assert command("role", "decode-1", "prefill") == "decode-1 serves as prefill\n"
             assert command("drain", "prefill-0") == "prefill-0 is drained and gone\n"
-            wait_until(lambda: _is_ready_again(deployment, "prefill-0"), 600, "prefill-0 serves again")
+            wait_until(lambda: _is_ready_again(deployment, "prefill-0"), "prefill-0 serves again")
             assert command("role", "decode-1", "decode") == "decode-1 serves as decode\n"
             assert command("drain", "decode-0") == "decode-0 is drained and gone\n"
         finally:
@@ -211,13 +206,13 @@ def test_frozen_instance_is_removed_and_reconnects(checkpoint: Callable[..., Pat
         frozen = deployment.child("decode-1").pid
         os.kill(frozen, signal.SIGSTOP)
         try:
-            wait_until(lambda: "decode-1" not in instances(url), 600, "the frozen instance is removed")
+            wait_until(lambda: "decode-1" not in instances(url), "the frozen instance is removed")
             for prompt in PROMPTS[:4]:
                 ids, error = stream(url, model, prompt, 4)
                 assert len(ids) == 4 and not error
         finally:
             os.kill(frozen, signal.SIGCONT)
-        wait_until(lambda: "decode-1" in instances(url), 600, "it has reconnected")
+        wait_until(lambda: "decode-1" in instances(url), "it has reconnected")
 
 
 def test_disconnected_clients_are_cancelled_on_every_instance(
@@ -241,14 +236,14 @@ def test_disconnected_clients_are_cancelled_on_every_instance(
             try:
                 with socket.create_connection(("127.0.0.1", deployment.config.port)) as client:
                     client.sendall(f"{head} {len(text)}\r\n\r\n{text}".encode())
-                    wait_until(lambda name=frozen: instances(url)[name]["requests"] == 1, 600, "it is routed")  # type: ignore[misc]  # a lambda with a default
-                wait_until(lambda count=number: cancelled() == count, 600, "it is cancelled")  # type: ignore[misc]  # likewise
+                    wait_until(lambda name=frozen: instances(url)[name]["requests"] == 1, "it is routed")  # type: ignore[misc]  # a lambda with a default
+                wait_until(lambda count=number: cancelled() == count, "it is cancelled")  # type: ignore[misc]  # likewise
             finally:
                 os.kill(deployment.child(frozen).pid, signal.SIGCONT)
         assert stream(url, model, [9] * 40, 4)[1] == "", "both have processed all earlier frames"
         computed = partial(metric, deployment, "prompt_tokens_by_source_total", role="prefill")
-        wait_until(lambda: computed() % 600 == 40, 600, "the counters are up to date")
-        wait_until(lambda: not any(blocks_held(deployment).values()), 600, "all blocks are freed")
+        wait_until(lambda: computed() % 600 == 40, "the counters are up to date")
+        wait_until(lambda: not any(blocks_held(deployment).values()), "all blocks are freed")
         assert computed() <= 2 * 600 + 40, "prefill computed at most the prompts of the cases with a frozen decode"
         assert metric(deployment, "generation_tokens_total", role="decode") < 400, "decode stopped early"
         assert not any(instance["requests"] for instance in instances(url).values())
@@ -257,7 +252,7 @@ def test_disconnected_clients_are_cancelled_on_every_instance(
             requests = httpx.get(f"{url}/debug/requests").json()["requests"]
             return sum("decode-0" in request["released_ms"] for request in requests)
 
-        wait_until(lambda: num_released() == len(cases), 600, "decode has reported the release of every request")
+        wait_until(lambda: num_released() == len(cases), "decode has reported the release of every request")
 
 
 def test_200_requests_with_40_cancelled_leak_no_block(
@@ -301,14 +296,14 @@ def test_200_requests_with_40_cancelled_leak_no_block(
         url, model = deployment.url, deployment.config.name
         ends = list(threads.map(send, range(200)))
         assert set(ends) == {"cancelled", "done"} and ends.count("cancelled") == 40
-        wait_until(lambda: not any(blocks_held(deployment).values()), 600, "all blocks are freed")
+        wait_until(lambda: not any(blocks_held(deployment).values()), "all blocks are freed")
         # An instance checks its whole pool when it becomes idle, and exits if a block is neither free nor cached.
         time.sleep(1.1)
         for i in range(1, 9):
             send(i)
         names = [child.name for child in deployment.children if child.name != "router"]
         checks = partial(metric, deployment, "integrity_checks_total")
-        wait_until(lambda: all(checks(instance=name) >= 1 for name in names), 600, "each has checked its pool")
+        wait_until(lambda: all(checks(instance=name) >= 1 for name in names), "each has checked its pool")
         assert all(child.running for child in deployment.children)
 
 

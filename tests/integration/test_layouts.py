@@ -64,7 +64,7 @@ def test_different_dtype_gives_plausible_tokens_and_inexact_kv_is_not_cached(
         "prefill": ["--dtype", prefill],
         "decode": ["--dtype", decode, "--block-size", "32", "--convert-kv"],
     }
-    with deploy(flags=flags, connector=connector_url, num_blocks=256) as deployment:
+    with deploy(model="demo", flags=flags, connector=connector_url, num_blocks=256) as deployment:
         lengths = 0
         for _ in range(2):
             reply = complete(deployment, prompt="The capital of France is", max_tokens=8)
@@ -107,11 +107,12 @@ def test_instances_of_two_numerics_classes_serve_together_only_if_allowed(
     """The demo model in bfloat16, with a prefill instance that rounds otherwise than decode."""
     log_lines: list[str] = []
     flags = {"prefill": prefill_flags, "decode": ["--kernel", "cpu"]}
-    with deploy(flags=flags, log_lines=log_lines, wait=False, connector=connector_url, num_blocks=64) as deployment:
+    settings = {"model": "demo", "connector": connector_url, "num_blocks": 64}
+    with deploy(flags=flags, log_lines=log_lines, wait=False, **settings) as deployment:
         wait_until(lambda: any("start decode-0 with --allow-inexact" in line for line in log_lines), log_lines)
         assert httpx.get(f"{deployment.url}/ready").status_code == 503
     flags["decode"].append("--allow-inexact")
-    with deploy(flags=flags, connector=connector_url, num_blocks=64) as deployment:
+    with deploy(flags=flags, **settings) as deployment:
         for _ in range(2):
             assert (
                 "Paris" in complete(deployment, prompt="The capital of France is", max_tokens=8)["choices"][0]["text"]

@@ -1,15 +1,20 @@
-"""Low-bit weights through a router, a prefill and a decode instance: KV crosses between instances of one rounding only."""
+"""Low-bit weights and KV through a router, a prefill and a decode instance: KV crosses between instances of one rounding."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.request import SamplingParams
 
 
+@pytest.mark.parametrize(("flag", "value"), [("quantization", "int4"), ("kv_cache_dtype", "int8")])
 def test_split_answers_have_the_bits_of_one_engine(
+    flag: str,
+    value: str,
     checkpoint: Callable[..., Path],
     prompts: list[list[int]],
     deploy: Callable[..., Any],
@@ -29,9 +34,9 @@ def test_split_answers_have_the_bits_of_one_engine(
             engine.step()
         return [seq.output.tokens[len(prompt) :].tolist() for seq, prompt in zip(seqs, prompts, strict=True)]
 
-    expected = alone(quantization="int4")
+    expected = alone(**{flag: value})
     assert expected != alone()
-    flags = {role: ["--quantization", "int4", "--num-blocks", "1024"] for role in ("prefill", "decode")}
+    flags = {role: [f"--{flag.replace('_', '-')}", value, "--num-blocks", "1024"] for role in ("prefill", "decode")}
     with deploy(model=str(path), flags=flags) as deployment:
         assert complete_all(deployment, prompts) == expected
         tokens = len(prompts) * 31

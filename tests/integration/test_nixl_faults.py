@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.waiting import wait_until
+
 LEASE_S = 2.0
 TIMEOUT_S = 30.0  # per load operation; a stop lasts as long, and much happens within it while a read is held
 TOKENS = 12
@@ -85,9 +87,7 @@ class System:
     def wait_for_failure(self, instance: str, kind: str) -> None:
         """Wait until the instance has counted a failed load of this kind; counters arrive with heartbeats."""
         failures = "kv_transfer_failures_total"
-        wait_until(
-            lambda: self.metric(failures, instance=instance, kind=kind) > 0, 600, f"a block is counted as {kind}"
-        )
+        wait_until(lambda: self.metric(failures, instance=instance, kind=kind) > 0, f"a block is counted as {kind}")
 
     def is_idle(self) -> bool:
         """Restart exited children, and return True if all instances are registered and no block is held."""
@@ -98,21 +98,14 @@ class System:
 
     def assert_recovered(self, reader: str) -> None:
         """Check that all instances are back, no block is held, and `reader` loads blocks again."""
-        wait_until(self.is_idle, 600, "all instances are registered and no block is held")
+        wait_until(self.is_idle, "all instances are registered and no block is held")
         before, deadline = self.loaded(reader), time.monotonic() + 600
         while self.loaded(reader) == before:
             assert time.monotonic() < deadline, f"{reader} loads nothing"
             prompts = [self.long_prompt() for _ in range(2)]
             assert list(self.threads.map(self.send, prompts)) == [self.reference(prompt) for prompt in prompts]
             time.sleep(0.5)
-        wait_until(self.is_idle, 600, "all blocks are freed")
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, description: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {description}"
-        time.sleep(0.02)
+        wait_until(self.is_idle, "all blocks are freed")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +140,7 @@ def system(
 
 @pytest.fixture(autouse=True)
 def open_gate(system: System) -> Iterator[None]:
-    wait_until(system.is_idle, 600, "all instances are registered and no block is held")
+    wait_until(system.is_idle, "all instances are registered and no block is held")
     yield
     system.resume_reads()
 
@@ -158,7 +151,7 @@ def test_decode_is_killed_while_it_reads(system: System) -> None:
     system.resume_reads()
     assert future.result(600) == system.reference(prompt)
     assert system.metric("migrations_total", kind="instance_lost") >= 1
-    wait_until(lambda: system.held("prefill-0") == 0, 600, "the blocks leased to the dead instance are freed")
+    wait_until(lambda: system.held("prefill-0") == 0, "the blocks leased to the dead instance are freed")
     system.assert_recovered(reader)
 
 
@@ -173,7 +166,7 @@ def test_prefill_is_killed_while_decode_reads(system: System) -> None:
 
 def test_lease_ends_while_decode_reads(system: System) -> None:
     prompt, future, reader = system.pause_a_read()
-    wait_until(lambda: system.held("prefill-0") == 0, 600, "the lease ends although a read is running")
+    wait_until(lambda: system.held("prefill-0") == 0, "the lease ends although a read is running")
     for _ in range(2):
         system.send(system.long_prompt(), tokens=1)  # served by prefill alone; overwrites rows still to be read
     assert not future.done()
@@ -202,7 +195,7 @@ def test_decode_is_stopped_and_continued_while_it_reads(system: System) -> None:
     try:
         system.resume_reads()
         assert future.result(600) == system.reference(prompt)
-        wait_until(lambda: system.held("prefill-0") == 0, 600, "the blocks are freed when the lease ends")
+        wait_until(lambda: system.held("prefill-0") == 0, "the blocks are freed when the lease ends")
     finally:
         system.signal(reader, signal.SIGCONT)
     system.assert_recovered(reader)

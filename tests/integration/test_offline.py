@@ -97,10 +97,12 @@ def test_what_is_not_valid(llm: LLM) -> None:
         {"n": 0},
         {"stop_token_ids": ["a"]},
         {"max_tokens": 0},
+        {"max_tokens": None},
     ]
     for fields in invalid:
-        with pytest.raises(ValueError, match=next(iter(fields))):
+        with pytest.raises(ValueError, match=f"^{next(iter(fields))}.* must be "):
             SamplingParams(**fields)
+    assert SamplingParams(seed=-1) != SamplingParams(seed=0), "a random one, as in vLLM"
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="2 prompts and 1 sampling"):

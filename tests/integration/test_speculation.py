@@ -13,8 +13,10 @@ from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepPlan
 from pdserve.keys import KEY_BYTES, KeyChain, root_key, token_array
 from pdserve.kv_transfer.header import HEADER_BYTES, NAME
+from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
+from tests.outputs import is_stored
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
 KINDS: list[dict[str, Any]] = [
@@ -167,3 +169,54 @@ def test_a_request_that_fails_has_the_tokens_before_that(
             steps[name] = len(before)
     assert steps["7 False"] < steps["7 True"], "several tokens came at once"
     plugins.names.cache_clear()
+
+
+def drafts(driver: Any) -> tuple[float, float]:
+    """Return how many tokens an instance has drafted, and how many of them were accepted."""
+    counts = driver.instance.reporter.counts
+    return counts["spec_decode_num_draft_tokens"], counts["spec_decode_num_accepted_tokens"]
+
+
+def ended(outputs: list[Output]) -> bool:
+    return any(output.finish_reason for output in outputs)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_are_the_same_after_a_hand_over_and_as_good_after_a_move(
+    method: str,
+    make_instance: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    controlled_store: Callable[..., Any],
+) -> None:
+    """Compares counts: the tokens of each step, drafts and accepted ones."""
+    path, values = str(checkpoint("llama", dtype="bfloat16")), dict[str, bytes]()
+    prompt, size = [5, 6, 7, 8] * 5 + [*range(40, 60)], 300
+
+    def make() -> Any:
+        settings = {"num_blocks": 64, "speculate": method, "speculative_tokens": 4}
+        return make_instance(controlled_store(values=values), model=path, **settings)
+
+    sampling = SamplingParams(temperature=0.4, seed=3, max_tokens=size, ignore_eos=True, allowed_token_ids=(4, 5, 6))
+
+    def submit(driver: Any, phase: Any, output: list[int] | None = None) -> None:
+        request = Request(prompt=prompt, sampling=sampling).pack()
+        driver.instance.submit("router", pb.Submit(request_id="r", phase=phase, request=request, output=output or []))
+
+    whole, prefill, decode, moved = make(), make(), make(), make()
+    submit(whole, pb.BOTH)
+    whole.run_until(lambda outputs: len(whole.tokens("r")) > size // 3)
+    at_move, first = drafts(whole), whole.tokens("r")
+    whole.run_until(ended)
+    submit(prefill, pb.PREFILL)
+    prefill.run_until(lambda outputs: any(map(is_stored, outputs)))
+    submit(decode, pb.DECODE)
+    decode.instance.hand_over("router", pb.HandOver(request_id="r", num_blocks=3, final=True, first_token=first[0]))
+    decode.run_until(ended)
+    steps, others = ([len(one.token_ids) for one in driver.outputs if one.token_ids] for driver in (whole, decode))
+    assert steps == [1, *others] and drafts(whole) == drafts(decode)
+    submit(moved, pb.BOTH, first)
+    moved.run_until(ended)
+    assert first + moved.tokens("r") == whole.tokens("r")
+    drafted, accepted = (end - begin for begin, end in zip(at_move, drafts(whole), strict=True))
+    drafted_there, accepted_there = drafts(moved)
+    assert 0 < accepted < drafted and abs(accepted / drafted - accepted_there / drafted_there) < 0.02

@@ -62,6 +62,40 @@ def test_sinks(dtype: torch.dtype, heads: int, size: int, make_case: Callable[..
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "block_size", "window", "softcap"),
+    [(6, 2, 64, 16, None, None), (4, 1, 128, 8, 300, 20.0), (3, 3, 20, 16, 50, None), (34, 2, 80, 100, None, None)],
+)
+def test_kv_in_bytes_has_the_bits_of_its_values(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    block_size: int,
+    window: int | None,
+    softcap: float | None,
+    make_case: Callable[..., Any],
+) -> None:
+    case = make_case(dtype, heads, kv_heads, size, block_size, [*RAGGED, (3, 1100), (1, 1100)], cpu).with_sinks()
+    case.k_TGD[0], case.v_TGD[1] = 0, 1e30 if dtype != torch.float16 else 6e4
+    values = case.cache_N2GBD.nan_to_num()
+    in_bytes, expected = reference.quantize(values), reference.quantize(values)
+    cpu.write_kv(in_bytes, case.k_TGD, case.v_TGD, case.batch.slots_T)
+    reference.write_kv(expected, case.k_TGD, case.v_TGD, case.batch.slots_T)
+    assert torch.equal(in_bytes, expected)
+    values = reference.dequantize(in_bytes, dtype)
+    for use_amx in (False, True):
+        got, plain = (
+            cpu.attend(case.q_THD, cache, case.batch, size**-0.5, window, softcap, case.sinks_H, use_amx)
+            for cache in (in_bytes, values)
+        )
+        assert torch.equal(got, plain) and got.abs().max() > 0
+    again = reference.attend(case.q_THD, in_bytes, case.batch, size**-0.5, window, softcap, case.sinks_H)
+    plain = reference.attend(case.q_THD, values, case.batch, size**-0.5, window, softcap, case.sinks_H)
+    assert torch.equal(again, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 8, 32, 100])
 def test_block_sizes(dtype: torch.dtype, block_size: int, make_case: Callable[..., Any]) -> None:
     check(make_case(dtype, 8, 4, 64, block_size, RAGGED, cpu), None, None)

@@ -63,8 +63,8 @@ def test_libraries_built_beforehand_need_no_compiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "added"),
     [
-        ("amx", {"avx512_bf16", "amx_tile", "amx_bf16"}),
-        ("avx512bf16", {"avx512_bf16"}),
+        ("amx", {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}),
+        ("avx512bf16", {"avx512_bf16", "avx512_vnni"}),
         ("avx512", set()),
         ("avx2", None),
     ],

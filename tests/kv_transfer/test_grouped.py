@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ class Part(Connector):
         self.calls: list[tuple[Any, ...]] = []
         self.memory: PoolMemory | None = None
         self.asked = 0
+        self.counters = Stats(blocks={"store": 1, "load": 2})
 
     def attach(self, memory: PoolMemory) -> None:
         self.memory = memory
@@ -49,7 +51,10 @@ class Part(Connector):
         self.calls.append(("release", [*keys], [*tickets]))
 
     def stats(self) -> Stats:
-        return Stats(blocks={"store": 1, "load": 2})
+        return self.counters
+
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        self.calls.append(("prolong", [*keys], lease_s, [*tickets]))
 
     def close(self) -> None:
         self.calls.append(("close",))
@@ -87,6 +92,23 @@ def test_blocks_go_to_their_groups_and_outcomes_come_back_in_order() -> None:
     grouped.release(KEYS[:1], tickets=[only_full.ticket])
     assert full.calls[-1] == ("release", KEYS[:1], [b"ticket of 1"]) and window.calls[-1] == ("release", KEYS[:1], [])
     assert grouped.stats().blocks == {"store": 2, "load": 4}
+    both = grouped.store([*KEYS[:2], KEYS[0]], [0, 1, 100], lease_s=0.0).result()
+    grouped.prolong(KEYS[:2], lease_s=7.0, tickets=[both.ticket])
+    prolonged = [part.calls.pop() for part in (full, window)]
+    assert prolonged == [("prolong", KEYS[:2], 7.0, [b"ticket of 2"]), ("prolong", KEYS[:2], 7.0, [b"ticket of 1"])]
+
+
+def test_a_store_is_out_if_it_is_out_for_one_group() -> None:
+    """Each group has a connection of its own; of tiers, heartbeats name those that are out."""
+    full, window = Part(), Part()
+    grouped = GroupedConnector([full, window], LAYOUT, [100, 50])
+    full.counters.parts = {"fast": Stats(blocks={"store": 1, "load": 0}), "slow": Stats()}
+    window.counters.parts = {"fast": Stats(blocks={"store": 4, "load": 0}), "slow": Stats(is_out=True)}
+    stats = grouped.stats()
+    assert stats.parts["fast"].blocks == {"store": 5, "load": 0} and not stats.parts["fast"].is_out
+    assert stats.parts["slow"].is_out and not stats.is_out and stats.any_out
+    window.counters.is_out = True
+    assert grouped.stats().is_out
 
 
 @pytest.mark.parametrize(
@@ -106,6 +128,14 @@ def test_a_prefix_is_found_if_the_window_behind_it_is_there(full: int, missing: 
     window = Part([key for i, key in enumerate(KEYS) if i not in missing])
     grouped = GroupedConnector([Part(KEYS[:full]), window], LAYOUT, [100, 50])
     assert grouped.match(KEYS).result() == expected
+
+
+@pytest.mark.parametrize(("window", "missing", "expected"), [(49, 6, 10), (50, 6, 6), (49, 7, 7), (33, 7, 10)])
+def test_a_window_reaches_back_to_its_first_token(window: int, missing: int, expected: int) -> None:
+    """Token 160 reaches token 112, the first of block 7, with a window of 49 tokens."""
+    layout = replace(LAYOUT, more=(replace(LAYOUT.more[0], window=window),))
+    parts = [Part(), Part([key for i, key in enumerate(KEYS) if i != missing])]
+    assert GroupedConnector(parts, layout, [100, 50]).match(KEYS).result() == expected
 
 
 def test_a_store_is_asked_a_bounded_number_of_times() -> None:

@@ -142,8 +142,12 @@ class RoleInstance:
         follows: bool = False,
         store_generated: str = "off",
         num_blocks: int = 64,
+        block_size: int = BLOCK,
+        runner: Any = None,
     ) -> None:
-        self.engine = Engine(EngineConfig(model=str(model), num_blocks=num_blocks, max_num_batched_tokens=2 * BLOCK))
+        sizes: dict[str, int] = {"num_blocks": num_blocks, "block_size": block_size}
+        config = EngineConfig(model=str(model), max_num_batched_tokens=2 * BLOCK, **sizes)  # type: ignore[arg-type]
+        self.engine = Engine(config, runner=runner)
         layout, self.context = self.engine.layout, FakeContext()
         self.stores = [FakeStore(rows, follows) for _ in layout.groups]
         self.store, *others = self.stores

@@ -8,6 +8,7 @@ import pytest
 from pdserve.output import Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
+from tests.instance import hash_model
 
 WINDOW, B, TOKENS = 48, 16, 24
 HEADS, SIZE = 2, 16  # of the layers with a window
@@ -157,3 +158,41 @@ def test_prompts_that_do_not_fit_together_wait_for_each_other(instance: Instance
     run(both, lambda: all(job.ended for job in jobs))
     assert [answer(job) for job in jobs] == [expected(prompt, TOKENS) for prompt in prompts]
     both.check_nothing_is_held()
+
+
+@pytest.fixture
+def odd(instance: Instance) -> Any:
+    """An instance of a model with a window that is no multiple of the block size."""
+    runner = hash_model.HashRunner((None, 5), 4, 64, 0, frozenset(), 1.0)
+    made = instance(runner=runner, block_size=4)
+    runner.is_warm = True
+    return made
+
+
+def test_a_prompt_in_the_pool_is_whole_although_its_last_token_is_computed_again(odd: Any) -> None:
+    """Prefill has failed before the first token, whose logits are needed: the token before attends to a block more."""
+    prompt, sampling = [*range(8)], SamplingParams(max_tokens=9, ignore_eos=True)
+    odd.submit(pb.BOTH, prompt, 1)
+    odd.run()
+    jobs = odd.submit_choices(pb.DECODE, prompt, sampling, 2)
+    give_up_prefill(odd, jobs)
+    assert [answer(job) for job in jobs] == [hash_model.answer(prompt, sampling, seed, frozenset()) for seed in (0, 1)]
+
+
+def test_choices_of_a_prompt_of_which_nothing_was_loaded_share_nothing(odd: Any) -> None:
+    prompt, sampling = [*range(5)], SamplingParams(max_tokens=9, ignore_eos=True)
+    jobs = odd.submit_choices(pb.DECODE, prompt, sampling, 9)  # the last ones find what the others have computed
+    odd.decoder.hand_over(jobs[0], pb.HandOver(num_blocks=2))
+    odd.step()
+    odd.end(good=0)
+    give_up_prefill(odd, jobs)
+    right = [hash_model.answer(prompt, sampling, seed, frozenset()) for seed in range(9)]
+    assert [answer(job) for job in jobs] == right
+    odd.check_nothing_is_held()
+
+
+def give_up_prefill(one: Any, jobs: list[Any]) -> None:
+    """Have decode compute what prefill has not stored."""
+    for job in jobs:
+        one.decoder.hand_over(job, pb.HandOver(final=True))
+    run(one, lambda: all(job.ended for job in jobs))

@@ -10,23 +10,18 @@ from pdserve.speculation.matches import (
     MAX_VOTES,
     SEPARATOR,
     Draft,
-    Index,
     Match,
     continue_by_votes,
     continue_last,
     continue_predicted,
+    find,
 )
 
 
-def find(tokens: list[int], text: list[int] | None = None) -> Match | None:
-    """Return where tokens match best, in a text or in what comes before them."""
-    own = Index(token_array(tokens))
-    own.extend()
-    if text is None:
-        return own.find(own.text, own.gram)
-    other = Index(token_array(text))
-    other.extend()
-    return other.find(own.text, own.gram)
+def own(tokens: list[int]) -> Match | None:
+    """Return where tokens match best in what comes before them."""
+    text = token_array(tokens)
+    return find(text, text)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +37,15 @@ def find(tokens: list[int], text: list[int] | None = None) -> Match | None:
     ],
 )
 def test_the_longest_matches_are_found(tokens: list[int], length: int, positions: list[int]) -> None:
-    match = find(tokens)
+    match = own(tokens)
     assert ((match.length, match.positions) if match else (0, [])) == (length, positions)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.lists(st.integers(0, 2), max_size=60))
 def test_matches_are_those_of_a_plain_search(tokens: list[int], text: list[int]) -> None:
     for found, where, ends in (
-        (find(tokens), tokens, range(len(tokens))),
-        (find(tokens, [*text, SEPARATOR]), text, range(len(text) + 1)),
+        (own(tokens), tokens, range(len(tokens))),
+        (find(token_array([*text, SEPARATOR]), token_array(tokens)), text, range(len(text) + 1)),
     ):
         latest = [e for e in ends if e >= 3 and where[e - 3 : e] == tokens[-3:]][-MAX_VOTES:]
         by_level = {n: [e for e in latest if e >= n and where[e - n : e] == tokens[-n:]] for n in LEVELS}
@@ -61,12 +56,12 @@ def test_matches_are_those_of_a_plain_search(tokens: list[int], text: list[int])
             assert (found.length, found.positions) == (longest, by_level[longest][::-1])
 
 
-def test_a_long_text_is_indexed_in_pieces_and_as_it_grows() -> None:
-    text = token_array([1, 2, 3, 4, 5, 6, 1, 2])
-    index = Index(text)
-    assert not index.extend(5) and index.extend(5) and index.extend(5)
-    text.append(3)
-    assert index.extend() and index.find(text, index.gram) == Match(text, 3, [3])
+def test_of_many_matches_the_latest_count_and_the_text_may_grow() -> None:
+    text = token_array([1, 2, 3] * 40)
+    for length in (120, 123):
+        match = find(text, text, 2)
+        assert match == Match(text, 24, [length - 3, length - 6])
+        text.extend([1, 2, 3])
 
 
 def test_what_reaches_the_end_repeats_itself_and_what_reaches_another_answer_ends() -> None:
@@ -93,10 +88,8 @@ def test_what_reaches_the_end_repeats_itself_and_what_reaches_another_answer_end
 def test_what_a_client_has_predicted_is_found(
     answer: list[int], match: int, drafts: list[int] | None, position: int
 ) -> None:
-    prediction, own = Index(token_array([1, 2, 3, 4, 5, 1, 2, 3, 4, 6])), Index(token_array([1, 2, 3, 4, 9, *answer]))
-    prediction.extend()
-    own.extend()
-    draft = continue_predicted(prediction, own.text, own.gram, 5, 3)
+    prediction, tokens = token_array([1, 2, 3, 4, 5, 1, 2, 3, 4, 6]), token_array([1, 2, 3, 4, 9, *answer])
+    draft = continue_predicted(prediction, tokens, 5, 3)
     expected = (
         None if drafts is None else Draft(drafts, match, [1.0] * len(drafts), is_predicted=True, position=position)
     )
@@ -112,6 +105,6 @@ def test_what_follows_most_often_is_proposed() -> None:
 
 @given(st.lists(st.integers(0, 1), min_size=6, max_size=60), st.integers(1, 16))
 def test_as_many_tokens_as_asked_for_are_found_wherever_there_is_a_match(tokens: list[int], most: int) -> None:
-    if (match := find(tokens)) is not None:
+    if (match := own(tokens)) is not None:
         draft = continue_by_votes(match, most)
         assert len(draft.tokens) == len(draft.shares) == most

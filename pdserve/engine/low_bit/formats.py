@@ -4,14 +4,18 @@ A format names the tensors of a layer with N outputs and K inputs, of which grou
 weight they stand for; the dequantization of each format's own package is the reference:
     gptq                 qweight [K · bits / 32, N], qzeros [G, N · bits / 32], scales [G, N], g_idx [K]
     awq                  qweight [K, N / 8], qzeros [G, N / 8], scales [G, N]
-    compressed-tensors   weight_packed [N, K · bits / 32] or weight [N, K] int8, weight_scale [N, G], weight_zero_point
+    compressed-tensors   weight_packed [N, K · bits / 32] or weight [N, K] int8, weight_scale [N, G], weight_zero_point;
+                         or weight [N, K] float8, weight_scale [N, 1], [1] or of blocks
+    fp8                  weight [N, K] float8, weight_scale_inv of blocks [N / rows, K / columns], which multiplies too
+
+Activations stay in 16 bits with weights in float8, though formats may round them.
 
 Sources: GPTQ (Frantar et al., 2023) in the format of AutoGPTQ; AWQ (Lin et al., 2024), version "gemm".
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +26,14 @@ from pdserve.kernels.low_bit import BITS, Codes
 
 log = logging.getLogger(__name__)
 
-LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized")  # of compressed-tensors
+LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")  # of compressed-tensors
+STRATEGIES = {"int": ("group", "channel"), "float": ("channel", "tensor", "block")}  # by which its weights share scales
 Tensors = Mapping[str, torch.Tensor]
 MARKS = {  # a tensor by which a layer is known to be quantized → the method
     "qweight": ("gptq", "awq"),
     "weight_packed": ("compressed-tensors",),
     "weight_scale": ("compressed-tensors",),
+    "weight_scale_inv": ("fp8",),
 }
 
 
@@ -37,11 +43,13 @@ class Format:
 
     Attributes:
         zero_offset: is added to zeros as they are stored.
+        rounds_rows: the rows that weights multiply are rounded to 8 bits, each by its largest value.
     """
 
     method: str
     bits: int
     zero_offset: int = 0
+    rounds_rows: bool = False
 
 
 def read_format(settings: Mapping[str, Any]) -> Format:
@@ -59,7 +67,9 @@ def read_format(settings: Mapping[str, Any]) -> Format:
                 raise SetupError(f"AWQ weights in version {version!r} are not supported, only 'gemm'")
             found = Format("awq", settings.get("bits", settings.get("w_bit", 4)))
         case "compressed-tensors":
-            found = Format("compressed-tensors", _bits_of_groups(settings))
+            found = _compressed_format(settings)
+        case "fp8":
+            found = Format("fp8", 8)
         case method:
             raise SetupError(f"weights quantized by {method} are not supported")
     if found.bits not in BITS or (found.method == "awq" and found.bits != 4):
@@ -67,28 +77,51 @@ def read_format(settings: Mapping[str, Any]) -> Format:
     return found
 
 
-def _bits_of_groups(settings: Mapping[str, Any]) -> int:
-    """Return the bits of all layers, of which compressed-tensors has groups."""
+def _compressed_format(settings: Mapping[str, Any]) -> Format:
+    """Return the format of all layers, of which compressed-tensors has groups."""
     if (layout := settings.get("format")) not in LAYOUTS:
         raise SetupError(f"compressed-tensors in the format {layout!r} are not supported, only in {', '.join(LAYOUTS)}")
     if settings.get("kv_cache_scheme"):
-        log.warning("the checkpoint asks for quantized KV, which is kept in 16 or 32 bits")
+        log.warning("the checkpoint asks for quantized KV, which is kept as --kv-cache-dtype says")
     kinds = set()
     for name, group in settings["config_groups"].items():
         weights = group.get("weights") or {}
-        if group.get("input_activations") or group.get("output_activations"):
-            raise SetupError(f"compressed-tensors: {name} quantizes activations, which is not supported")
-        if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
-            what = f"{weights.get('type')} weights by {weights.get('strategy')}"
-            raise SetupError(f"compressed-tensors: {name} has {what}; supported are integers by group or channel")
-        kinds.add(weights["num_bits"])
+        kind, strategy, bits = weights.get("type", "int"), weights.get("strategy"), weights["num_bits"]
+        if strategy not in STRATEGIES.get(kind, ()) or (kind == "float" and bits != 8):
+            raise SetupError(
+                f"compressed-tensors: {name} has {bits}-bit {kind} weights by {strategy}; supported are integers by group "
+                "or channel, and floats of 8 bits by channel, tensor or block"
+            )
+        kinds.add((bits, kind, _rounds_rows(name, group, kind)))
     if len(kinds) != 1:
-        raise SetupError(f"compressed-tensors: layers of {sorted(kinds)} bits in one checkpoint are not supported")
-    return int(kinds.pop())
+        raise SetupError(f"compressed-tensors: layers of {len(kinds)} kinds in one checkpoint are not supported")
+    bits, _, rounds_rows = kinds.pop()
+    return Format("compressed-tensors", bits, rounds_rows=rounds_rows)
 
 
-def read_layer(name: str, tensors: Tensors, found: Format) -> tuple[torch.Tensor, Codes | None]:
-    """Return the weight [N, K] that a layer's tensors stand for, and its codes, unless groups are not in the order of K.
+def _rounds_rows(name: str, group: Mapping[str, Any], kind: str) -> bool:
+    """Return whether a group's inputs are rounded to integers; float8 is left to 16 bits."""
+    inputs = group.get("input_activations") or {}
+    if not inputs and not group.get("output_activations"):
+        return False
+    if kind == "float" and inputs.get("type") == "float":
+        log.info("%s: activations are computed in 16 bits, not in float8", name)
+        return False
+    dynamic = [inputs.get(key) for key in ("num_bits", "type", "strategy", "dynamic", "symmetric")]
+    if (
+        dynamic != [8, "int", "token", True, True]
+        or group["weights"]["num_bits"] != 8
+        or group.get("output_activations")
+    ):
+        raise SetupError(
+            f"compressed-tensors: {name} rounds activations; supported are inputs in symmetric integers of 8 bits, "
+            "dynamic by token, with weights of 8 bits"
+        )
+    return True
+
+
+def read_layer(name: str, tensors: Tensors, found: Format) -> Codes:
+    """Return the codes of a layer.
 
     Args:
         tensors: by the last part of their names.
@@ -97,18 +130,15 @@ def read_layer(name: str, tensors: Tensors, found: Format) -> tuple[torch.Tensor
         SetupError: they do not fit together.
     """
     try:
-        codes, group_of_K = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}[found.method](
+        codes, group_of_K = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8}[found.method](
             tensors, found
         )
-        in_order = group_of_K is None or torch.equal(
-            group_of_K, torch.arange(len(group_of_K)) // (len(group_of_K) // codes.scales.shape[1])
-        )
-        if in_order:
-            return codes.dequantize(codes.scales.dtype), codes
-        assert group_of_K is not None
-        columns = group_of_K.long()
-        zeros = 1 << (codes.bits - 1) if codes.zeros is None else codes.zeros[:, columns].float()
-        return ((codes.codes.float() - zeros) * codes.scales[:, columns].float()).to(codes.scales.dtype), None
+        in_order = torch.arange(codes.codes.shape[1]) // codes.group
+        if group_of_K is None or torch.equal(group_of_K, in_order):
+            return codes
+        order = group_of_K.argsort(stable=True)
+        assert torch.equal(group_of_K[order], in_order), "groups of one size"
+        return replace(codes, codes=codes.codes[:, order].contiguous(), order=order)
     except (KeyError, RuntimeError, IndexError, AssertionError) as error:
         shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(tensors.items()))
         raise SetupError(f"{name} is no {found.method} layer of {found.bits} bits: {shapes}") from error
@@ -136,8 +166,24 @@ def _compressed(tensors: Tensors, found: Format) -> tuple[Codes, torch.Tensor | 
         codes = unpack(tensors["weight_packed"], found.bits, 1)[:, :in_features].contiguous()
         if zeros is not None:
             zeros = unpack(zeros, found.bits, 0)[: len(codes)].contiguous()
+    elif tensors["weight"].dtype == torch.float8_e4m3fn:
+        return Codes(
+            tensors["weight"], _by_row(tensors["weight_scale"], len(tensors["weight"])), None, found.bits
+        ), None
     else:
         codes = (tensors["weight"].to(torch.int16) + middle).to(torch.uint8)
         if zeros is not None:
             zeros = (zeros.to(torch.int16) + middle).to(torch.uint8)
     return Codes(codes, tensors["weight_scale"], zeros, found.bits), tensors.get("weight_g_idx")
+
+
+def _fp8(tensors: Tensors, found: Format) -> tuple[Codes, torch.Tensor | None]:
+    scales = _by_row(tensors["weight_scale_inv"].float(), len(tensors["weight"]))  # products are rounded once
+    return Codes(tensors["weight"], scales, None, found.bits), None
+
+
+def _by_row(scales: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the scales of each row, [rows, G], of those of blocks, channels or a whole tensor."""
+    scales = scales.view(-1, 1) if scales.dim() < 2 else scales
+    assert rows % len(scales) == 0
+    return scales.repeat_interleave(rows // len(scales), 0)

@@ -44,9 +44,9 @@ def zeroed_blocks(checkpoint: Checkpoint, count: int, device: torch.device) -> t
     """Return new memory for `count` pages, [count, X]. On CPUs the system clears each page when it is first used."""
     shape_NX = (count, page_numbers(checkpoint.layout))
     if device.type != "cpu" or not count:
-        return torch.zeros(shape_NX, dtype=checkpoint.dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape_NX) * checkpoint.dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    blocks_NX = torch.frombuffer(memory, dtype=checkpoint.dtype).view(shape_NX)
+        return torch.zeros(shape_NX, dtype=checkpoint.kv_dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape_NX) * checkpoint.kv_dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    blocks_NX = torch.frombuffer(memory, dtype=checkpoint.kv_dtype).view(shape_NX)
     huge_pages(blocks_NX)
     return blocks_NX
 

@@ -340,8 +340,8 @@ class Tails(list[Table]):
             table.drop(pool, num_tokens)
 
     def shared(self, pool: Pool, stop: int) -> "Tails":
-        """Return the first `stop` blocks as those of another sequence, which holds them too."""
-        return Tails(table.shared(pool, stop) for table in self)
+        """Return the first `stop` blocks, if that is any, as those of another sequence, which holds them too."""
+        return Tails(table.shared(pool, stop) for table in self if stop)
 
     def take_hits(self, pool: Pool, keys: Sequence[bytes], num_tokens: int, tokens: Tokens) -> None:
         """Take over references to the blocks of `keys` that the token behind the first `num_tokens` of `tokens` reaches."""

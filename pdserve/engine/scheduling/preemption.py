@@ -1,54 +1,48 @@
 """Preemption: which sequences lose their blocks, or only their slots, so that others can run. The scheduler has the rules."""
 
+from bisect import insort
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pdserve.costs import Costs
-from pdserve.engine.memory.blocks import BlockPool
-from pdserve.engine.memory.swap_space import SwapSpace
-from pdserve.engine.scheduling.queues import Queues, giving_way, last_to_run
+from pdserve.engine.scheduling.levels import giving_way, last_to_run
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from pdserve.engine.scheduling.scheduler import Scheduler
 
 
 @dataclass
 class Preemption:
-    """Takes blocks and slots from sequences in one step, and records that in its output.
+    """Takes blocks and slots from a scheduler's sequences in one step, and records that in its output."""
 
-    Attributes:
-        costs: forecasts of swapping and computing.
-        is_stored: the KV of preempted sequences may be in the store.
-    """
-
-    queues: Queues
-    pool: BlockPool
-    swap_space: SwapSpace
-    costs: Costs
+    scheduler: "Scheduler"
     output: SchedulerOutput
-    is_stored: bool
 
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks of a sequence. Their content is copied to host memory if that is there and pays."""
-        output, swapped = self.output, None
-        self.queues.take(seq)
-        seq.kv.tails.drop(self.pool, seq.kv.num_computed)
+        scheduler, output, swapped = self.scheduler, self.output, None
+        pool, swap_space = scheduler.pool, scheduler.swap_space
+        (scheduler.running if seq in scheduler.running else scheduler.loaded).remove(seq)
+        seq.kv.tails.drop(pool, seq.kv.num_computed)
         held = set(seq.kv.held_blocks)
         copies = [copy for copy in output.block_copies if copy[1] not in held]
         is_whole = len(copies) == len(output.block_copies)  # else a block gets its content only after the swap
         output.block_copies = copies
         output.preempted.append(seq)
-        num_blocks = self.pool.blocks_for(seq.kv.num_computed) - seq.kv.num_dropped
-        if is_whole and self.swap_space.pays(seq, num_blocks, self.costs):
-            swapped, pairs = self.swap_space.swap_out(seq, num_blocks)
+        num_blocks = pool.blocks_for(seq.kv.num_computed) - seq.kv.num_dropped
+        if is_whole and swap_space.pays(seq, num_blocks, scheduler.costs):
+            swapped, pairs = swap_space.swap_out(seq, num_blocks)
             output.swap_out += pairs
         output.plan.counts.pop(seq, None)
-        seq.preempt(self.pool, swapped, is_stored=self.is_stored and seq.group is None)
-        self.queues.wait(seq, len(seq))
+        seq.preempt(pool, swapped, is_stored=scheduler.refetch_preempted and seq.group is None)
+        scheduler.wait(seq, len(seq))
 
     def make_room_for(self, seq: Sequence) -> bool:
         """Preempt until a running sequence has blocks for all its tokens. Returns False if it was preempted itself."""
-        running, late = self.queues.running, self.output.late
-        while seq.kv.blocks_needed(self.pool) > self.pool.num_free:
-            idle = [one for one in self.queues.loaded if one.gave_way_at is not None or one in late]
+        pool, running, late = self.scheduler.pool, self.scheduler.running, self.output.late
+        while seq.kv.blocks_needed(pool) > pool.num_free:
+            idle = [one for one in self.scheduler.loaded if one.gave_way_at is not None or one in late]
             if idle := idle or [one for one in running if one in late]:
                 self.preempt(idle[-1])
                 continue
@@ -69,35 +63,39 @@ class Preemption:
 
     def preempt_for(self, first: Sequence) -> None:
         """Preempt a sequence of another tenant for one that should go before it and lacks blocks, if there is one."""
-        order = self.queues.order()
+        order, running = self.scheduler.order(), self.scheduler.running
         level, _ = order(first)
-        paused = [one for one in self.queues.loaded if one.gave_way_at is not None and order(one)[0] > level]
+        paused = [one for one in self.scheduler.loaded if one.gave_way_at is not None and order(one)[0] > level]
         if paused:
             self.preempt(paused[-1])
-        elif giving := giving_way(self.queues.running, [first.tenant]):
+        elif giving := giving_way(running, [first.tenant]):
             giving[first.tenant].give_way()
             self.preempt(giving[first.tenant])
 
     def preempt_behind_beams(self) -> None:
         """Preempt the last request if beams wait for others of their search, which wait for the room that it holds."""
-        holding = [*self.queues.running, *self.queues.loaded]
+        holding = [*self.scheduler.running, *self.scheduler.loaded]
         last = max((seq.rank for seq in holding), default=0)
-        if any(seq.rank < last for seq in self.queues):
+        if any(seq.rank < last for seq in self.scheduler.sequences()):
             for seq in holding:
                 if seq.rank == last:
                     self.preempt(seq)
 
     def pause(self, seq: Sequence) -> int:
         """Take the slot of a running sequence, which keeps its blocks. Returns how many tokens of it the plan had."""
-        self.queues.take_slot(seq)
+        self.take_slot(seq)
         seq.give_way()
         self.output.paused.append(seq)
         return self.output.plan.counts.pop(seq, 0)
 
-    def lend_slots(self, num_slots: int) -> None:
+    def lend_slots(self) -> None:
         """Take the slots of late sequences, the newest first, for those that could use them."""
-        queues = self.queues
-        wanting = sum(seq not in self.output.left_out for seq in (*queues.loaded, *queues.waiting))
-        lenders = [seq for seq in queues.running if seq in self.output.late]
-        for seq in lenders[::-1][: max(0, len(queues.running) + wanting - num_slots)]:
-            queues.take_slot(seq)
+        scheduler, output = self.scheduler, self.output
+        wanting = sum(seq not in output.left_out for seq in (*scheduler.loaded, *scheduler.waiting))
+        lenders = [seq for seq in scheduler.running if seq in output.late]
+        for seq in lenders[::-1][: max(0, len(scheduler.running) + wanting - scheduler.max_num_seqs)]:
+            self.take_slot(seq)
+
+    def take_slot(self, seq: Sequence) -> None:
+        self.scheduler.running.remove(seq)
+        insort(self.scheduler.loaded, seq, key=lambda one: one.rank)

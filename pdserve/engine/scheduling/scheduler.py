@@ -35,28 +35,33 @@ requests can overtake one of a lower priority: no sequence starves.
 """
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from collections.abc import Set as AbstractSet
-from itertools import islice
+from itertools import count, islice
+from operator import attrgetter, itemgetter
+from typing import Any
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
+from pdserve.engine.scheduling.levels import Order, giving_way, levels_of, place_alone, precedes, tokens_now
 from pdserve.engine.scheduling.preemption import Preemption
-from pdserve.engine.scheduling.queues import Order, Queues, giving_way, levels_of, place_alone, precedes, tokens_now
 from pdserve.engine.sequence import TURN, Feature, Sequence
 from pdserve.engine.step import SchedulerOutput, StepPlan
 from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
-Candidates = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
+Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
+Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
 MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
+_RANK, _FIRST = attrgetter("rank"), itemgetter(0)
 
 
 class Scheduler:
-    """Decides the steps of sequences over one block pool.
+    """Queues of sequences over one block pool.
 
     Args:
         window: attention window in tokens, the token itself included, that holds for every layer; None if some layer
@@ -71,7 +76,7 @@ class Scheduler:
         costs: forecasts of swapping and computing, which the owner replaces by newer ones.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
         swap_space: KV of preempted sequences in host memory.
-        waiting, loaded, running: the queues, see `Queues`.
+        unreserved: the next sequence that waits for `reserve`, outside of the queues; None if there is none.
     """
 
     def __init__(
@@ -96,22 +101,41 @@ class Scheduler:
         self.itl_target = itl_target
         self.refetch_preempted = refetch_preempted
         self.grows_ahead = grows_ahead
-        self.queues = Queues()
-        self.waiting, self.loaded, self.running = self.queues.waiting, self.queues.loaded, self.queues.running
+        # Queues, each in order of rank.
+        self.waiting: list[Sequence] = []
+        self.loaded: list[Sequence] = []  # these hold blocks
+        self.running: list[Sequence] = []
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_preemptions = 0
         self.num_pauses = 0
+        self.unreserved: Sequence | None = None
+        self._by_tenant: dict[Tenant, dict[Sequence, None]] = {}  # all, in the order in which they came
+        self._sizes: dict[Sequence, Size] = {}  # of those that wait
+        self._by_size: dict[Tenant, list[Size]] = {}  # the same, in order
+        self._numbers = count()
         self._credit = Credit()
         self._num_steps = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
-        self.queues.by_tenant.setdefault(seq.tenant, {})[seq] = None
+        self._by_tenant.setdefault(seq.tenant, {})[seq] = None
         if seq.kv.block_ids:
-            self.queues.load(seq)
+            insort(self.loaded, seq, key=_RANK)
         else:
-            self.queues.wait(seq, len(seq) - len(self.pool.match(seq.usable_keys)) * self.pool.block_size)
+            self.wait(seq, len(seq) - len(self.pool.match(seq.usable_keys)) * self.pool.block_size)
+
+    def wait(self, seq: Sequence, num_tokens: int) -> None:
+        """Queue a sequence without blocks, of which that many tokens are to be computed."""
+        insort(self.waiting, seq, key=_RANK)
+        self._sizes[seq] = num_tokens, seq.rank, next(self._numbers), seq
+        insort(self._by_size.setdefault(seq.tenant, []), self._sizes[seq])
+
+    def _end_wait(self, seq: Sequence) -> None:
+        """Remove a sequence from those that wait."""
+        self.waiting.remove(seq)
+        by_size = self._by_size[seq.tenant]
+        del by_size[bisect_left(by_size, self._sizes.pop(seq))]
 
     def fork(
         self, seq: Sequence, request_id: str, sampling: SamplingParams, features: tuple[Feature, ...] = ()
@@ -123,10 +147,33 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Dequeue a finished or aborted sequence and release its blocks."""
-        self.queues.remove(seq)
+        for queue in (self.running, self.loaded):
+            if seq in queue:
+                queue.remove(seq)
+        if seq in self._sizes:
+            self._end_wait(seq)
         seq.kv.release_blocks(self.pool)
         if seq.kv.swapped is not None:
             self.swap_space.discard(seq)
+        if seq in (of_tenant := self._by_tenant.get(seq.tenant, {})):
+            del of_tenant[seq]
+            if not of_tenant:
+                del self._by_tenant[seq.tenant]
+                self._by_size.pop(seq.tenant, None)
+
+    def order(self) -> Callable[[Sequence], Any]:
+        """Return the order of sequences in all queues, as a key: the level of the tenant if it has rivals, and the rank."""
+        if not self._has_rivals:
+            return _RANK
+        levels = levels_of(self.running)
+        return lambda seq: (levels.get(seq.tenant, 0.0), seq.rank)
+
+    @property
+    def _has_rivals(self) -> bool:
+        """True if several tenants have sequences here. Alone, a tenant has the order of rank, and no limits."""
+        if self.unreserved is None or self.unreserved.tenant in self._by_tenant:
+            return len(self._by_tenant) > 1
+        return len(self._by_tenant) > 0
 
     def schedule(self, *, pause_storing: bool = False, late: AbstractSet[Sequence] = frozenset()) -> SchedulerOutput:
         """Decide the next step. It contains at least one sequence whenever one can run.
@@ -136,26 +183,26 @@ class Scheduler:
             late: further ones to leave out, since the masks of their grammars are not there.
         """
         self._num_steps += 1
-        if not self.queues.by_tenant:
+        if not self._by_tenant:
             return SchedulerOutput()
-        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.queues))
-        preemption = Preemption(
-            self.queues, self.pool, self.swap_space, self.costs, output, is_stored=self.refetch_preempted
-        )
+        output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
+        preemption, before = Preemption(self, output), {*self.running}
         if output.storing_paused or late:
-            output.late = {seq for seq in self.queues if seq in late}
-            output.left_out = output.late | {seq for seq in self.queues if pause_storing and seq.stores_kv}
-            preemption.lend_slots(self.max_num_seqs)
+            output.late = {seq for seq in self.sequences() if seq in late}
+            output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}
+            preemption.lend_slots()
         budget = self._schedule_running(output, preemption)
         if not output.preempted:
             self._admit(output, budget, preemption)
-            if self.queues.has_rivals and not (output.swap_in or output.paused):
+            if self._has_rivals and not (output.swap_in or output.paused):
                 self._make_room(preemption)
         if self.pool.num_promised:
             for seq, count in [*output.plan.counts.items()]:
                 output.plan.counts[seq] = seq.kv.take_promised(self.pool, count)
                 if output.plan.counts[seq] <= 0:
                     del output.plan.counts[seq]
+                    if seq not in before:  # sequences that held blocks took what was promised to it
+                        preemption.take_slot(seq)
         if not (self.running or output.left_out or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
             preemption.preempt(self.loaded[-1])
@@ -164,7 +211,7 @@ class Scheduler:
             preemption.preempt_behind_beams()
         if self.grows_ahead:
             self._grow_ahead(output)
-        if output.plan.counts and not self._credit.is_settled(self.queues.by_tenant.keys()):
+        if output.plan.counts and not self._credit.is_settled(self._by_tenant.keys()):
             seconds = defaultdict[Tenant, float](float)
             for seq, count in output.plan.counts.items():
                 seconds[seq.tenant] += budget.seconds(seq, count)
@@ -194,7 +241,9 @@ class Scheduler:
                 room -= len(plan.drafts[seq])
 
     def sequences(self) -> Iterator[Sequence]:
-        return iter(self.queues)
+        yield from self.running
+        yield from self.loaded
+        yield from self.waiting
 
     def reserve(
         self,
@@ -244,7 +293,7 @@ class Scheduler:
 
     def _claimed_before(self, seq: Sequence) -> int:
         """Return how many blocks the waiting sequences need that are before one in the order, or of its rank."""
-        order = self.queues.order()
+        order = self.order()
         ahead = [other for other in self.waiting if order(other) <= order(seq)]
         blocks = sum(self.pool.pages_for(self.pool.blocks_for(len(other))) for other in ahead)
         return blocks + max((self._watermark(other) for other in ahead), default=0)
@@ -277,21 +326,20 @@ class Scheduler:
                 (decoding if seq.kv.is_decoding else prompts).append(seq)
         most, plan = self.max_num_batched_tokens, output.plan
         budget = StepBudget.for_step(self.costs, most, decoding, self.itl_target, self.pool.block_size, plan)
-        by_tenant = self.queues.by_tenant
-        if len(by_tenant) < 2:
+        if len(self._by_tenant) < 2:
             for seq in decoding:
                 budget.allocate(seq)
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
             return budget
-        creditors = self._credit.creditors(by_tenant.keys())
-        candidates, queued = [*decoding, *prompts], [*self.queues.queued(self.max_num_seqs, output.late)]
+        creditors = self._credit.creditors(self._by_tenant.keys())
+        candidates, queued = [*decoding, *prompts], [*self._queued(output.late)]
         is_full = len(self.running) >= self.max_num_seqs
-        may_run = giving_way(self.running, by_tenant) if is_full else by_tenant
+        may_run = giving_way(self.running, self._by_tenant) if is_full else self._by_tenant
         demanding = [seq for seq in queued if seq.tenant in may_run]
-        tokens = tokens_now(by_tenant, candidates, demanding, self.pool)
+        tokens = tokens_now(self._by_tenant, candidates, demanding, self.pool)
         budget.share([*candidates, *queued], tokens, creditors, self._num_steps)
-        order = self.queues.order()
+        order = self.order()
         prompts.sort(key=order)
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
@@ -340,7 +388,8 @@ class Scheduler:
             and other not in output.plan.counts
             and may_go(other)
         ]
-        waiting = self.queues.prompts_up_to(limit, seq.tenant) if slots else []
+        sizes = self._by_size.get(seq.tenant, [])
+        waiting = sizes[bisect_right(sizes, 1, key=_FIRST) : bisect_right(sizes, limit, key=_FIRST)] if slots else []
         shorter += islice(((size, rank, other) for size, rank, _, other in waiting if may_go(other)), slots)
         return [other for _, _, other in sorted(shorter, key=lambda one: one[:2])]
 
@@ -353,7 +402,7 @@ class Scheduler:
         if first is not seq and not self._fits(first):
             first.let_pass()
         output.block_copies += seq.kv.admit(self.pool)
-        self.queues.run(seq)
+        insort(self.running, seq, key=_RANK)
         return True
 
     def _dequeue(self, seq: Sequence) -> bool:
@@ -363,15 +412,21 @@ class Scheduler:
         """
         if seq.kv.block_ids:
             if has_room := seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
-                self.queues.take(seq)
+                self.loaded.remove(seq)
             return has_room
         swapped, most, spare = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
         first, coming = (0, 0) if swapped is None else (swapped.first_block, swapped.num_tokens)
         now = 1 if swapped is None and not seq.kv.needs_refetch else None
         has_room = self.reserve(seq, most, len(seq), first_block=first, watermark=spare, num_now=now, num_coming=coming)
         if has_room:
-            self.queues.take(seq)
+            self._end_wait(seq)
         return has_room
+
+    def _queued(self, late: set[Sequence]) -> Iterator[Sequence]:
+        """Yield sequences that could run, of each tenant as many as there are slots: if it were alone, they would."""
+        running = late.union(self.running)
+        for seqs in self._by_tenant.values():
+            yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
 
     def _admit(
         self, output: SchedulerOutput, budget: StepBudget, preemption: Preemption, below: float = math.inf
@@ -391,7 +446,7 @@ class Scheduler:
                 output.swap_in += self.swap_space.swap_in(seq)
                 seq.kv.register_full_blocks(self.pool)  # others of its request find them at once
             output.block_copies += seq.kv.admit(self.pool)
-            self.queues.run(seq)
+            insort(self.running, seq, key=_RANK)
             if seq.kv.num_uncomputed:  # else a beam that has waited for others, and was swapped
                 if seq.kv.is_decoding or budget.room(seq) > seq.kv.num_uncomputed:  # it leaves room for others
                     budget.allocate(seq)
@@ -401,8 +456,8 @@ class Scheduler:
 
     def _make_room(self, preemption: Preemption) -> None:
         """Preempt a sequence of another tenant if the first one that waits for blocks has none, and should go before it."""
-        queued = [*self.waiting, self.queues.unreserved]
-        first = min((seq for seq in queued if seq is not None), key=self.queues.order(), default=None)
+        queued = [*self.waiting, self.unreserved]
+        first = min((seq for seq in queued if seq is not None), key=self.order(), default=None)
         if first is not None and not self._fits(first):
             preemption.preempt_for(first)
 
@@ -421,9 +476,9 @@ class Scheduler:
             budget: leave out sequences of which it has no room for a token.
             below: leave out tenants of this level or a higher one.
         """
-        if not self.queues.has_rivals and len(self.running) >= self.max_num_seqs:
+        if not self._has_rivals and len(self.running) >= self.max_num_seqs:
             return None
-        loaded, waiting, order = self._candidates(budget, below, output.late)
+        loaded, waiting, order = self._queues(budget, below, output.late)
         computable, has_time = list[Sequence](), True
         for seq in loaded if waiting is None else [*loaded, waiting]:
             if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits):
@@ -448,21 +503,21 @@ class Scheduler:
             return waiting
         return first_loaded if first_loaded is not None and self._dequeue(first_loaded) else None
 
-    def _candidates(self, budget: StepBudget, below: float, late: set[Sequence]) -> Candidates:
+    def _queues(self, budget: StepBudget, below: float, late: set[Sequence]) -> Queues:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""
         # Scored prompts share a small budget, and must not hold up the others.
         scored = budget.scored_tokens
         may_wait = (seq for seq in self.waiting if seq not in late and (scored or not seq.reads_logits))
-        if not self.queues.has_rivals:
+        if not self._has_rivals:
             return self.loaded, next(may_wait, None), place_alone
-        tenants, order = self._eligible_tenants(budget, below), self.queues.order()
+        tenants, order = self._eligible_tenants(budget, below), self.order()
         loaded = sorted((seq for seq in self.loaded if seq.tenant in tenants), key=order)
         return loaded, min((seq for seq in may_wait if seq.tenant in tenants), key=order, default=None), order
 
     def _eligible_tenants(self, budget: StepBudget, below: float) -> set[Tenant]:
         """Return the tenants of which a sequence may be admitted: there is a slot, or another gives way, and time is left."""
         levels = levels_of(self.running)
-        eligible = {one for one in self.queues.by_tenant if levels.get(one, 0.0) < below and budget.has_share(one)}
+        eligible = {one for one in self._by_tenant if levels.get(one, 0.0) < below and budget.has_share(one)}
         return set(giving_way(self.running, eligible)) if len(self.running) >= self.max_num_seqs else eligible
 
     def _watermark(self, seq: Sequence) -> int:

@@ -20,6 +20,8 @@ class EngineThread(Instance):
         scheduler, pool, decoder = self.engine.scheduler, self.engine.pool, self.decoder
         if scheduler.waiting or scheduler.loaded or decoder.unreserved or decoder.cramped or not scheduler.running:
             return 0
+        if self.engine.drafter is not None:
+            return 0
         count: float = most
         for seq in scheduler.running:
             job = self._by_sequence[seq]

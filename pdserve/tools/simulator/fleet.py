@@ -20,7 +20,7 @@ from pdserve.tools.bench.requests import Request, Sample, counted
 from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.bench.sweep import is_saturated
 from pdserve.tools.bench.traces import BLOCK
-from pdserve.tools.load_config import FleetConfig
+from pdserve.tools.load_config import FleetConfig, parse_acceptance
 from pdserve.tools.roofline.estimate import MEDIAN_ERROR, WORST_ERROR, Estimate
 from pdserve.tools.roofline.shape import load as load_shape
 from pdserve.tools.simulator.breakdown import breakdown
@@ -284,9 +284,10 @@ def instance_model(config: FleetConfig, profile: Profile) -> InstanceModel:
     block_size = config.block_size or (BLOCK if config.dataset_name == "mooncake" else None)
     scheme = config.connector or next(iter(profile.transfers), "shm")
     try:
-        return InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
+        model = InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
     except ValueError as error:
         raise SetupError(str(error)) from None
+    return replace(model, acceptance=parse_acceptance(config.acceptance))
 
 
 def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deployment:

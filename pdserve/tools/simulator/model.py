@@ -1,7 +1,7 @@
 """Model of an instance and its machine for simulations: durations and sizes, from a profile."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from pdserve.costs import Work
 from pdserve.engine.paced_runner import paced_layout
@@ -29,6 +29,7 @@ class InstanceModel:
         router_request_s: time of the router's thread for a request, until it is submitted.
         router_token_s: time of the router's thread for a token.
         start_up_s: from the start of an instance until it is ready.
+        acceptance: shares of right drafts by API key, as `parse_acceptance` returns them; empty: it does not speculate.
     """
 
     layout: Layout
@@ -42,6 +43,7 @@ class InstanceModel:
     router_request_s: float = 0.0
     router_token_s: float = 0.0
     start_up_s: float = 10.0
+    acceptance: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_profile(

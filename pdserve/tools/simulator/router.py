@@ -223,8 +223,10 @@ class SimulatedClient:
             clock.after(0, partial(self._end, error))
             return
         for chunk in chunks:
-            count = len(chunk.token_ids)
-            self.sample.token_times += times if len(times) == count else [clock.time] * count
+            count, now = len(chunk.token_ids), clock.time
+            before = self.sample.token_times[-1] if self.sample.token_times else now
+            spread = [now - (now - before) * left / count for left in range(count - 1, -1, -1)]  # of a step with drafts
+            self.sample.token_times += times if len(times) == count else spread
         if chunks and chunks[-1].finish_reason is not None:
             clock.after(0, partial(self._end, None))
 

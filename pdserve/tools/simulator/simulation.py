@@ -13,8 +13,10 @@ from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.keys import KeyChain, Tokens, root_key, token_array
 from pdserve.tools.bench.requests import Request as Load
 from pdserve.tools.bench.requests import Sample
+from pdserve.tools.load_config import ALL
 from pdserve.tools.simulator.breakdown import Stamps
 from pdserve.tools.simulator.cores import SharedCores
+from pdserve.tools.simulator.drafts import SimulatedDrafter
 from pdserve.tools.simulator.instance import SimulatedInstance
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.router import SimulatedClient, SimulatedRouter
@@ -117,6 +119,7 @@ class Simulation:
         self._can_skip = can_skip
         self._cores = cores
         self._models = models or {}
+        self._accepted = dict[str, float]()  # shares of right drafts, by request
         for role in self._names:
             for _ in range(getattr(deployment, role)):
                 self.add(role)
@@ -131,6 +134,9 @@ class Simulation:
         instance = SimulatedInstance(
             self.clock, model, self.store, config, role, can_skip=self._can_skip, cores=self._cores
         )
+        if model.acceptance:
+            engine = instance.thread.engine
+            engine.drafter = SimulatedDrafter(engine.scheduler, self._accepted, config.speculative_tokens)
         instance.on_drained = partial(self.kill, name)
         self.instances[name] = instance
         for router in self.routers:
@@ -182,6 +188,8 @@ class Simulation:
             warmup: first requests, during whose arrival busy shares do not count yet.
             limits: given up as soon as one of them is exceeded, whatever follows.
         """
+        shares = self._model.acceptance
+        self._accepted |= {name_of(load): shares.get(load.key, shares.get(ALL, 0.0)) for load in loads}
         player = _Player(self.clock, self.routers, self._model, loads, is_chat, think_s)
         if limits:
             self.clock.every(CHECK_S, partial(player.check, limits, loads))
@@ -213,6 +221,11 @@ class Simulation:
         passed = self.clock.time - began_at
         gained = {name: seconds - before.get(name, 0.0) for name, seconds in self._busy_seconds().items()}
         return {name: min(1.0, seconds / passed) if passed else 0.0 for name, seconds in gained.items()}
+
+
+def name_of(load: Load) -> str:
+    """Return the id of a request."""
+    return f"r{load.index}"
 
 
 @contextmanager
@@ -272,7 +285,7 @@ class _Player:
         prompt = token_array(self._prompts.get(load.after, ()) if load.continues and load.after is not None else ())
         for name, size in load.blocks:
             prompt += token_array([self._ids.setdefault(name, len(self._ids))]) * size
-        request_id = f"r{load.index}"
+        request_id = name_of(load)
         chain = KeyChain(self._root)
         keys = {self._block_size: chain.block_keys(prompt, self._block_size)}
         packed = chain.pack(prompt)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import BinaryIO
 
 from pdserve.batch.lines import read_done
-from pdserve.router.dialects.batches.file_store import FILE, FileStore, Json
+from pdserve.router.dialects.batches.file_store import BATCH, FILE, TIME_DIGITS, FileStore, Json
 
 NAMES = ("output", "error")
 ROOM_BYTES = 1 << 20  # of answers between two looks at how much room is left
@@ -82,4 +82,5 @@ class AnswerFiles:
             self._store.data_path(self._key, self._file_id(name)).unlink(missing_ok=True)
 
     def _file_id(self, name: str) -> str:
-        return FILE + hashlib.blake2b(f"{self._batch_id} {name}".encode(), digest_size=12).hexdigest()
+        time = self._batch_id.removeprefix(BATCH)[:TIME_DIGITS]
+        return FILE + time + hashlib.blake2b(f"{self._batch_id} {name}".encode(), digest_size=6).hexdigest()

@@ -62,18 +62,20 @@ class Batches(Dialect):
         return self._opened_queue
 
     async def _list(self, request: Request, prefix: str) -> Response:
-        """Return a page of the objects whose ids begin like this; the query parameters are limit and after."""
-        store, key = self._queue.store, request.state.key
-        limit, after = page_limit(request.query_params), request.query_params.get("after", "")
+        """Return a page of the objects whose ids begin like this; the query parameters are limit, after and purpose."""
+        store, key, query = self._queue.store, request.state.key, request.query_params
+        limit, after = page_limit(query), query.get("after", "")
 
         def read_page() -> Response:
-            ids = [item_id for item_id in store.ids(key, prefix) if not after or item_id < after]
-            items = []
-            for item_id in ids[:limit]:
-                with suppress(NotFound):  # deleted in the meantime
-                    items.append(store.load(key, item_id))
+            found = list[Json]()
+            for item_id in store.ids(key, prefix):
+                if len(found) <= limit and (not after or item_id < after):
+                    with suppress(NotFound):  # deleted in the meantime
+                        item = store.load(key, item_id)
+                        found += [item] if query.get("purpose", item.get("purpose")) == item.get("purpose") else []
+            items = found[:limit]
             ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
-            return json_response({"object": "list", "data": items, **ends, "has_more": len(ids) > limit})
+            return json_response({"object": "list", "data": items, **ends, "has_more": len(found) > limit})
 
         return await asyncio.to_thread(read_page)
 
@@ -109,7 +111,7 @@ class Batches(Dialect):
 
     @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=schemas.StoredList)
     async def list_files(self, request: Request) -> Response:
-        """Files of this API key, the newest first: at most `limit`, those that are older than the file `after`."""
+        """Files of this API key, the newest first: at most `limit`, older than the file `after`, of one `purpose`."""
         return await self._list(request, "file-")
 
     @endpoint("GET", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=schemas.StoredFile)

@@ -4,8 +4,8 @@
     <folder>/<key>/file-<id>.data     its content
     <folder>/<key>/batch_<id>.json    a batch's object
 
-Ids begin with the time, by which they are thus sorted, and end in random digits; those of answers are digests of such. A path
-is made of nothing else that a client sends.
+Ids begin with the time, by which they are thus sorted, and end in random digits; those of answers begin with their batch's
+time, and end in a digest of its id. A path is made of nothing else that a client sends.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from pdserve.errors import NotFound, Overloaded, SetupError, TooLarge
 Json = dict[str, Any]
 FILE, BATCH = "file-", "batch_"  # how their ids begin
 ID = re.compile(rf"(?:{FILE}|{BATCH})[0-9a-f]{{24}}")
+TIME_DIGITS = 12  # of an id: milliseconds since 1970
 ENTRY_BYTES = 4096  # that each file counts besides its content
 
 
@@ -150,7 +151,7 @@ class FileStore:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(6)}"
+    return f"{prefix}{time.time_ns() // 1_000_000:0{TIME_DIGITS}x}{secrets.token_hex(6)}"
 
 
 def _size(folder: Path) -> int:

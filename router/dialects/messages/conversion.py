@@ -29,6 +29,18 @@ from pdserve.router.api.streaming import EventStream
 from pdserve.router.dialects.messages.schemas import CountTokensBody, MessagesBody, OutputConfig
 from pdserve.router.text.parsers.output import ToolCallDelta, in_order
 
+# Fields of chat completions in errors → those of messages.
+FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "parameters": "input_schema",
+    "prompt": "messages",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "tool_call_id": "tool_use_id",
+    "user": "metadata.user_id",
+}
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -10,7 +10,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api import chat, requests
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.parsing import JsonBody
+from pdserve.router.api.parsing import JsonBody, renamed
 from pdserve.router.backend import ModelInfo
 from pdserve.router.dialects.messages import conversion, schemas
 from pdserve.router.routed_request import RoutedRequest
@@ -52,6 +52,7 @@ class Messages(Dialect):
         return json_response({"input_tokens": count})
 
 
+@renamed(conversion.FIELDS)
 def _parse_message(
     body: schemas.MessagesBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int
 ) -> Generation:
@@ -59,6 +60,7 @@ def _parse_message(
     return chat.parse_chat(chat_body, draft, tokenizer, info, max_n)
 
 
+@renamed(conversion.FIELDS)
 def _num_tokens(
     body: schemas.CountTokensBody, _: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo, max_n: int
 ) -> int:

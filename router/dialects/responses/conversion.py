@@ -23,6 +23,16 @@ from pdserve.router.api.schemas import (
 )
 from pdserve.router.dialects.responses.schemas import FunctionTool, ResponseBody
 
+# Fields of chat completions in errors → those of responses.
+FIELDS = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "tool_call_id": "call_id",
+}
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
 REASONING_ITEM_FIELDS = {"type", "id", "status", "summary", "content", "encrypted_content"}

@@ -9,10 +9,10 @@ from pydantic_core import to_json
 from pdserve.errors import BadRequest, RequestError
 from pdserve.router.api.chat import parse_chat
 from pdserve.router.api.generation import Delta, Generation, Json
-from pdserve.router.api.parsing import or_default
+from pdserve.router.api.parsing import or_default, renamed
 from pdserve.router.api.streaming import EventStream
 from pdserve.router.backend import ModelInfo
-from pdserve.router.dialects.responses.conversion import conversation, to_chat_body
+from pdserve.router.dialects.responses.conversion import FIELDS, conversation, to_chat_body
 from pdserve.router.dialects.responses.schemas import ResponseBody
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.parsers.output import ToolCallDelta, in_order
@@ -70,7 +70,8 @@ def parse_response(
             "router with --response-store"
         )
         raise BadRequest(message, kind="unsupported_parameter", param=param)
-    chat = parse_chat(to_chat_body(body, earlier), draft, tokenizer, info, max_n)
+    with renamed(FIELDS):
+        chat = parse_chat(to_chat_body(body, earlier), draft, tokenizer, info, max_n)
     return _with_echoed_fields(chat, body, is_kept=has_store and body.store is not False)
 
 

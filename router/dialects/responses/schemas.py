@@ -21,13 +21,14 @@ from pdserve.router.api.schemas import (
 
 RESPONSES_NO_OPS: NoOps = {
     "background": (False,),
+    "client_metadata": (ANY,),  # of Codex
     "context_management": (ANY,),
     "conversation": (),
     "max_tool_calls": (),
     "prompt": (),
     "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "service_tier": SERVICE_TIERS,
-    "stream_options": ({},),
+    "stream_options": ({}, {"include_obfuscation": False}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }

@@ -464,12 +464,13 @@ function detail(row, timeline) {
     const name = h("span", "part", part.name, h("span", "worker", instances[part.who]));
     return [name, h("span", "ms", format(duration((part.end_ms - part.start_ms) / 1000))), h("span", "lane", bar)];
   }));
-  const sources = timeline.prompt_tokens_by_source, loaded = timeline.loaded;
+  const sources = timeline.prompt_tokens_by_source, loaded = timeline.loaded, drafts = timeline.drafts, drafted = drafts.accepted + drafts.rejected;
   const first = timeline.stages_ms.first_token;
   const facts = [
     `Received at ${clock(row.startedAt)}.`,
     `${integer(timeline.prompt_tokens)} prompt tokens: ${integer(sources.computed)} computed, ${integer(sources.local_hit)} in the pool, ${integer(sources.loaded)} from the store.`,
     `${integer(timeline.output_tokens)} output tokens${first === undefined ? "" : `, the first after ${format(duration(first / 1000))}`}.`,
+    drafted ? `${integer(drafts.accepted)} of ${count(drafted, "draft")} were right.` : "",
     loaded.blocks ? `${integer(loaded.blocks)} blocks (${(loaded.bytes / 2 ** 20).toFixed(2)} MiB) loaded at ${format(bandwidth(loaded.gb_per_s * 1e9))}.` : "",
   ];
   const elements = [gantt, h("p", "", facts.filter(Boolean).join(" "))];

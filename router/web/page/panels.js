@@ -58,7 +58,10 @@ export const PANELS = [
   {
     title: "Output", chart: new Chart("Output", (value) => format(perSecond(value, "tokens/s")), { tick: short }),
     curves: () => [curve("tokens", "decode", rates(outputTokens), true)],
-    figure: () => ({ shown: perSecond(rate(outputTokens), "tokens/s"), below: "of all answers" }),
+    figure: () => {
+      const drafts = rate(counterDelta("spec_decode_num_draft_tokens")), right = rate(counterDelta("spec_decode_num_accepted_tokens"));
+      return { shown: perSecond(rate(outputTokens), "tokens/s"), below: drafts ? `${percent(right / drafts)} of ${format(perSecond(drafts, "drafts/s"))} right` : "of all answers" };
+    },
   },
   {
     title: "Prefix hits", chart: new Chart("Prefix hits", percent, { top: 1 }), curves: () => [curve("hits", "prefill", hitRates(), true)],

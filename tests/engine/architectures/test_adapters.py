@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_spec_that_does_not_fit_the_model_is_refused(
 def test_a_package_that_was_not_installed_again_is_reported(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plugins, "entry_points", lambda **_: ())
+    monkeypatch.setattr(plugins, "installed", lambda group: EntryPoints())
     plugins.load.cache_clear()
     with pytest.raises(SetupError, match=r"pdserve.architectures has no 'attention-sinks'; installed are"):
         engine_of(checkpoint("llama"))

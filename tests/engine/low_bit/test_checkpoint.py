@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaForCausalLM
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.engine import Engine
+from pdserve.engine.low_bit import checkpoint as low_bit_checkpoint
 from pdserve.errors import SetupError
 from pdserve.kernels.low_bit import LowBitWeight
 from pdserve.request import SamplingParams
@@ -36,20 +39,67 @@ def answer(path: Path, **settings: Any) -> tuple[list[int], list[float], list[Lo
     return seq.output.tokens[len(PROMPT) :].tolist(), logprobs, weights
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"gptq-act-order", "w8a8"}))
 def test_formats_have_the_bits_of_the_dense_weights(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     quantized, dense = write(checkpoint("llama"), tmp_path, name)
     tokens, logprobs, weights = answer(quantized, dtype="bfloat16")
     plain_tokens, plain_logprobs, plain = answer(dense, dtype="bfloat16")
     assert (tokens, logprobs) == (plain_tokens, plain_logprobs) and not plain
-    assert len(weights) == (0 if name == "gptq-act-order" else 3 * 7)  # groups out of order stay dense
+    assert len(weights) == 3 * 7
     assert answer(checkpoint("llama"), dtype="bfloat16")[1] != logprobs, "rounding changes the model"
 
 
-def test_float32_equals_generate_of_the_dense_model(
-    checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]], tmp_path: Path
+def test_groups_out_of_order_are_low_in_bits_too(
+    checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quantized, dense = write(checkpoint("qwen3", dtype="float32"), tmp_path, "awq")
+    quantized, dense = write(checkpoint("llama"), tmp_path, "gptq-act-order")
+    tokens, logprobs, weights = answer(quantized, dtype="bfloat16")
+    plain_tokens, plain_logprobs, _ = answer(dense, dtype="bfloat16")
+    assert len(weights) == 3 * 7 and not caplog.records
+    assert tokens == plain_tokens and logprobs == pytest.approx(plain_logprobs, abs=0.05)  # sums are in another order
+
+
+@pytest.mark.parametrize("name", ["awq", "compressed-8", "fp8"])
+def test_experts_have_the_bits_of_the_dense_ones(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, dense = write(checkpoint("qwen3_moe"), tmp_path, name)
+    tokens, logprobs, weights = answer(quantized, dtype="bfloat16")
+    assert (tokens, logprobs) == answer(dense, dtype="bfloat16")[:2] and not caplog.records
+    assert (
+        sum(len(weight.shape) == 3 for weight in weights) == 2 * sum(len(weight.shape) == 2 for weight in weights) / 4
+    )
+
+
+def test_rows_rounded_as_well_are_near_the_dense_model(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    quantized, dense = write(checkpoint("llama"), tmp_path, "w8a8")
+    tokens, logprobs, _ = answer(quantized, dtype="bfloat16")
+    engine_chunks = answer(quantized, dtype="bfloat16", block_size=32)
+    assert engine_chunks[:2] == (tokens, logprobs)
+    _, plain_logprobs, _ = answer(dense, dtype="bfloat16")
+    assert logprobs[0] == pytest.approx(plain_logprobs[0], abs=0.2) and logprobs != plain_logprobs
+    with pytest.raises(SetupError, match="activations of 8 bits are supported for linear layers only"):
+        load(EngineConfig(model=str(quantized), device="cpu", dtype="float32"))
+
+
+def test_linear_layers_are_never_dense(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    quantized, _ = write(checkpoint("llama"), tmp_path, "gptq")
+    config = AutoConfig.from_pretrained(quantized)
+    model = low_bit_checkpoint.load(
+        LlamaForCausalLM, quantized, config, SETTINGS["gptq"], packs=True, dtype=torch.bfloat16
+    )
+    weights = [module.weight for module in model.modules() if type(module) is torch.nn.Linear][:-1]
+    assert len(weights) == 3 * 7 and all(hasattr(weight, "codes") for weight in weights)
+    assert sum(weight.untyped_storage().nbytes() for weight in weights) < 0.01 * sum(
+        weight.nbytes for weight in weights
+    )
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "fp8"])
+def test_float32_equals_generate_of_the_dense_model(
+    name: str, checkpoint: Callable[..., Path], generate: Callable[..., list[list[int]]], tmp_path: Path
+) -> None:
+    quantized, dense = write(checkpoint("qwen3", dtype="float32"), tmp_path, name)
     assert [answer(quantized, dtype="float32")[0]] == generate(dense, [PROMPT], 24)
 
 
@@ -76,9 +126,9 @@ def test_activations_and_bad_tensors_are_refused(checkpoint: Callable[..., Path]
     quantized, _ = write(checkpoint("llama"), tmp_path, "compressed")
     config = json.loads((quantized / "config.json").read_text())
     settings: Any = json.loads(json.dumps(SETTINGS["compressed"]))
-    settings["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+    settings["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": False}
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    with pytest.raises(SetupError, match="group_0 quantizes activations, which is not supported"):
+    with pytest.raises(SetupError, match="group_0 rounds activations; supported are inputs in symmetric"):
         load(EngineConfig(model=str(quantized), device="cpu"))
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": SETTINGS["compressed"]}))
     file = quantized / "model.safetensors"

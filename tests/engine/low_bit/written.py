@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.kernels.low_bit import Codes, quantize
 
+BY_CHANNEL = ("compressed-8", "w8a8")
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 columns is at each place of a word
 SETTINGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
@@ -39,6 +40,35 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+SETTINGS["fp8"] = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+SETTINGS["compressed-fp8"] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"},
+        }
+    },
+}
+SETTINGS["w8a8"] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "dynamic": True,
+                "strategy": "token",
+            },
+        }
+    },
+}
 
 
 def write(source: Path, to: Path, name: str) -> tuple[Path, Path]:
@@ -55,7 +85,7 @@ def write(source: Path, to: Path, name: str) -> tuple[Path, Path]:
     torch.manual_seed(0)
     for key, weight in tensors.items():
         layer, _, part = key.rpartition(".")
-        if weight.dim() != 2 or part != "weight" or "embed" in key or "lm_head" in key:
+        if weight.dim() != 2 or part != "weight" or layer.endswith(("embed_tokens", "lm_head", "mlp.gate")):
             continue
         del coded[key]
         written, values = _layer(name, weight)
@@ -70,8 +100,10 @@ def write(source: Path, to: Path, name: str) -> tuple[Path, Path]:
 
 def _layer(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the tensors of a layer [N, K] and the values that they stand for."""
+    if name.endswith("fp8"):
+        return _float8(name, weight)
     bits = 8 if name.endswith("8") else 4
-    group = weight.shape[1] if name == "compressed-8" else 32
+    group = weight.shape[1] if name in BY_CHANNEL else 32
     codes = quantize(weight.half() if name.startswith(("gptq", "awq")) else weight.bfloat16(), bits, group)
     if name in ("gptq", "awq"):
         zeros = torch.randint(5, 11, codes.scales.shape, dtype=torch.uint8)
@@ -95,12 +127,27 @@ def _layer(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], to
             "qzeros": _words(zeros.T[:, columns], bits, 1),
             "scales": codes.scales.T,
         }, codes.dequantize(torch.float32)
-    if name == "compressed-8":
+    if name in BY_CHANNEL:
         stored = {"weight": (codes.codes.int() - 128).to(torch.int8), "weight_scale": codes.scales}
         return stored, codes.dequantize(torch.float32)
     shape = torch.tensor(weight.shape)
     stored = {"weight_packed": _words(codes.codes, bits, 1), "weight_scale": codes.scales, "weight_shape": shape}
     return stored, codes.dequantize(torch.float32)
+
+
+def _float8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors of a layer in float8, by channel or in blocks of 32 × 32, and the values that they stand for."""
+    rows, columns = (1, weight.shape[1]) if name == "compressed-fp8" else (32, 32)
+    blocks = (
+        weight.float().unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    )  # [N / rows, rows, K / columns, columns]
+    scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    if name == "compressed-fp8":
+        scales = scales.bfloat16()
+    spread = scales.float()[:, None, :, None]
+    codes = (blocks / spread).to(torch.float8_e4m3fn)
+    values = (codes.float() * spread).to(scales.dtype).flatten(2).flatten(0, 1)
+    return {"weight": codes.flatten(2).flatten(0, 1), "weight_scale" + ("" if rows == 1 else "_inv"): scales}, values
 
 
 def _words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

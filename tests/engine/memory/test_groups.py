@@ -1,13 +1,15 @@
 """Groups of blocks: what a pool holds and a hand-over moves where most layers have a window, and how memory is shared."""
 
 import random
+from collections.abc import Sequence as TokenIds
 from typing import Any
 
 import pytest
 
 from pdserve.engine.memory.blocks import BlockPool
-from pdserve.engine.memory.groups import Group, blocks_in, num_usable, pages_for
+from pdserve.engine.memory.groups import Group, Table, Tails, blocks_in, num_pages, num_usable, pages_for
 from pdserve.engine.memory.kv_memory import page_numbers, pool_groups
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import Layout, token_array
@@ -136,6 +138,72 @@ def test_what_no_running_token_reaches_is_evicted_first() -> None:
     pool.allocate(4)
     assert len(pool.match(keys)) == 5 and len(pool.match_tail(1, keys[6:])) == 3
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("window", [1, 16, 33, 34, 48])
+def test_windows_reach_back_to_their_first_token(window: int) -> None:
+    """Token `n` reaches the `window` tokens up to itself; a prompt's last blocks must serve its last token and its prefix."""
+    group, pool = Group(window, 1, 200), BlockPool(200, B, [Group(None, 1, 0), Group(window, 1, 200)])
+    table = Table(1, block_table(), 0)
+
+    def unreached_by(token: int) -> int:
+        return max(0, token - window + 1) // B
+
+    for num_tokens in range(1, 160):
+        assert group.num_unreached(num_tokens, B) == unreached_by(num_tokens)
+        behind_full_blocks = num_tokens // B * B
+        needed = min(unreached_by(num_tokens - 1), unreached_by(behind_full_blocks))
+        assert table.num_unneeded(pool, num_tokens) == needed
+
+
+def test_what_a_sequence_has_dropped_and_will_drop() -> None:
+    """Of a prompt of 100 tokens with a window of 34, blocks from 3 on are worth storing, and the first goes at token 97."""
+    pool = BlockPool(200, B, [Group(None, 1, 0), Group(34, 1, 200)])
+    tails = Tails([Table(1, block_table(range(200, 210)), 2)])
+    assert tails.lack(pool, 64) and not tails.lack(pool, 65)
+    assert [tails.drop_soon(pool, 0, 100, at) for at in (96, 97)] == [False, True]
+    assert not tails.drop_soon(pool, 4, 100, 97)
+
+
+def test_blocks_of_a_page_that_are_left_take_no_page() -> None:
+    pool, table = BlockPool(10, B, [Group(None, 3, 0), Group(32, 1, 30)]), Table(0, block_table([0]), 0, [1, 2])
+    assert [num_pages(pool, [table], stop) for stop in (1, 3, 4, 6, 7)] == [0, 0, 1, 1, 2]
+
+
+class Keys:
+    """A listener of the pool."""
+
+    def __init__(self) -> None:
+        self.removed: list[bytes] = []
+
+    def store(self, key: bytes, parent: bytes | None, tokens: TokenIds[int]) -> None: ...
+
+    def remove(self, key: bytes) -> None:
+        self.removed.append(key)
+
+
+def test_pins_keep_all_groups_and_listeners_hear_of_the_first() -> None:
+    pool, listener = BlockPool(40, B, [Group(None, 1, 0), Group(3 * B, 1, 40)]), Keys()
+    pool.listeners.append(listener)
+    scheduler, pinned, other = scheduler_of(pool), sequence(0, [7] * 80), sequence(1, [9] * 80)
+    for seq in (pinned, other):
+        assert scheduler.reserve(seq, 0, 80)
+        seq.kv.mark_computed(80)
+        seq.kv.register_full_blocks(pool)
+        seq.kv.release_blocks(pool)
+    pool.pin(pinned.kv.full_keys())
+    pool.allocate(pool.num_free)
+    assert len(pool.match(pinned.kv.full_keys())) == 5 and not pool.match(other.kv.full_keys())
+    assert sorted(listener.removed) == sorted(other.kv.full_keys())
+
+
+def test_a_reservation_leaves_the_pages_of_a_waiting_sequence() -> None:
+    """It waits for 20 of 30 pages, ten blocks of each group."""
+    pool = BlockPool(30, B, [Group(None, 1, 0), Group(64 * B, 1, 30)])
+    scheduler = scheduler_of(pool)
+    scheduler.add(sequence(0, [2] * 160))
+    assert not scheduler.reserve(sequence(1, [1] * 81), 0, 81, respect_queue=True) and not pool.num_held
+    assert scheduler.reserve(sequence(2, [1] * 80), 0, 80, respect_queue=True)
 
 
 @pytest.mark.parametrize("seed", range(8))

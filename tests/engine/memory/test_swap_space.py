@@ -4,6 +4,8 @@ import pytest
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
+from pdserve.engine.memory.groups import Group, Table, Tails
+from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
@@ -42,6 +44,27 @@ def test_blocks_that_the_pool_still_has_are_not_copied_back() -> None:
     back = space.swap_in(seq)
     assert back == list(zip(seq.kv.held_blocks[1:], swapped.host_blocks[1:], strict=True))
     assert seq.kv.num_computed == 10 and seq.kv.swapped is None and host.num_held == 0
+
+
+def test_blocks_of_further_groups_that_the_pool_still_has_are_not_copied_back() -> None:
+    groups = [Group(None, 1, 0), Group(2 * BLOCK, 1, 8)]
+    pool, host = BlockPool(8, BLOCK, groups), BlockPool(8, BLOCK, groups)
+    space, seq = SwapSpace(host), computed(pool, 10)
+    seq.kv.tails = Tails([Table(1, block_table(pool.allocate(3, 1)), 0)])
+    seq.kv.register_full_blocks(pool)
+    keys = seq.kv.full_keys()
+    swapped, _ = space.swap_out(seq, 3)
+    seq.preempt(pool, swapped, is_stored=True)
+    hits = pool.match(keys[:1])
+    pool.hold(hits)
+    seq.kv.take_blocks(0, hits, pool.allocate(2))
+    seq.kv.tails.take_hits(pool, keys[:1], BLOCK, seq.kv.tokens)
+    (tail,) = seq.kv.tails
+    tail.ids.extend(pool.allocate(2, 1))
+    back = space.swap_in(seq)
+    [(_, of_tail)] = swapped.tails
+    expected = [*zip(seq.kv.block_ids[1:], swapped.host_blocks[1:], strict=True)]
+    assert back == [*expected, *zip(tail.ids[1:], of_tail[1:], strict=True)]
 
 
 def test_the_room_of_a_sequence_that_ends_is_released() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence as SequenceABC
 from typing import Any
 from zlib import crc32
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.costs import Costs
@@ -85,6 +85,28 @@ def next_token(seq: Sequence, tokens: list[int]) -> int:
     return crc32(f"{seq.request_id} {len(tokens)}".encode()) % 1000
 
 
+@example(  # one is admitted whose promised blocks those behind it take, which hold blocks
+    num_blocks=8,
+    max_num_seqs=4,
+    budget=10,
+    arrivals=[
+        *[(0, 1, 1, 0, 0, "computed")] * 6,
+        (2, 11, 7, 2, 0, "loaded without a first token"),
+        (6, 1, 1, 0, 0, "computed"),
+        (3, 13, 1, 0, 0, "computed"),
+        (2, 14, 4, 1, 0, "loaded"),
+        *[(0, 1, 1, 0, 0, "computed")] * 2,
+    ],
+    forks=[(6, 0), (6, 2)],
+    aborts=[],
+    host_blocks=0,
+    window=None,
+    itl=None,
+    attention_seconds=0.0,
+    row_seconds=1e-4,
+    weights=[0.1],
+    pipelined=False,
+)
 @settings(max_examples=300, deadline=None)
 @given(
     num_blocks=st.integers(6, 30),

@@ -309,6 +309,24 @@ def test_a_sequence_preempted_for_another_tenant_rests() -> None:
     assert newest.tenant == HEAVY and not newest.may_give_way, "it gets 32 tokens before it makes room again"
 
 
+def test_a_sequence_gets_32_tokens_between_two_times_that_it_gives_way() -> None:
+    instance, lengths, gaps = Instance(max_num_seqs=16), dict[Sequence, int](), list[int]()
+
+    def record() -> None:
+        while instance.paused:
+            seq = instance.paused.pop()
+            gaps.extend([len(seq) - lengths[seq]] if seq in lengths else [])
+            lengths[seq] = len(seq)
+
+    for _ in range(24):
+        instance.add(HEAVY, 40, 2000)
+    for _ in range(50):
+        for _ in range(8):
+            instance.add(LIGHT, 40, 16)
+        instance.run(instance.time + 0.1, record)
+    assert len(gaps) > 100 and min(gaps) >= 32
+
+
 def test_an_unreserved_hand_over_gets_room() -> None:
     """It waits outside of the queues: its KV comes from the store."""
     instance = Instance(num_blocks=200)
@@ -319,9 +337,9 @@ def test_an_unreserved_hand_over_gets_room() -> None:
     seq = instance.add(LIGHT, 300, 20)
     instance.sched.remove(seq)
     for _ in range(40):
-        instance.sched.queues.unreserved = seq
+        instance.sched.unreserved = seq
         if instance.sched.reserve(seq, 0, 301, respect_queue=True):
-            instance.sched.queues.unreserved = None
+            instance.sched.unreserved = None
             return
         instance.step()
     raise AssertionError("no room was made for it")

@@ -130,10 +130,21 @@ def test_special_tokens_in_messages_are_text(client: Client, backend: ScriptedBa
             [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}],
             "messages[0].content[0] has an unknown field 'b'",
         ),
+        *(
+            (
+                [{"role": "user", "content": [part]}],
+                f'messages[0].content[0] must be a text part, {{"type": "text", "text": "…"}}; {kind} is not supported',
+            )
+            for part, kind in (
+                ({"type": "text", "text": None}, "a text that is null"),
+                ({"text": "a"}, "an object"),
+                ({"type": "input_audio", "input_audio": {}}, "'input_audio'"),
+            )
+        ),
         ([{"role": "user", "content": "a", "tone": "b"}], "unknown field 'messages[0].tone'"),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
-            "messages[0].tool_calls[0].id is required",
+            "messages[0].tool_calls[0].function is required",
         ),
         (
             [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],

@@ -227,6 +227,14 @@ CALLED = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}, "library
             ],
         ),
         (MESSAGES, [{"role": "assistant", "content": [{"type": "text", "text": "{}", "library": None}]}]),
+        *(
+            (CHAT, [{"role": "assistant", "tool_calls": [call]}])
+            for call in (
+                {"function": {"name": "f", "arguments": {"code": "a"}}},  # as Ollama returns it
+                {"id": None, "type": None, "function": {"name": "f"}},
+                {"id": "", "function": {"name": "f", "arguments": None}},
+            )
+        ),
     ],
 )
 def test_messages_may_have_what_libraries_of_clients_add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,11 @@ def test_labels_have_no_effect(client: Client) -> None:
         ({"logprobs": True}, "logprobs", "logprobs must be a valid integer, not a boolean"),
         ({"stream": "yes"}, "stream", "stream must be a valid boolean, not a string"),
         (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "stream_options.include_obfuscation must be false, not true",
+        ),
+        (
             {"stream": True, "stream_options": {"usage": True}},
             "stream_options.usage",
             "unknown field 'stream_options.usage'",
@@ -101,6 +107,15 @@ def test_not_json(client: Client, raw: bytes, message: str) -> None:
 def test_long_client_text_is_cut_in_errors(client: Client) -> None:
     for body in ({"model": "m" * 5000, "prompt": "a"}, {"prompt": "a", "f" * 5000: 1}):
         assert len(client.post(COMPLETIONS, body).content) < 500
+
+
+def test_long_names_of_template_variables_leave_no_trace(client: Client) -> None:
+    before = len(re._cache)  # type: ignore[attr-defined]  # where a pattern of a client's would stay
+    for i in range(9):
+        body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {f"a{i}" + "a" * 10_000: 1}}
+        response = client.post("/v1/chat/completions", body)
+        assert response.status_code == 400 and len(response.content) < 500
+    assert len(re._cache) < before + 9  # type: ignore[attr-defined]
 
 
 def test_a_body_that_is_nested_too_deeply(client: Client) -> None:

@@ -107,6 +107,23 @@ def test_an_integer_temperature_and_a_top_k_of_minus_one(client: Client, backend
     assert backend.requests[0].sampling.top_k == 0
 
 
+def test_seeds_below_zero(client: Client, backend: ScriptedBackend) -> None:
+    for seed in (-1, -1, -2, -(2**63), 2**63 - 1):
+        assert client.post(COMPLETIONS, {**HELLO, "seed": seed}).status_code == 200
+    first, second, *others = (request.sampling.seed for request in backend.requests)
+    assert first != second, "-1 is none, as in vLLM"
+    assert others == [2**63 - 2, 0, 2**63 - 1]
+
+
+def test_whole_numbers_may_be_written_with_a_fraction(client: Client, backend: ScriptedBackend) -> None:
+    whole = {"max_tokens": 8.0, "n": 2.0, "top_k": 5.0, "seed": 3.0, "temperature": 1.0}
+    assert client.post(COMPLETIONS, {**HELLO, **whole}).status_code == 200
+    assert [(one.sampling.max_tokens, one.sampling.seed) for one in backend.requests] == [(8, 3), (8, 4)]
+    refused = client.post(COMPLETIONS, {**HELLO, "max_tokens": 8.5}).json()["error"]
+    assert refused["message"] == "max_tokens must be a valid integer, not 8.5"
+    assert client.post(COMPLETIONS, {**HELLO, "max_tokens": 1e300}).status_code == 400
+
+
 @pytest.mark.parametrize(("length", "kept"), [(3, 3), (1000, 40), (-1, 40), (1, 1)])
 def test_a_prompt_is_cut_at_its_beginning(client: Client, backend: ScriptedBackend, length: int, kept: int) -> None:
     prompt = list(range(2, 42))
@@ -191,7 +208,7 @@ def test_forms_of_a_prompt(
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, not 0"),
         ({"max_tokens": -5}, "max_tokens", "max_tokens must be at least 1, not -5"),
         ({"min_tokens": 99}, "min_tokens", "min_tokens must be from 0 to max_tokens, not 99"),
-        ({"seed": -1}, "seed", "seed must be from 0 to 2^63 - 1, not -1"),
+        ({"seed": -(2**63) - 1}, "seed", f"seed must be from 0 to 2^63 - 1, not {-(2**63) - 1}"),
         ({"seed": 2**63}, "seed", f"seed must be from 0 to 2^63 - 1, not {2**63}"),
         ({"n": 0}, "n", "n must be at least 1, not 0"),
         ({"n": 9}, "n", "9 choices exceed the limit of 8 choices per request"),

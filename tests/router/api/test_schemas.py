@@ -100,7 +100,7 @@ def test_what_is_too_much(fields: dict[str, Any], param: str, message: str | Non
         (
             "/v1/messages",
             {"messages": [{"role": "user", "content": "a"}], "metadata": {"user_id": "u" * 513}},
-            "user must have at most 512 characters",
+            "metadata.user_id must have at most 512 characters",
         ),
         (
             "/v1/messages",
@@ -108,7 +108,7 @@ def test_what_is_too_much(fields: dict[str, Any], param: str, message: str | Non
                 "messages": [{"role": "user", "content": "a"}],
                 "tools": [{"name": "f", "input_schema": {str(i): i for i in range(1025)}}],
             },
-            "parameters must be an object with at most 1024 fields, not with 1025",
+            "input_schema must be an object with at most 1024 fields, not with 1025",
         ),
         (
             "/v1/messages",
@@ -123,12 +123,12 @@ def test_what_is_too_much(fields: dict[str, Any], param: str, message: str | Non
         (
             "/v1/responses",
             {"input": [{"role": "user", "content": "a"}] * 16_385},
-            "messages must have at most 16384 items",
+            "input must have at most 16384 items",
         ),
         (
             "/v1/responses",
             {"input": [{"type": "function_call_output", "output": "a", "call_id": "c" * 513}]},
-            "tool_call_id must have at most 512 characters",
+            "call_id must have at most 512 characters",
         ),
     ],
 )

@@ -52,6 +52,21 @@ def test_a_streamed_chat_begins_with_the_role(client: Client, events: Events, te
     assert got[-1]["choices"][0]["finish_reason"] == "length"
 
 
+def test_events_of_a_chat_that_would_say_nothing_are_left_out(
+    client: Client, events: Events, backend: ScriptedBackend, tokenizer: Tokenizer
+) -> None:
+    """While a character or what may be a stop string is incomplete; some clients take an empty content for an answer."""
+    ids = tokenizer.encode("👍 Rome")
+    backend.generates([*ids, 0], "stop")
+    body = {"stream": True, "stop": "Rom!", "max_tokens": 20}
+    first, *others = (one["choices"][0]["delta"] for one in events(client.post(CHAT, CHATTING | body)))
+    texts = [one["content"] for one in others]
+    assert first["content"] == "" and "".join(texts) == "👍 Rome" and all(texts[:-1]) and len(texts) < len(ids)
+    for other, count in ((HELLO, 1), (CHATTING | {"stream_options": USAGE}, 3), (CHATTING | {"logprobs": True}, 2)):
+        path = COMPLETIONS if other is HELLO else CHAT
+        assert len(events(client.post(path, other | body))) == len(ids) + count, "one for each token"
+
+
 def test_usage_in_a_stream(client: Client, events: Events, backend: ScriptedBackend) -> None:
     backend.script.cached_tokens = 1
     got = events(client.post(COMPLETIONS, {**HELLO, "stream": True, "stream_options": {"include_usage": True}}))

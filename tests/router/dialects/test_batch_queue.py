@@ -127,7 +127,11 @@ def test_a_batch(serve: Callable[[], AbstractContextManager[str]], backend: Scri
         assert response["body"]["choices"][0]["message"]["content"] == " Paris."
         assert errors["unknown"]["response"]["body"]["error"]["code"] == "model_not_found"
         assert [one.id for one in official.batches.list()] == [batch.id]
-        assert len([*official.files.list()]) == 3
+        later = official.files.create(file=("later.jsonl", b"x\n"), purpose="batch")
+        files = [one.id for one in official.files.list()]
+        assert len(files) == 4 and (files[0], files[-1]) == (later.id, batch.input_file_id), "the newest first"
+        outputs = {batch.output_file_id, batch.error_file_id}
+        assert {one.id for one in official.files.list(purpose="batch_output", limit=1)} == outputs
         with pytest.raises(openai.ConflictError, match="the batch is completed already"):
             official.batches.cancel(batch.id)
 

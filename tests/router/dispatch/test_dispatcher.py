@@ -119,12 +119,19 @@ def test_lost_decode_migrates_the_stream(make_cluster: type[Cluster]) -> None:
     cluster.open("r").cancel()  # the id may be used again
 
 
-def pauses(cluster: Cluster) -> list[float]:
-    """Return the number and the sum of the pauses in the metrics."""
+def pauses(cluster: Cluster, histogram: str = "migration_pause") -> list[float]:
+    """Return the number and the sum of the pauses in the metrics, or of another histogram's seconds."""
     text = cluster.metrics.text().decode()
-    return [
-        float(re.findall(rf"^pdserve_migration_pause_seconds_{name} (.*)", text, re.M)[0]) for name in ("count", "sum")
-    ]
+    return [float(re.findall(rf"^pdserve_{histogram}_seconds_{one} (.*)", text, re.M)[0]) for one in ("count", "sum")]
+
+
+def test_the_tokens_of_a_step_share_the_time_since_the_last_one(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("both")
+    state = cluster.open(max_tokens=9)
+    for tokens in ([1], [2], [3, 4, 5]):
+        cluster.deliver(state.final_instance, token_ids=tokens)
+        cluster.now += 3.0
+    assert pauses(cluster, "inter_token_latency") == [4, 6.0]
 
 
 def test_the_pause_of_a_moved_stream_lasts_from_token_to_token(make_cluster: type[Cluster]) -> None:
@@ -347,6 +354,7 @@ INVALID_OUTPUTS = [
     dict(stored=Stored(num_blocks=2**32 - 1)),
     dict(sources=Sources(local_hit=2**32 - 1)),
     dict(predicted=Predicted(accepted=1)),
+    dict(drafted=Predicted(accepted=1)),
     dict(token_ids=[1], predicted=Predicted(rejected=2**62)),
     dict(moved=Moved(bytes=1, seconds=5e-324)),
     dict(moved=Moved(bytes=1, seconds=float("nan"))),

@@ -112,6 +112,7 @@ def test_an_output_is_the_same_behind_a_frame() -> None:
     )
     output.stored, output.sources = Stored(2, True, [b"t"], 3), Sources(1, 2, 3)
     output.moved, output.searching, output.predicted = Moved(1, 64, 0.25), True, Predicted(1, 2)
+    output.drafted = Predicted(3, 4)
     assert unpack(pack([output, Output()])) == [output, Output()]
     assert len(pack([Output(request_id="r", token_ids=[7])])) < 32, "fields at their defaults take no bytes"
 

@@ -156,7 +156,22 @@ def test_a_prediction_goes_to_the_instance_that_decodes_also_after_a_migration(
             cluster.deliver(state.prefill, state.id, token_ids=[7], stored=Stored(num_blocks=1, final=True))
         first = state.final_instance
         cluster.deliver(first, state.id, token_ids=[8, 9], predicted=Predicted(1 - attempt, 2))
+        cluster.deliver(first, state.id, token_ids=[1], drafted=Predicted(0, 3))
         if not attempt:
             cluster.fleet.deregister(first, "test")
             assert state.final_instance is not first
     assert state.timeline.predicted == Predicted(1, 4)
+    assert state.timeline.drafted == Predicted(0, 6) and state.timeline.as_dict()["drafts"] == {
+        "accepted": 0,
+        "rejected": 6,
+    }
+
+
+def test_requests_that_a_client_gives_one_id_are_apart(make_cluster: type[Cluster]) -> None:
+    """Meshes give all calls of one user request the same."""
+    cluster = make_cluster("both")
+    states = [cluster.open("trace-1", max_tokens=1) for _ in range(3)]
+    assert len({state.id for state in states}) == 3
+    for token, state in enumerate(states):
+        cluster.deliver(state.final_instance, state.id, token_ids=[token], finish_reason="length")
+    assert [cluster.tokens(state) for state in states] == [[0], [1], [2]]

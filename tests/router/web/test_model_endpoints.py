@@ -44,6 +44,9 @@ def test_tokenize_a_chat(client: Client, tokenizer: Tokenizer) -> None:
     assert answer["token_strs"] is None
     shorter = client.post("/tokenize", {**CHATTING, "add_generation_prompt": False}).json()
     assert shorter["count"] < answer["count"]
+    said = [*CHATTING["messages"], {"role": "assistant", "content": "he"}]
+    opened = client.post("/tokenize", {"messages": said, "continue_final_message": True}).json()
+    assert opened["tokens"] == [*answer["tokens"], *tokenizer.encode("he")]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,10 @@ def test_tokenize_a_chat(client: Client, tokenizer: Tokenizer) -> None:
         ("/detokenize", {}, "tokens is required"),
         ("/detokenize", {"tokens": [300]}, "tokens holds the token id 300; this model's ids are 0 to 299"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0] must be a valid integer, not a string"),
+        ("/v1/embeddings", {"input": [[40] * 256]}, "a text of input has 256 tokens; there is room for 255"),
+        ("/v2/rerank", {"query": "a", "documents": ["b", ""]}, "a text of documents is empty: it has no tokens"),
+        ("/v1/score", {"text_1": "", "text_2": "b"}, "a text of text_1 is empty: it has no tokens"),
+        ("/v1/embeddings", {"prompt": "a"}, "unknown field 'prompt'; did you mean 'input'?"),
     ],
 )
 def test_invalid_bodies(client: Client, path: str, body: object, message: str) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.scheduling.queues import giving_way, levels_of
+from pdserve.engine.scheduling.levels import giving_way, levels_of
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams, Tenant

@@ -1,0 +1,194 @@
+"""A model whose KV and tokens are hashes, for tests of all that surrounds a model.
+
+The KV of a token is a hash of it and of all tokens before it, and so is what follows. A step that reads a row of KV that is
+not the row of those tokens raises `WrongRow`, and the answer to any request is known without an instance (`answer`).
+"""
+
+import random
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve.beam_search import BeamSearch, Candidate
+from pdserve.engine.checkpoint import Checkpoint
+from pdserve.engine.memory.blocks import BlockPairs
+from pdserve.engine.memory.groups import BlockTable
+from pdserve.engine.memory.kv_memory import KVMemory, page_numbers
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepOutcome, StepPlan
+from pdserve.kernels import reference
+from pdserve.kv_spec import KVGroup, KVSpec
+from pdserve.request import SamplingParams
+
+VOCAB = 40
+HASH_BYTES = 8  # half of them are the token's K, the others its V
+
+
+class WrongRow(Exception):
+    """A step read or wrote KV that is not that of its tokens."""
+
+
+@lru_cache(1 << 18)
+def _follow(digest: bytes, token: int) -> bytes:
+    return blake2b(digest + token.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()
+
+
+def rows_of(tokens: list[int]) -> list[bytes]:
+    """Return the KV of each token."""
+    rows, digest = [], bytes(HASH_BYTES)
+    for token in tokens:
+        digest = _follow(digest, token)
+        rows.append(digest)
+    return rows
+
+
+def next_token(row: bytes, seed: int, at: int) -> int:
+    """Return output token number `at` of a request with this seed, behind the token with this KV."""
+    return blake2b(row + seed.to_bytes(8, "little") + at.to_bytes(4, "little"), digest_size=1).digest()[0] % VOCAB
+
+
+def candidates(row: bytes, count: int) -> list[Candidate]:
+    """Return the most likely tokens behind the token with this KV."""
+    rng = random.Random(row)
+    ids = rng.sample(range(VOCAB), count)
+    return [*zip(ids, sorted((-5 * rng.random() for _ in ids), reverse=True), strict=True)]
+
+
+def answer(prompt: list[int], sampling: SamplingParams, seed: int, eos: frozenset[int]) -> list[int]:
+    """Return the right output of a request."""
+    tokens, stops = [*prompt], frozenset[int]() if sampling.ignore_eos else eos
+    while (count := len(tokens) - len(prompt)) < sampling.max_tokens:
+        tokens.append(next_token(rows_of(tokens)[-1], seed, count))
+        if tokens[-1] in stops and count + 1 >= sampling.min_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+def beam_answers(prompt: list[int], sampling: SamplingParams, eos: frozenset[int]) -> list[list[int]]:
+    """Return the right answers of a beam search."""
+    stops = frozenset[int]() if sampling.ignore_eos else eos
+    how = sampling.max_tokens, sampling.length_penalty, sampling.early_stopping
+    search, beams = BeamSearch(sampling.beam_width, stops, *how), [prompt]
+    while True:
+        found = [candidates(rows_of(beam)[-1], search.num_candidates) for beam in beams]
+        branches = search.step(found)
+        if search.is_over:
+            return [[*one.token_ids] for one in search.hypotheses(sampling.num_answers)]
+        beams = [[*beams[branch.parent], branch.token] for branch in branches]
+
+
+class HashMemory(KVMemory):
+    """The pool's memory, which checks that no step swaps in both directions."""
+
+    def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
+        assert not (swap_out and swap_in), "a step swaps in both directions"
+        super().swap(swap_out, swap_in)
+        return 0.0
+
+
+class HashRunner:
+    """Stands in for the model runner. Its attributes are those of `ModelRunner`.
+
+    Args:
+        windows: of its layers.
+        num_pages, num_host_pages: of the pool, and of the memory to which it is swapped.
+        step_seconds: that the steps of the warm-up seem to take.
+
+    Attributes:
+        is_warm: the warm-up is over, whose sequences have no tokens of anyone.
+        num_accepted: drafts that were right.
+    """
+
+    graphs: ClassVar[None] = None
+    pipeline: ClassVar[None] = None
+    numerics, kernel = "", reference
+
+    def __init__(
+        self,
+        windows: tuple[int | None, ...],
+        block_size: int,
+        num_pages: int,
+        num_host_pages: int,
+        eos: frozenset[int],
+        step_seconds: float,
+    ) -> None:
+        groups = [KVGroup((at,), 1, HASH_BYTES // 2, window=window) for at, window in enumerate(windows)]
+        spec = KVSpec(tuple(groups))
+        layout = spec.layout(model_fingerprint="hashes", block_size=block_size, dtype="uint8", itemsize=1)
+        self.window, self.num_accepted, self.is_warm = spec.window, 0, False
+        model, device = torch.nn.Module(), torch.device("cpu")
+        self.checkpoint = Checkpoint(model, layout, spec, 1 << 20, VOCAB, eos, device, torch.uint8)
+        shape = page_numbers(layout)
+        pool, host = (torch.zeros((count, shape), dtype=torch.uint8) for count in (num_pages, num_host_pages))
+        self.kv = HashMemory(pool, host, reference, layout, spec)
+        self._windows = spec.windows
+        self._block_size = block_size
+        self._time, self._step_seconds = 0.0, step_seconds
+
+    def clock(self) -> float:
+        self._time += self._step_seconds
+        return self._time
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        """Read what each sequence attends to, write what it computes, and return what follows."""
+        if not (plan.counts and self.is_warm):
+            return {}
+        rows = {seq: rows_of([*seq.output.tokens, *plan.drafts.get(seq, ())]) for seq in plan.counts}
+        stops = {seq: seq.kv.num_computed + plan.num_tokens(seq) for seq in plan.counts}
+        for seq in plan.counts:
+            assert plan.counts[seq] >= 1 and seq.kv.num_computed + plan.counts[seq] <= len(seq)
+            self._check(seq, rows[seq], seq.kv.num_computed)
+        for seq, stop in stops.items():
+            for at in range(len(self._windows)):
+                places = self._places(seq, at, seq.kv.num_computed, stop)
+                self.kv.caches[self._layer(at)].numpy()[places] = _as_kv(rows[seq][seq.kv.num_computed : stop])
+        for seq, stop in stops.items():  # again, since two sequences may have written to one block
+            self._check(seq, rows[seq], stop)
+        sampled, needed = list[tuple[Sequence, int, None]](), plan.rows()
+        for seq, source, ahead in zip(needed.sampled, self._sources(plan), needed.ahead, strict=True):
+            row = rows[source][len(seq) + ahead - 1]
+            if seq.group is not None:
+                seq.group.record_candidates(seq, candidates(row, seq.group.search.num_candidates))
+            else:
+                sampled.append((seq, next_token(row, seq.sampling.seed, seq.output.num_generated + ahead), None))
+        outcome = plan.outcome(sampled)
+        self.num_accepted += sum(max(0, len(one.tokens) - 1) for one in outcome.values())
+        return outcome
+
+    def _sources(self, plan: StepPlan) -> list[Sequence]:
+        """Return the sequence that has computed the prompt of each one that is sampled."""
+        needed = plan.rows()
+        owners = {one: seq for seq in plan.counts for one in (seq, *seq.siblings)}
+        return [owners[seq] for seq in needed.sampled]
+
+    def _layer(self, at: int) -> int:
+        """Return the layer of a group, which are in the order of their windows."""
+        return self.kv.group_of.index(at)
+
+    def _check(self, seq: Sequence, rows: list[bytes], stop: int) -> None:
+        """Raise WrongRow if the token behind the first `stop` attends to other KV than that of the tokens before it."""
+        for at, window in enumerate(self._windows):
+            first = 0 if window is None else max(0, stop + 1 - window)
+            found = self.kv.caches[self._layer(at)].numpy()[self._places(seq, at, first, stop)]
+            wrong = np.flatnonzero((found != _as_kv(rows[first:stop])).any(axis=(1, 2)))
+            if len(wrong):
+                raise WrongRow(f"{seq.request_id}: the KV of token {first + wrong[0]} of {len(seq)} in group {at}")
+
+    def _places(self, seq: Sequence, at: int, first: int, stop: int) -> Any:
+        """Return the index of the rows [first, stop) of a sequence in the cache of a group's layer."""
+        table: BlockTable = seq.kv.tails[at - 1].ids if at else seq.kv.block_ids
+        dropped = seq.kv.tails[at - 1].num_dropped if at else seq.kv.num_dropped
+        if first < stop and first // self._block_size < dropped:
+            raise WrongRow(f"{seq.request_id}: token {first} of {len(seq)} was dropped in group {at}")
+        positions = np.arange(first, stop)
+        blocks = np.array(table, np.int64)[positions // self._block_size] - self.kv.groups[at].first_id
+        return blocks, slice(None), 0, positions % self._block_size
+
+
+def _as_kv(rows: list[bytes]) -> npt.NDArray[np.uint8]:
+    """Return KV as K and V, [T, 2, 4]."""
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 2, HASH_BYTES // 2)

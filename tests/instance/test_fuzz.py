@@ -1,0 +1,25 @@
+"""Two instances under random requests and faults give the right answers, and hold nothing in the end.
+
+The seeds are the same in every run; `scripts/fuzz` draws new ones, and many more.
+"""
+
+import os
+import random
+
+import pytest
+
+from tests.instance.fuzzing import run
+
+EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0"))
+
+
+def test_answers_are_right_whatever_fails() -> None:
+    first = random.randrange(2**31) if EXAMPLES else 0
+    counts = run(range(first, first + (EXAMPLES or 24)))
+    everything = {"answers", "migrations", "fallbacks", "cancelled", "resets", "preemptions", "swaps", "drafts"}
+    assert counts.keys() == everything, counts
+
+
+@pytest.mark.slow
+def test_answers_are_right_at_length() -> None:
+    run(range(1000, 1600))
