@@ -183,12 +183,7 @@ def _load_model(
     paged_model.register()
     experts.register()
     transformers.utils.logging.disable_progress_bar()
-    unsupported = _unsupported(hf_config)
-    if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
-    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    if not (model_class._supports_attention_backend or model_class._is_stateful):
-        raise SetupError(f"{unsupported}: {NO_INTERFACE}")
+    unsupported, model_class = _unsupported(hf_config), _model_class(hf_config)
     invariant = is_batch_invariant(config.batch_invariant, device)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": paged_model.NAME, "use_safetensors": True}
     if dtype in FUSED_DTYPES and (device.type == "cpu" or invariant):
@@ -241,6 +236,17 @@ def _load_model(
         case "gpu":
             extension("gpu").fuse(loaded)
     return loaded, spec
+
+
+def _model_class(hf_config: Any) -> Any:
+    """Return transformers' class of the causal language model. Raises SetupError: there is none, or none of our kind."""
+    if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        why = f"transformers {transformers.__version__} has no causal language model for it"
+        raise SetupError(f"{_unsupported(hf_config)}: {why}")
+    found: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    if not (found._supports_attention_backend or found._is_stateful):
+        raise SetupError(f"{_unsupported(hf_config)}: {NO_INTERFACE}")
+    return found
 
 
 def _quantization(hf_config: Any) -> str | None:
