@@ -58,8 +58,8 @@ def pack(weight: Codes, dtype: torch.dtype) -> Int8Weight:
     padded = F.pad(integers, (0, -in_features % linear.TILE_K, 0, -out_features % linear.UNIT_N))
     packed = torch.empty_like(padded).flatten()
     memory.huge_pages(packed)
-    runs, pairs = len(padded) // 16, padded.shape[1] // 2
-    native.library().pdserve_pack(packed.data_ptr(), padded.data_ptr(), runs, pairs, 2, torch.get_num_threads())
+    runs, halves = len(padded) // 16, padded.shape[1] // 2  # in 16 bits
+    native.library().pdserve_pack(packed.data_ptr(), padded.data_ptr(), runs, halves, True, torch.get_num_threads())
     sums_N = integers.sum(1, dtype=torch.int32)
     result = Int8Weight(packed, weight.scales[:, 0].float(), sums_N, (out_features, in_features))
     result.dtype = dtype

@@ -41,7 +41,7 @@ struct Layer {
 const char* tiles_of(const Layer& a, const char* w, i64 n, i64 width, bf16* scratch) {
     if (!a.low) return w + n / SIDE * a.K / TILE_K * TILE_BYTES;
     for (i64 i = 0; i < width / SIDE; i++)
-        low_bit::unpack_tiles(scratch + i * SIDE * a.K, *a.low, a.first_run + n / SIDE + i);
+        low_bit::unpack(scratch + i * SIDE * a.K, *a.low, a.first_run + n / SIDE + i);
     return (const char*)scratch;
 }
 

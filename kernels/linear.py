@@ -14,7 +14,7 @@ from pdserve.kernels import memory, native
 from pdserve.kernels.elementwise import ACTIVATIONS
 
 TILE_K, UNIT_N, _RUN = 32, 32, 16  # K and N are padded with zeros to multiples of the first two; a run is 16 rows
-_TOGETHER = {"amx": 2, "avx512bf16": 8}  # instructions that multiply pairs along K
+_PAIRING = ("amx", "avx512bf16")  # instructions that multiply pairs along K
 MATMUL = tuple(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("matmul", "mm", "bmm"))
 
 
@@ -24,9 +24,9 @@ def has_amx() -> bool:
     return native.is_available() and bool(native.library().pdserve_amx())
 
 
-def terms_together(dtype: torch.dtype) -> int:
-    """Return how many weights along K lie together for products in this dtype."""
-    return _TOGETHER.get(native.instructions(), 1) if dtype == torch.bfloat16 else 1
+def multiplies_pairs(dtype: torch.dtype) -> bool:
+    """Return whether products in this dtype read pairs of weights along K."""
+    return dtype == torch.bfloat16 and native.instructions() in _PAIRING
 
 
 class PackedWeight:
@@ -101,11 +101,9 @@ def pack(weight: torch.Tensor, *, transposed: bool = False) -> PackedWeight:
     rows = (F.pad(rows, padding) if any(padding) else rows).contiguous()
     packed = torch.empty(rows.shape, dtype=rows.dtype).flatten(-2)
     memory.huge_pages(packed)
-    together = terms_together(rows.dtype)
+    pairs = multiplies_pairs(rows.dtype)
     runs, in_features = rows[..., 0].numel() // _RUN, rows.shape[-1]
-    native.library().pdserve_pack(
-        packed.data_ptr(), rows.data_ptr(), runs, in_features, together, torch.get_num_threads()
-    )
+    native.library().pdserve_pack(packed.data_ptr(), rows.data_ptr(), runs, in_features, pairs, torch.get_num_threads())
     return PackedWeight(packed, tuple(weight.shape), transposed)
 
 

@@ -163,8 +163,28 @@ struct Quads {
         }
     }
 };
+
+// Reads the same as pairs along K of 16 columns.
+template <int BITS, class S>
+struct Pairs : Quads<BITS, S> {
+    static constexpr int VECTORS = 1, COUNT = STEP / 2;
+    using Quads<BITS, S>::Quads;
+
+    template <class Use>
+    void read(i64 k, int, const Use& use) const {
+        __m512 weights[4][4];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) Quads<BITS, S>::read(k, v, [&](int i, __m512i x) { weights[i][v] = (__m512)x; });
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            transpose_quarters(weights[i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) use(4 * i + j, (__m512i)weights[i][j]);
+        }
+    }
+};
 template <int BITS, class S, class T>
-using Reader = std::conditional_t<std::is_same_v<T, bf16>, Quads<BITS, S>, Words<BITS, S, T>>;
+using Reader = std::conditional_t<std::is_same_v<T, bf16>, Pairs<BITS, S>, Words<BITS, S, T>>;
 #else
 template <int BITS, class S, class T>
 using Reader = Words<BITS, S, T>;
@@ -201,7 +221,7 @@ inline void store_weights(fp16* p, vf weights) { store(p, weights); }
 inline void store_weights(bf16* p, __m512i weights) { _mm512_storeu_si512(p, weights); }
 #endif
 
-// Unpack a run in the order in which products.cpp reads weights.
+// Unpack a run in the order in which products read weights.
 template <class T>
 void unpack(T* to, const Weight& w, i64 run) {
     with_reader<T>(w, [&](auto* type) {
@@ -214,25 +234,6 @@ void unpack(T* to, const Weight& w, i64 run) {
         });
     });
 }
-
-#if defined(__AVX512BF16__)
-// Unpack a run to the tiles of linear.cpp: 16 columns of pairs along K.
-inline void unpack_tiles(bf16* to, const Weight& w, i64 run) {
-    with_reader<bf16>(w, [&](auto* type) {
-        using R = std::remove_pointer_t<decltype(type)>;
-        R reader(w, run);
-        __m512 weights[R::COUNT][R::VECTORS];
-        for_each_step(reader, [&](i64 k, int v) {
-            reader.read(k, v, [&](int i, __m512i x) { weights[i][v] = (__m512)x; });
-            for (int i = 0; v == R::VECTORS - 1 && i < R::COUNT; i++) {
-                transpose_quarters(weights[i]);
-                for (int j = 0; j < R::VECTORS; j++)
-                    _mm512_storeu_ps(to + (k + 8 * i + 2 * j) * RUN, weights[i][j]);
-            }
-        });
-    });
-}
-#endif
 
 }  // namespace
 }  // namespace low_bit

@@ -133,7 +133,7 @@ def pack(weight: Codes, dtype: torch.dtype, *, transposed: bool = False) -> LowB
     codes = F.pad(weight.codes.view(torch.uint8), (0, more_k, 0, more_n))
     padded_k, per = in_features + more_k, 32 // weight.bits
     group = weight.group if weight.group % linear.TILE_K == 0 else padded_k
-    if linear.terms_together(dtype) > 1:
+    if linear.multiplies_pairs(dtype):
         # of vectors of 4 columns × 32 k: [runs, column, vector, K / 32, …], 4 columns to a vector
         split = codes.reshape(*batch, -1, 4, 4, padded_k // 32, 32).movedim(-4, -3).movedim(-2, -4)
         # [half, 4 words, 4 bytes] → words of [byte, half], or [byte, 8 words] → words

@@ -5,10 +5,8 @@
 // accumulator's (packed), or that of W lanes which are added by halves at the end (plain), in the order of K. Tiles of fewer
 // rows and columns compute fewer sums, each in the same way.
 //
-// Packed weights are [N / 16][K][16], with N and K padded with zeros to multiples of 32; 16 columns are called a run. With
-// instructions that multiply pairs, they are [N / 16][K / 8][4] vectors of 4 columns × 8 k, the columns v, 4 + v, 8 + v and 12 + v
-// in vector v: then a sum is that of four accumulators, over every fourth pair, so that bytes of low-bit weights can be looked
-// up in tables of one column each. On AMX, see linear.cpp.
+// Packed weights are [N / 16][K][16], or, for instructions that multiply pairs, [N / 16][K / 2][16][2], with N and K padded with
+// zeros to multiples of 32: the format of linear.cpp. 16 columns are called a run.
 
 #include <algorithm>
 #include <type_traits>
@@ -30,33 +28,24 @@ template <class T>
 struct Single {
     using X = float;
     using Y = T;
-    static constexpr i64 TERMS = 1, COLUMNS = W;
+    static constexpr i64 TERMS = 1;
     static vf weights(const T* p) { return load(p); }
     static vf add(vf sum, const float* x, vf w) { return mul_add(splat(*x), w, sum); }
-    template <int VECTORS>
-    static void finish(vf*) {}
 };
 
 #if defined(__AVX512BF16__)
-// Eight terms of four columns at a time.
-struct Quad {
+struct Pair {
     using X = bf16;
     using Y = bf16;
-    static constexpr i64 TERMS = 8, COLUMNS = 4;
+    static constexpr i64 TERMS = 2;
     static __m512i weights(const bf16* p) { return _mm512_loadu_si512(p); }
     static vf add(vf sum, const bf16* x, __m512i w) {
-        const __m512i terms = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)x));
-        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)terms, (__m512bh)w);
-    }
-    // Add the four parts of each sum of a run, in the order of the columns.
-    template <int VECTORS>
-    static void finish(vf* sums) {
-        static_assert(VECTORS == 4);
-        transpose_quarters((__m512*)sums);
-        sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        int32_t pair;
+        std::memcpy(&pair, x, 4);
+        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
     }
 };
-using Half = Quad;
+using Half = Pair;
 #else
 using Half = Single<bf16>;
 #endif
@@ -65,7 +54,7 @@ using Half = Single<bf16>;
 struct Bytes {
     using X = uint8_t;
     using Y = int32_t;
-    static constexpr i64 TERMS = 4, COLUMNS = W;
+    static constexpr i64 TERMS = 4;
     static vi weights(const int8_t* p) { vi v; std::memcpy(&v, p, sizeof v); return v; }
     static vf add(vf sum, const uint8_t* x, vi w) {
         int32_t word;
@@ -80,8 +69,6 @@ struct Bytes {
         return (vf)((vi)sum + (w << 24 >> 24) * x[0] + (w << 16 >> 24) * x[1] + (w << 8 >> 24) * x[2] + (w >> 24) * x[3]);
 #endif
     }
-    template <int VECTORS>
-    static void finish(vf*) {}
 };
 inline void store(int32_t* p, vf sums, i64 n) { std::memcpy(p, &sums, std::min<i64>(n, W) * 4); }
 inline vf load(const int32_t* p, i64 n) { vf v = {}; std::memcpy(&v, p, std::min<i64>(n, W) * 4); return v; }
@@ -98,22 +85,20 @@ struct Layer {
 
 // Write sums of one row for the columns from n on. Those from N on are padding.
 template <int VECTORS, class T>
-inline void write_out(const Layer<T>& a, typename Terms<T>::Y* y, vf* sums, i64 n) {
-    using M = Terms<T>;
-    M::template finish<VECTORS>(sums);
+inline void write_out(const Layer<T>& a, typename Terms<T>::Y* y, const vf* sums, i64 n) {
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS * M::COLUMNS / W; v++)
+    for (int v = 0; v < VECTORS; v++)
         if (const i64 first = n + v * W; first < a.N)
             store(y + first, a.bias ? sums[v] + load(a.bias + first, a.N - first) : sums[v], a.N - first);
 }
 
-// Columns [n, n + VECTORS · COLUMNS) of ROWS rows of y; the weights are those from column `origin` on.
+// Columns [n, n + VECTORS · W) of ROWS rows of y; the weights are those from column `origin` on.
 template <int ROWS, int VECTORS, class T>
 [[gnu::noinline]] void multiply(const Layer<T>& a, typename Terms<T>::Y* y, const typename Terms<T>::X* x, i64 n, i64 origin) {
     using M = Terms<T>;
     const T* w[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-        const i64 column = n - origin + v * M::COLUMNS;
+        const i64 column = n - origin + v * W;
         w[v] = a.w + column / RUN * RUN * a.K + column % RUN * M::TERMS;
     }
     vf sums[ROWS][VECTORS] = {};
@@ -133,12 +118,12 @@ template <int ROWS, int VECTORS, class T>
 // Columns [n, end) of `rows` rows, ROWS at a time, then of the rest.
 template <int ROWS, class T>
 inline void multiply_rows(const Layer<T>& a, typename Terms<T>::Y* y, const typename Terms<T>::X* x, i64 rows, i64 n, i64 end) {
-    constexpr i64 TILE = TILE_VECTORS * Terms<T>::COLUMNS, REST = std::min<i64>(TILE, 32);
+    constexpr i64 TILE = TILE_VECTORS * W, REST = std::min<i64>(TILE, 32);
     const i64 origin = n;
     for (; rows >= ROWS; rows -= ROWS, y += ROWS * a.N, x += ROWS * a.K) {
         i64 column = n;
         for (; column + TILE <= end; column += TILE) multiply<ROWS, TILE_VECTORS>(a, y, x, column, origin);
-        for (; column < end; column += REST) multiply<ROWS, REST / Terms<T>::COLUMNS>(a, y, x, column, origin);
+        for (; column < end; column += REST) multiply<ROWS, REST / W>(a, y, x, column, origin);
     }
     if constexpr (ROWS > 1)
         if (rows) multiply_rows<ROWS - 1>(a, y, x, rows, n, end);
@@ -323,31 +308,26 @@ void plain(T* y, const T* x, const T* w, const T* bias, i64 rows, i64 K, i64 N, 
     }
 }
 
-// A run's words of 16 rows side by side: to[run][word][16] = from[run · 16][word], rows in the given order. A cache line of each
-// row at a time.
-template <class Word, class Row>
-void pack(Word* to, const Word* from, i64 runs, i64 words, int threads, const Row& row) {
+// to[run][word][16] = from[run · 16][word]: a run's words of 16 rows side by side. A cache line of each row at a time.
+template <class Word>
+void pack(Word* to, const Word* from, i64 runs, i64 words, int threads) {
     constexpr i64 LINE = 64 / sizeof(Word);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 i = 0; i < runs; i++)
         for (i64 first = 0; first < words; first += LINE)
-            for (i64 place = 0; place < RUN; place++)
+            for (i64 r = 0; r < RUN; r++)
                 for (i64 word = first; word < std::min(first + LINE, words); word++)
-                    to[(i * words + word) * RUN + place] = from[(i * RUN + row(place)) * words + word];
+                    to[(i * words + word) * RUN + r] = from[(i * RUN + r) * words + word];
 }
 
 }  // namespace
 
 extern "C" {
 
-// Pack `runs` runs of 16 rows of K 16-bit numbers, of which 1, 2 or 8 along K stay together. K is a multiple of 32.
-void pdserve_pack(void* to, const void* from, i64 runs, i64 K, i64 together, i64 threads) {
-    struct Quad { uint64_t words[2]; };
-    const auto in_order = [](i64 place) { return place; };
-    const auto by_quads = [](i64 place) { return place % 4 * 4 + place / 4; };
-    if (together == 1) pack((uint16_t*)to, (const uint16_t*)from, runs, K, (int)threads, in_order);
-    else if (together == 2) pack((uint32_t*)to, (const uint32_t*)from, runs, K / 2, (int)threads, in_order);
-    else pack((Quad*)to, (const Quad*)from, runs, K / 8, (int)threads, by_quads);
+// Pack `runs` runs of 16 rows of K 16-bit numbers, or of K / 2 pairs of them. K is a multiple of 32.
+void pdserve_pack(void* to, const void* from, i64 runs, i64 K, i64 pairs, i64 threads) {
+    if (pairs) pack((uint32_t*)to, (const uint32_t*)from, runs, K / 2, (int)threads);
+    else pack((uint16_t*)to, (const uint16_t*)from, runs, K, (int)threads);
 }
 
 // y[batch][rows][N] = x[batch][rows][K] · w[batch]ᵀ + bias[N] in bfloat16 (dtype 1) or float16 (2). K is a multiple of 32.

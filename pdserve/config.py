@@ -145,8 +145,8 @@ class EngineConfig(ModelConfig):
     speculate: str = flag(
         "compute tokens that may follow, and keep those that the model samples itself: what has followed the same words in"
         " prompt or answer, last (ngram) or most often (suffix, also in earlier answers of the same key), or as much of that"
-        " as pays (auto; off where steps are launched ahead, as on GPUs); answers stay the same",
-        "off",
+        " as pays (auto; off on GPUs, with recurrent layers, and where steps are launched ahead); answers stay the same",
+        "auto",
         choices=SPECULATE,
     )
     speculative_tokens: int = flag("most tokens that a step computes ahead of a sequence", 16, least=0)

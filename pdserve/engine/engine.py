@@ -132,9 +132,9 @@ class Engine:
         room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
-        if config.speculate != "off" and self.pool.has_states:
+        if config.speculate not in ("off", "auto") and self.pool.has_states:
             raise SetupError("--speculate: not with recurrent layers, whose states cannot be taken back; leave it out")
-        if config.speculate != "off" and not (config.speculate == "auto" and self._must_not_wait):
+        if config.speculate != "off" and not (config.speculate == "auto" and self._drafts_do_not_pay):
             self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
         if config.has_adapters:
             self.adapters = extension("adapters")(config, self.runner)
@@ -145,9 +145,7 @@ class Engine:
         self.num_late = 0
         self._unready: dict[Sequence, None] = {}  # sequences whose first mask is not there
         self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
-        self._asked: dict[
-            Sequence, None
-        ] = {}  # sequences whose next mask was asked for, and was not there in a step yet
+        self._asked: dict[Sequence, None] = {}  # sequences whose next mask was asked for, and may not be there
         self._step_s = 0.0  # duration of the last step
         self._rest = 0  # steps about which the drafter need not be asked
         self._searches = set[Sequence]()  # the roots of beam searches that are here
@@ -218,9 +216,11 @@ class Engine:
         return seq
 
     @property
-    def _must_not_wait(self) -> bool:
-        """True if steps are launched ahead, which drafts would end, or compute nothing, so that all drafts would be right."""
-        return self.runner.pipeline is not None or isinstance(self.runner, PacedRunner)
+    def _drafts_do_not_pay(self) -> bool:
+        """True if steps are launched ahead, which drafts would end, or on a GPU, where `auto` was not measured; if states of
+        recurrent layers could not be taken back; or if steps compute nothing, so that all drafts would be right."""
+        is_plain = self.runner.pipeline is None and self.checkpoint.device.type == "cpu"
+        return not is_plain or self.pool.has_states or isinstance(self.runner, PacedRunner)
 
     def extra_seconds(self, rows: int) -> float:
         """Return the seconds that a decode step of so many rows loses because it is not recorded (`step_graph.py`)."""

@@ -123,12 +123,16 @@ def test_signals_and_titles_are_those_of_a_process_of_its_own(server: ForkServer
     assert process.wait() == 0
 
 
-def test_a_signal_that_arrives_with_the_fork_is_not_lost(server: ForkServer) -> None:
-    for _ in range(5):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_arrives_with_the_fork_ends_the_process_at_once(server: ForkServer, number: int) -> None:
+    for pause in [0, 0, 0.01, 0.02]:
         process = server.spawn(DECODE, os.environ)
-        process.send_signal(signal.SIGTERM)  # as soon as the pid is known
+        assert process.pid and process.stdout is not None
+        time.sleep(pause)  # it runs as soon as the pid is known
+        process.send_signal(number)
         try:
-            assert process.wait(60) == 128 + signal.SIGTERM
+            assert process.wait(60) == 128 + number
+            assert "Traceback" not in process.stdout.read()
         finally:
             process.kill()
 

@@ -75,6 +75,7 @@ def test_states_are_refused_where_they_are_not_computed(checkpoint: Callable[...
     ):
         with pytest.raises(SetupError, match=reason):
             Engine(config)
+    assert Engine(EngineConfig(model=path, num_blocks=64)).drafter is None, "and nothing is drafted by default"
 
 
 def quantize(path: Path, **settings: Any) -> None:

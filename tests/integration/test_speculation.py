@@ -58,7 +58,8 @@ def test_answers_over_http(
             found.append([(reply["choices"], reply["usage"]["completion_tokens"]) for reply in replies])
             wait_until(lambda: metric(deployment, "kv_cache_blocks_held", role=role) == 0, "no block is held")
             accepted = metric(deployment, "spec_decode_num_accepted_tokens_total", role=role)
-            assert (accepted > 0) == (extra == flags)
+            if "auto" not in extra:  # what that drafts depends on the machine's times
+                assert (accepted > 0) == (extra == flags)
             assert metric(deployment, "kv_transfer_failures_total") == 0
             assert metric(deployment, "spec_decode_num_accepted_tokens_per_pos_total", role=role) == accepted
     for body, one, other in zip(bodies, *found, strict=True):

@@ -49,6 +49,9 @@ class Manual(Connector):
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         self._call("release")
 
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        self._call("prolong")
+
     def stats(self) -> Stats:
         return self.inner_stats
 
@@ -108,7 +111,8 @@ def test_calls_pass_while_the_store_answers(scene: Scene) -> None:
         scene.connector.follow(KEYS, [0, 1], patience_s=0.1)
         scene.end(Result([Outcome.CANCELLED] * 2, 0.1))
     scene.connector.release(KEYS)
-    assert scene.names == ["load", "match", "store", "follow"] * 3 + ["release"]
+    scene.connector.prolong(KEYS, lease_s=1.0)
+    assert scene.names == ["load", "match", "store", "follow"] * 3 + ["release", "prolong"]
     assert not scene.connector.stats().is_out and not scene.posted
 
 
@@ -135,6 +139,7 @@ def test_after_two_timeouts_calls_end_at_once_and_are_counted(scene: Scene, capl
         assert scene.connector.follow(KEYS, [0, 1], patience_s=1.0).result(0).outcomes == UNAVAILABLE
         assert scene.connector.load([PROBE_KEY], [0]).result(0).outcomes == [Outcome.UNAVAILABLE]  # not counted
         scene.connector.release(KEYS)
+        scene.connector.prolong(KEYS, lease_s=1.0)
     assert len(scene.names) == 3
     stats = scene.connector.stats()
     assert stats.is_out and stats.failures == {

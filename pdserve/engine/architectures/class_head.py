@@ -39,6 +39,8 @@ def adapt(model: Any, source: Source) -> None:
             raise SetupError("--pooling yes-no needs a model whose tokenizer has the tokens yes and no")
         rows = model.get_output_embeddings().weight
         weight = (rows[yes] - rows[no])[None]
+        if weight.isnan().any():  # its values stay in the checkpoint, see low_bit/checkpoint.py
+            raise SetupError("--pooling yes-no: not with a quantized output layer")
     else:
         return
     head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=model.dtype, device=model.device)

@@ -12,6 +12,6 @@ def unpack(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] = ()
         words: int32.
         order: the place of each integer in its word; default: the first in the lowest bits.
     """
-    places = torch.tensor(order or range(32 // bits))
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32)
     shifted = words.movedim(dim, -1)[..., None] >> (places * bits)
     return (shifted & ((1 << bits) - 1)).to(torch.uint8).flatten(-2).movedim(-1, dim)
