@@ -1,9 +1,9 @@
 """What a model's KV is: groups of layers, and the byte format that follows from them."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from pdserve.keys import Layout, Section
+from pdserve.keys import STATE_WINDOW, Layout, Section
 from pdserve.kv_spec import KVGroup, KVSpec
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -62,3 +62,16 @@ def test_windows() -> None:
     groups = (KVGroup((0,), 2, 8, window=48), KVGroup((1,), 2, 8, window=64))
     assert KVSpec(groups).window == 64
     assert KVSpec((*groups, KVGroup((2,), 2, 8))).window is None
+
+
+def test_states_are_a_last_group_of_whole_blocks_of_the_others() -> None:
+    states = {(0, "convolution"): 100, (0, "recurrence"): 700, (2, "recurrence"): 30}
+    spec = KVSpec((KVGroup((1,), 2, 8),), states=states, num_without=2)
+    assert spec.num_layers == 3 and spec.places == [(1, 0), (0, 0), (1, 0)]
+    assert spec.state_offsets == {(0, "convolution"): 0, (0, "recurrence"): 100, (2, "recurrence"): 800}
+    layout = spec.layout(**FORMAT)
+    full, group = layout.groups
+    assert full.block_bytes == 1024 and group.block_bytes == 4096, "830 numbers of 4 bytes"
+    assert group.window == STATE_WINDOW and not full.window
+    for other in (replace(layout, block_size=32), replace(layout, dtype="float32"), layout):
+        assert not layout.is_convertible_to(other), "only equal layouts exchange states"

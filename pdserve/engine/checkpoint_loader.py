@@ -171,6 +171,17 @@ def _unsupported(hf_config: Any) -> str:
     return f"architecture {architecture} is not supported"
 
 
+def _model_class(hf_config: Any) -> Any:
+    """Return the class of a model in transformers. Whether hybrids use the attention interface, only their layers show."""
+    unsupported = _unsupported(hf_config)
+    if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SetupError(f"{unsupported}: transformers {transformers.__version__} has no causal language model for it")
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    if not (model_class._supports_attention_backend or model_class._is_stateful):
+        raise SetupError(f"{unsupported}: {NO_INTERFACE}")
+    return model_class
+
+
 def _load_model(
     path: Path,
     hf_config: Any,

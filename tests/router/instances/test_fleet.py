@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdserve.keys import STATE_WINDOW, Layout
 from pdserve.output import Output, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import Fleet
@@ -237,3 +238,18 @@ def test_time_in_which_the_router_was_stalled_does_not_count(
     now = 60.0
     fleet.expire_leases()
     assert fleet.instances
+
+
+def test_one_state_is_forecast_of_a_prompt_and_of_a_sequence(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    """Of recurrent layers, whose blocks of 16 tokens have a state each."""
+    state = pb.Section(num_layers=1, num_kv_heads=1, head_dim=640, latent=True, window=STATE_WINDOW)
+    candidate = fleet.register(make_hello("decode-0", more=[state]), make_connection()).candidate
+    full, states = Layout.from_message(make_hello("decode-0", more=[state]).layout).groups
+    assert candidate.token_bytes * 16 == full.block_bytes and candidate.capacity_tokens == 99 * 16
+    assert candidate.window_bytes(16) == candidate.window_bytes(500) == states.block_bytes
+    assert fleet.instances["decode-0"].as_dict(0.0)["kv_groups"] == [
+        {"window": None, "block_bytes": full.block_bytes, "states": False},
+        {"window": 2, "block_bytes": states.block_bytes, "states": True},
+    ]
