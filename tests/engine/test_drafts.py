@@ -34,7 +34,11 @@ def run(engine: Engine, prompts: Answers, sampling: SamplingParams) -> tuple[Ans
 
 
 def make_engine(path: Path, **settings: Any) -> Engine:
-    return Engine(EngineConfig(**{"model": str(path), "num_blocks": 400, "max_num_batched_tokens": 256, **settings}))
+    return Engine(
+        EngineConfig(
+            **{"model": str(path), "num_blocks": 400, "max_num_batched_tokens": 256, "speculate": "off", **settings}
+        )
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral", "deepseek_v3"])
