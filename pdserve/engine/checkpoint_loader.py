@@ -249,17 +249,6 @@ def _load_model(
     return loaded, spec
 
 
-def _model_class(hf_config: Any) -> Any:
-    """Return transformers' class of the causal language model. Raises SetupError: there is none, or none of our kind."""
-    if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        why = f"transformers {transformers.__version__} has no causal language model for it"
-        raise SetupError(f"{_unsupported(hf_config)}: {why}")
-    found: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    if not (found._supports_attention_backend or found._is_stateful):
-        raise SetupError(f"{_unsupported(hf_config)}: {NO_INTERFACE}")
-    return found
-
-
 def _quantization(hf_config: Any) -> str | None:
     """Return the name of the method by which the weights of a checkpoint are quantized; None: they are not."""
     if not (settings := _quantization_settings(hf_config)):
