@@ -145,7 +145,7 @@ class EngineConfig(ModelConfig):
     speculate: str = flag(
         "compute tokens that may follow, and keep those that the model samples itself: what has followed the same words in"
         " prompt or answer, last (ngram) or most often (suffix, also in earlier answers of the same key), or as much of that"
-        " as pays (auto; off on GPUs, with ranks or recurrent layers, and where steps are launched ahead); answers stay the"
+        " as pays (auto; off on GPUs, with recurrent layers, and where steps are launched ahead); answers stay the"
         " same",
         "auto",
         choices=SPECULATE,

@@ -134,8 +134,7 @@ class Engine:
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
         if config.speculate not in ("off", "auto") and self.pool.has_states:
             raise SetupError("--speculate: not with recurrent layers, whose states cannot be taken back; leave it out")
-        leaves_it = self._drafts_do_not_pay or config.tensor_parallel_size > 1  # ranks have failed over drafts
-        if config.speculate != "off" and not (config.speculate == "auto" and leaves_it):
+        if config.speculate != "off" and not (config.speculate == "auto" and self._drafts_do_not_pay):
             self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
         if config.has_adapters:
             self.adapters = extension("adapters")(config, self.runner)

@@ -21,9 +21,12 @@ class SentTables:
         self._sent: dict[int, tuple[int, BlockTable, BlockTable]] = {}  # by identity: row, the table, and a copy
 
     def changes(self, tables: list[BlockTable]) -> list[TableChange]:
-        """Return how to make the tables of a step, one per sequence, from those of the step before."""
-        changes, sent = [], {}
+        """Return how to make the tables of a step, one per row, from those of the step before. A sequence may have several."""
+        changes, sent = list[TableChange](), dict[int, tuple[int, BlockTable, BlockTable]]()
         for row, table in enumerate(tables):
+            if id(table) in sent:
+                changes.append(changes[sent[id(table)][0]])
+                continue
             last_row, _, copy = self._sent.get(id(table), (0, table, block_table()))
             if table[: len(copy)] != copy:
                 copy = block_table()

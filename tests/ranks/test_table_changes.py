@@ -8,7 +8,9 @@ from pdserve.engine.memory.sequence_kv import block_table
 from pdserve.ranks.table_changes import ReceivedTables, SentTables
 
 EDITS = st.lists(
-    st.tuples(st.sampled_from(["grow", "replace", "copy on write", "join", "leave", "turn"]), st.integers(0, 99)),
+    st.tuples(
+        st.sampled_from(["grow", "replace", "copy on write", "join", "leave", "turn", "draft"]), st.integers(0, 99)
+    ),
     max_size=40,
 )
 
@@ -17,6 +19,7 @@ EDITS = st.lists(
 def test_followers_have_the_same_tables(steps: list[list[tuple[str, int]]]) -> None:
     sent, received, tables = SentTables(), ReceivedTables(), [block_table([1, 2])]
     for edits in steps:
+        drafts = list[BlockTable]()
         for kind, number in edits:
             at = number % len(tables) if tables else 0
             if kind == "join" or not tables:
@@ -31,7 +34,10 @@ def test_followers_have_the_same_tables(steps: list[list[tuple[str, int]]]) -> N
                 del tables[at]
             elif kind == "turn":
                 tables.append(tables.pop(at))
-        assert received.apply(sent.changes(tables)) == tables
+            elif kind == "draft":  # a row of its own
+                drafts.append(tables[at])
+        rows = [table for table in tables for _ in range(1 + sum(one is table for one in drafts))]
+        assert received.apply(sent.changes(rows)) == rows
 
 
 def test_a_step_that_decodes_sends_what_is_new() -> None:
