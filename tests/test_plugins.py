@@ -16,6 +16,7 @@ GROUP = "pdserve.of_tests"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     plugins.names.cache_clear()
+    plugins.all_installed.cache_clear()
     yield tmp_path
     plugins.names.cache_clear()
     plugins.load.cache_clear()
@@ -36,6 +37,7 @@ def test_what_is_installed_and_what_is_wrong_with_it(folder: Path, install_conne
             plugins.load(GROUP, name, dict)
     install_connectors(folder, "more_parts", folder / "source.py", {"part": "Part"}, group=GROUP)
     plugins.load.cache_clear()
+    plugins.all_installed.cache_clear()
     with pytest.raises(SetupError, match="'part'; uninstall all but one: more_parts:Part, some_parts:Part"):
         plugins.load(GROUP, "part")
 
@@ -48,5 +50,6 @@ def test_every_installed_dialect_is_served_or_refused(folder: Path, install_conn
     (folder / "source.py").write_text("class NoDialect: pass\n")
     install_connectors(folder, "no_dialects", folder / "source.py", {"no": "NoDialect"}, group=ENTRY_POINT_GROUP)
     plugins.names.cache_clear()
+    plugins.all_installed.cache_clear()
     with pytest.raises(SetupError, match=r"no \(no_dialects:NoDialect\) is not a subclass of Dialect"):
         load_dialects()

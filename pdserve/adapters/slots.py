@@ -249,7 +249,7 @@ class Adapters:
         slots: list[int] = []
         if any(seq.adapter is not None for seq in plan.counts):
             for seq in plan.counts:
-                assert seq.adapter is None or seq in self._holders, "it has acquired no slot"
+                assert seq.adapter is None or seq.adapter.digest in self._slots, "nobody has acquired its slot"
                 slot = -1 if seq.adapter is None else self._slots[seq.adapter.digest]
                 count = plan.num_tokens(seq)
                 before = min(max(0, seq.adapter_start - seq.kv.num_computed), count)

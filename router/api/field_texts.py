@@ -169,6 +169,7 @@ FIELDS: dict[str, str] = {
     "message": "the answer as a message",
     "ErrorFields.message": "what is wrong, and what would be right",
     "MessageErrorFields.message": "what is wrong, and what would be right",
+    "MessageErrorFields.details": "which fields this server lacks, in a form for programs; only with some errors",
     "finish_reason": "stop (EOS, a stop token or a stop string), length or tool_calls",
     "stop_reason": "why the answer ended, in Anthropic's words",
     "stop_sequence": "the stop string that ended the answer, or null",

@@ -19,7 +19,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": [[10**6]]}, "token id"),
     ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions must be from 1 to 64"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
-    ("/v1/embeddings", {"input": [[1] * 2000]}, "context"),
+    ("/v1/embeddings", {"input": [[1] * 2000]}, "has 2000 tokens; there is room for"),
     ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "equally long"),
     ("/rerank", {"query": "a", "documents": []}, "documents"),
 ]

@@ -86,6 +86,7 @@ class CountedTokens(Answer):
 class MessageErrorFields(Answer):
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class MessageError(Answer):
