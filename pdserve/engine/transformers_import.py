@@ -4,15 +4,12 @@ Decorators for torch.compile load the compiler, sympy and Triton, and so do modu
 built without these. While this module imports transformers, it has neither; the compiler can be loaded afterwards.
 """
 
-import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
-
-log = logging.getLogger(__name__)
 
 
 class _NoCompiler(ModuleType):
@@ -33,25 +30,13 @@ def _leave_as_it_is(function: Any = None, *_: object, **__: object) -> Any:
     return _leave_as_it_is if function is None else function
 
 
-def _import_light() -> None:
-    """Import them without the compiler. Where another version asks it for more than decorators, import them as they are."""
-    import transformers
-
-    before, is_available = {*sys.modules}, torch.distributed.is_available
+if "torch._dynamo" not in sys.modules:
+    is_available = torch.distributed.is_available
     sys.modules["torch._dynamo"] = _NoCompiler()
     torch.distributed.is_available = lambda: False
     try:
         import transformers.masking_utils
-        import transformers.modeling_utils
-    except (AttributeError, ImportError, TypeError) as error:
-        log.warning("transformers %s is imported with torch's compiler: %s", transformers.__version__, error)
-        for name in {*sys.modules} - before:
-            if name.startswith("transformers."):
-                del sys.modules[name]
+        import transformers.modeling_utils  # noqa: F401
     finally:
         torch.distributed.is_available = is_available
         del sys.modules["torch._dynamo"]
-
-
-if "torch._dynamo" not in sys.modules:
-    _import_light()
