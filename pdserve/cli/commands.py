@@ -83,7 +83,6 @@ def instance(config: InstanceConfig, role: str) -> None:
     """Start one instance and connect it to its routers."""
     exit_on_signals()
     logs.configure(config.log_format)
-    import pdserve.engine.transformers_import  # noqa: F401 - before anything else imports transformers' models
     from pdserve.instance.process import serve
 
     serve(role, config)

@@ -116,14 +116,8 @@ def test_no_stream_is_lost_while_every_process_is_replaced_by_the_next_version(
             if not self.is_next:
                 return super()._spawn(arguments, environment)
             command = [sys.executable, "-m", "pdserve", *arguments]
-            return subprocess.Popen(
-                command,
-                cwd=next_version,
-                env=environment | parent.environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            return subprocess.Popen(command, cwd=next_version, env=environment | parent.environment(), **pipes)
 
     lines: list[str] = []
     config = UpConfig(
