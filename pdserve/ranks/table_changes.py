@@ -21,7 +21,7 @@ class SentTables:
         self._sent: dict[int, tuple[int, BlockTable, BlockTable]] = {}  # by identity: row, the table, and a copy
 
     def changes(self, tables: list[BlockTable]) -> list[TableChange]:
-        """Return how to make the tables of a step, one per row, from those of the step before. A sequence may have several."""
+        """Return how to make the tables of a step, one per row, from those before. A sequence may have several rows."""
         changes, sent = list[TableChange](), dict[int, tuple[int, BlockTable, BlockTable]]()
         for row, table in enumerate(tables):
             if id(table) in sent:

@@ -116,8 +116,14 @@ def test_no_stream_is_lost_while_every_process_is_replaced_by_the_next_version(
             if not self.is_next:
                 return super()._spawn(arguments, environment)
             command = [sys.executable, "-m", "pdserve", *arguments]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            return subprocess.Popen(command, cwd=next_version, env=environment | parent.environment(), **pipes)
+            return subprocess.Popen(
+                command,
+                cwd=next_version,
+                env=environment | parent.environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     lines: list[str] = []
     config = UpConfig(

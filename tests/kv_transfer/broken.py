@@ -581,4 +581,17 @@ BROKEN: list[tuple[type, str, str]] = [
 ]
 
 # The kit reports these after its wait limits, which tests reduce.
+# Rules that see what the first one names. Operations at scale see much of what all others name.
+ALSO_SEEN = {
+    "similar-keys": {"between-processes", "killed-writer"},
+    "stored-again": {"prolonged-lease", "leases-under-pressure", "capacity"},
+    "concurrent-stores": {"results"},
+}
+
+
+def seen_by(rule: str) -> set[str]:
+    """Return the rules that may see a variant which a rule names, that one included."""
+    return {rule, "concurrent-operations", "large-operations", "random-loads"} | ALSO_SEEN.get(rule, set())
+
+
 SLOW_TO_DETECT = (NeverCompletes, IgnoresDeadline, StoreWaits, ReleaseWaits, LeavesThread, LeavesFile)

@@ -92,24 +92,12 @@ def test_broken_connectors_are_caught(
     assert detail in report.detail, report.detail
 
 
-# Rules that see a variant which the first one names.
-SEEN_BY = {
-    "similar-keys": {"between-processes", "killed-writer"},
-    "stored-again": {"prolonged-lease", "leases-under-pressure"},
-    "concurrent-stores": {"results"},
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("needed", [name_of(rule) for rule in RULES])
 def test_without_a_rule_a_broken_connector_would_pass(needed: str, try_variant: Try) -> None:
-    """By those that say what is wrong: others only see that something is."""
-    caught, vague = (
-        {},
-        {"concurrent-operations", "large-operations", "random-loads"} - {needed} | SEEN_BY.get(needed, set()),
-    )
+    caught = {}
     for connector in [row[0] for row in BROKEN if row[1] == needed]:
-        others = (name_of(rule) for rule in RULES if name_of(rule) not in (needed, *vague))
+        others = (name_of(rule) for rule in RULES if name_of(rule) not in broken.seen_by(needed))
         reports = (try_variant(connector, rule) for rule in others)
         caught[connector] = next((one for one in reports if one.verdict is Verdict.BROKEN), None)
         if caught[connector] is None:
