@@ -44,12 +44,14 @@ class Format:
     Attributes:
         zero_offset: is added to zeros as they are stored.
         rounds_rows: the rows that weights multiply are rounded to 8 bits, each by its largest value.
+        block: rows and columns that share a scale, of which the last rows may be fewer; None: whole rows, or the tensor.
     """
 
     method: str
     bits: int
     zero_offset: int = 0
     rounds_rows: bool = False
+    block: tuple[int, int] | None = None
 
 
 def read_format(settings: Mapping[str, Any]) -> Format:
@@ -69,7 +71,7 @@ def read_format(settings: Mapping[str, Any]) -> Format:
         case "compressed-tensors":
             found = _compressed_format(settings)
         case "fp8":
-            found = Format("fp8", 8)
+            found = Format("fp8", 8, block=_block(settings.get("weight_block_size")))
         case method:
             raise SetupError(f"weights quantized by {method} are not supported")
     if found.bits not in BITS or (found.method == "awq" and found.bits != 4):
@@ -92,11 +94,18 @@ def _compressed_format(settings: Mapping[str, Any]) -> Format:
                 f"compressed-tensors: {name} has {bits}-bit {kind} weights by {strategy}; supported are integers by group "
                 "or channel, and floats of 8 bits by channel, tensor or block"
             )
-        kinds.add((bits, kind, _rounds_rows(name, group, kind)))
+        block = _block(weights.get("block_structure") if strategy == "block" else None)
+        if strategy == "block" and block is None:
+            raise SetupError(f"compressed-tensors: {name} has weights by block, and does not say how large blocks are")
+        kinds.add((bits, kind, _rounds_rows(name, group, kind), block))
     if len(kinds) != 1:
         raise SetupError(f"compressed-tensors: layers of {len(kinds)} kinds in one checkpoint are not supported")
-    bits, _, rounds_rows = kinds.pop()
-    return Format("compressed-tensors", bits, rounds_rows=rounds_rows)
+    bits, _, rounds_rows, block = kinds.pop()
+    return Format("compressed-tensors", bits, rounds_rows=rounds_rows, block=block)
+
+
+def _block(sizes: Any) -> tuple[int, int] | None:
+    return None if sizes is None else (int(sizes[0]), int(sizes[1]))
 
 
 def _rounds_rows(name: str, group: Mapping[str, Any], kind: str) -> bool:
@@ -167,9 +176,7 @@ def _compressed(tensors: Tensors, found: Format) -> tuple[Codes, torch.Tensor | 
         if zeros is not None:
             zeros = unpack(zeros, found.bits, 0)[: len(codes)].contiguous()
     elif tensors["weight"].dtype == torch.float8_e4m3fn:
-        return Codes(
-            tensors["weight"], _by_row(tensors["weight_scale"], len(tensors["weight"])), None, found.bits
-        ), None
+        return _floats(tensors["weight"], tensors["weight_scale"], found), None
     else:
         codes = (tensors["weight"].to(torch.int16) + middle).to(torch.uint8)
         if zeros is not None:
@@ -178,12 +185,13 @@ def _compressed(tensors: Tensors, found: Format) -> tuple[Codes, torch.Tensor | 
 
 
 def _fp8(tensors: Tensors, found: Format) -> tuple[Codes, torch.Tensor | None]:
-    scales = _by_row(tensors["weight_scale_inv"].float(), len(tensors["weight"]))  # products are rounded once
-    return Codes(tensors["weight"], scales, None, found.bits), None
+    return _floats(tensors["weight"], tensors["weight_scale_inv"].float(), found), None  # products are rounded once
 
 
-def _by_row(scales: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the scales of each row, [rows, G], of those of blocks, channels or a whole tensor."""
+def _floats(weight: torch.Tensor, scales: torch.Tensor, found: Format) -> Codes:
+    """Return codes [N, K] in float8 with the scales of each row, of those of blocks, channels or the whole tensor."""
     scales = scales.view(-1, 1) if scales.dim() < 2 else scales
-    assert rows % len(scales) == 0
-    return scales.repeat_interleave(rows // len(scales), 0)
+    rows, columns = weight.shape
+    size, width = found.block or (rows if len(scales) == 1 else 1, columns)
+    assert scales.shape == (-(-rows // size), columns // width) and columns % width == 0
+    return Codes(weight, scales.repeat_interleave(size, 0)[:rows], None, found.bits)
