@@ -234,6 +234,11 @@ class KeyChain:
             self._unit_keys.append(packed[at : at + KEY_BYTES])
 
     @property
+    def adapter_start(self) -> int:
+        """Position of the first token that has the adapter; 0 if all have it, or there is none."""
+        return max(0, self._start)
+
+    @property
     def root(self) -> bytes:
         """The key of no tokens."""
         return self._unit_keys[0]
@@ -275,7 +280,7 @@ class KeyChain:
             append(key := unit_hash.digest())
 
     def _parent(self, units: int) -> bytes:
-        """Return the hash before the tokens behind so many units, of which the adapter may be the first to change one."""
+        """Return what the next unit is chained to: the key of `units` units, with the adapter if that begins there."""
         key = self._unit_keys[units]
         turn, rest = divmod(self._start, HASH_TOKENS)
         return _digest(key, self._adapter, rest.to_bytes(4, "little")) if units == turn else key

@@ -107,7 +107,7 @@ class KVSpec:
 
     @property
     def state_offsets(self) -> dict[tuple[int, str], int]:
-        """Where each state begins in a row of all, in float32 numbers."""
+        """The offset of each state in a row of all states, in float32 numbers."""
         return dict(zip(self.states, accumulate(self.states.values(), initial=0), strict=False))
 
     @property

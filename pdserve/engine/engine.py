@@ -206,7 +206,6 @@ class Engine:
             stop_token_ids=stops,
             features=features,
             adapter=self._adapter(adapter) if adapter else None,
-            adapter_start=adapter_start,
         )
         if sampling.logits_processors:
             seq.output.process(make_processors(sampling.logits_processors))
@@ -223,7 +222,7 @@ class Engine:
         return not is_plain or self.pool.has_states or isinstance(self.runner, PacedRunner)
 
     def extra_seconds(self, rows: int) -> float:
-        """Return the seconds that a decode step of so many rows loses because it is not recorded (`step_graph.py`)."""
+        """Return the seconds that a decode step of `rows` rows takes longer than a recorded one (`step_graph.py`)."""
         return 0.0 if self.runner.graphs is None else self.runner.graphs.extra_seconds(rows)
 
     def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:

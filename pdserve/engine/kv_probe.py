@@ -21,7 +21,7 @@ class KVProbe:
         self._states: dict[tuple[int, str], int] = {}
 
     def keep_state(self, layer: int, kind: str, count: int) -> None:
-        """Note that a layer keeps a state of so many numbers, besides those of other kinds."""
+        """Record that a layer keeps a state of one kind, and how many float32 numbers it has."""
         self._states[layer, kind] = count
 
     def attend(

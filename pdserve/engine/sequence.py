@@ -243,8 +243,7 @@ class Sequence:
         features: what its request needs of a step beside tokens; most need nothing.
         prediction: tokens of the answer that its client has predicted, if it has.
         leaves_nothing: its answer is not kept for drafts of later requests.
-        adapter: added to the model's weights for it; None: nothing is.
-        adapter_start: position of the first token for which it is.
+        adapter: added to the model's weights for it, from the token on at which its keys name it; None: nothing is.
     """
 
     request_id: str
@@ -264,7 +263,6 @@ class Sequence:
     prediction: "Tokens | None" = None
     leaves_nothing: bool = False
     adapter: Adapter | None = None
-    adapter_start: int = 0
 
     @classmethod
     def new(
@@ -287,7 +285,6 @@ class Sequence:
         tenant: Tenant = NO_TENANT,
         features: tuple[Feature, ...] = (),
         adapter: Adapter | None = None,
-        adapter_start: int = 0,
     ) -> "Sequence":
         """Return the sequence of a request.
 
@@ -303,17 +300,7 @@ class Sequence:
             keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
         kv = SequenceKV(tokens, block_size, num_initial, chain, keys, table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
-        return cls(
-            request_id,
-            sampling,
-            kv,
-            output,
-            rank,
-            tenant,
-            features=features,
-            adapter=adapter,
-            adapter_start=adapter_start,
-        )
+        return cls(request_id, sampling, kv, output, rank, tenant, features=features, adapter=adapter)
 
     def __len__(self) -> int:
         return len(self.output.tokens)

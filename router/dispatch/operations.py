@@ -1,4 +1,4 @@
-"""What operators ask of the fleet: who is attached, drains and other roles, an empty prefix cache. See `Backend`."""
+"""Operators' requests to the fleet: list, drain, change a role, reset the prefix cache. See `Backend`."""
 
 import logging
 

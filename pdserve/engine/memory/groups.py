@@ -51,13 +51,13 @@ ONE_GROUP = (Group(),)
 
 
 def pages_for(num_blocks: int, groups: Sequence[Group], num_seqs: int = 1) -> int:
-    """Return how many pages so many blocks of each group take. Of states, these are the most that sequences can have."""
+    """Return the pages that `num_blocks` blocks of each group take; of states, those of all that `num_seqs` may have."""
     num_states = STATES * num_seqs + num_blocks // groups[0].per_page
     return sum(min(num_blocks, num_states) if group.is_states else -(-num_blocks // group.per_page) for group in groups)
 
 
 def blocks_in(num_pages: int, groups: Sequence[Group]) -> int:
-    """Return how many blocks of each group, of one sequence, fit into so many pages."""
+    """Return the blocks of each group that one sequence can have in `num_pages` pages."""
     whole = math.lcm(*(group.per_page for group in groups))
     count = num_pages * whole // sum(whole // group.per_page for group in groups if not group.is_states)
     while pages_for(count, groups) > num_pages:
@@ -190,11 +190,11 @@ class Table:
 class StateTable(Table):
     """The states of a sequence: the block of a number of tokens has the state behind its last token.
 
-    One block moves along with the sequence, whose state nobody else may read, and leaves a gap behind. Some keep theirs:
+    The block of the newest state becomes that of the next one, and its old place a gap. Blocks of other states are kept:
 
     Attributes:
-        kept: those of the prompt in which a message ends.
-        first_kept: that of the last hit that another prompt of the same tokens may have. From there on, all do.
+        kept: indices of the blocks of the prompt in which a message ends.
+        first_kept: index of the last block that a repeated prompt may hit. From there on, all are kept.
     """
 
     kept: frozenset[int] = frozenset()

@@ -186,7 +186,7 @@ class Scheduler:
         if not self._by_tenant:
             return SchedulerOutput()
         output = SchedulerOutput(storing_paused=pause_storing and any(seq.stores_kv for seq in self.sequences()))
-        preemption, before = Preemption(self, output), {*self.running}
+        preemption, before = Preemption(self, output), self.running[:]
         if output.storing_paused or late:
             output.late = {seq for seq in self.sequences() if seq in late}
             output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}

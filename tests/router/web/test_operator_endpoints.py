@@ -18,6 +18,7 @@ from pdserve.config import RouterConfig
 from pdserve.errors import Conflict
 from pdserve.router.limits.key_file import load_api_keys
 from pdserve.router.telemetry.metrics import Metrics
+from pdserve.router.telemetry.timeline import Timeline
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
@@ -167,13 +168,15 @@ def test_the_metrics_of_keys_are_for_operators(
         )
         admission = AdmissionController(load_api_keys("", str(keys)), config, metrics, time.monotonic)
         app = create_app(config, tokenizer, backend, admission, metrics.parts, backend.log.latest, dict)
+        metrics.record_finished(Timeline("r", adapter="secret-adapter", prompt_tokens=3, output_tokens=2))
         with serving(app, public) as url, serving(app, own) as own_url:
             operator = {"Authorization": "Bearer admin"}
             for response in (httpx.get(f"{url}/metrics", headers=operator), httpx.get(f"{own_url}/metrics")):
                 assert 'pdserve_key_requests_waiting{key="alice"} 0.0' in response.text
+                assert 'pdserve_adapter_tokens_total{adapter="secret-adapter",of="output"} 2.0' in response.text
             for headers in ({}, {"Authorization": "Bearer alice-key"}, {"Authorization": "Bearer wrong"}):
                 text = httpx.get(f"{url}/metrics", headers=headers).text
-                assert "pdserve_refusals_total" in text and "alice" not in text
+                assert "pdserve_refusals_total" in text and "alice" not in text and "secret" not in text
 
 
 def test_the_metrics_of_a_router_without_keys_hide_nothing(
