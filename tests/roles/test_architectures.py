@@ -79,23 +79,17 @@ def check_that_bytes_matter(
     instance: Callable[..., Any], rows: dict[bytes, Any], prompt: list[int], expected: list[int]
 ) -> None:
     """One byte of one number in the store, of each group, is another one: answers are other ones."""
-    rows.clear()
-    clean, names = dict[bytes, Any](), dict[int, bytes]()
-    job = hand_over(instance(), instance(), prompt, lambda: clean.update(rows), max_tokens=TOKENS, multi_turn=False)
+    pair = instance(), instance()
+    job = hand_over(*pair, prompt, max_tokens=TOKENS, multi_turn=False)
     assert answer(job) == expected
-    groups, keys = instance().engine.layout.groups, job.keys
+    groups = pair[0].engine.layout.groups
     for at, group in enumerate(groups):
-        suffix = group.window.to_bytes(2, "big") if group.window else b""
-        names[at] = next(key + suffix for key in reversed(keys) if key + suffix in clean)
-    for at, name in names.items():
-        wrong = []
+        name, wrong = job.keys[-1] + (group.window.to_bytes(2, "big") if group.window else b""), []
         for place in places(groups[at], len(prompt)):
             rows.clear()
-            rows.update({other: row.copy() for other, row in clean.items()})
-            row = rows[name].view(np.float32).reshape(-1)
 
-            def flip(row: Any = row, place: int = place) -> None:
-                row[place : place + 1].view(np.uint32)[0] ^= 0x40000000  # of the exponent: the number becomes huge
+            def flip(name: bytes = name, place: int = place) -> None:
+                rows[name][4 * place + 3] ^= 0x40  # the exponent of a number, which becomes huge
 
             job = hand_over(instance(), instance(), prompt, flip, max_tokens=TOKENS, multi_turn=False)
             wrong.append(answer(job) != expected)

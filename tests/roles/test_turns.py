@@ -25,12 +25,12 @@ shapes = pytest.mark.parametrize(
 )
 
 
-def check(where: Any, prompt: list[int], expected: Expected, most: int) -> None:
+def check(where: Any, prompt: list[int], expected: Expected, most: int, name: str) -> None:
     """Compute a prompt on an instance, of at most so many of its tokens."""
     job = alone(where, prompt)
     sources = job.prompt_sources()
     assert answer(job) == expected(prompt, TOKENS)
-    assert sources["computed"] <= most and sum(sources.values()) == len(prompt)
+    assert sources["computed"] <= most and sum(sources.values()) == len(prompt), name
 
 
 @shapes
@@ -41,8 +41,8 @@ def test_another_turn(instance: Instance, expected: Expected, max_tokens: int) -
     pair = instance(num_blocks=200), instance(num_blocks=200, store_generated="auto")
     job = hand_over(*pair, prompt, max_tokens=max_tokens)
     for other in ([*prompt, *answer(job), *MORE], [*prompt, *MORE], prompt):
-        for where in (*pair, instance()):
-            check(where, other, expected, 52)
+        for name, where in (("P", pair[0]), ("D", pair[1]), ("neither", instance())):
+            check(where, other, expected, 52, name)
 
 
 @shapes
@@ -55,8 +55,9 @@ def test_a_sibling(instance: Instance, expected: Expected, ends: list[int]) -> N
     first, *others = ([*shared, *(k * i % 250 for i in range(96)), EOS, 1, 2, 3] for k in (7, 11, 13, 17))
     pair = instance(num_blocks=300), instance(num_blocks=300)
     hand_over(*pair, first, max_tokens=3)
-    for where, other in zip((*pair, instance(num_blocks=300)), others, strict=True):
-        check(where, other, expected, 132)
+    instances = {"P": pair[0], "D": pair[1], "neither": instance(num_blocks=300)}
+    for (name, where), other in zip(instances.items(), others, strict=True):
+        check(where, other, expected, 132, name)
 
 
 @shapes

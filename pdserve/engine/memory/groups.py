@@ -146,8 +146,8 @@ class Table:
         return pool.groups[self.at].num_unreached(num_tokens, pool.block_size)
 
     def num_unneeded(self, pool: Pool, num_tokens: int) -> int:
-        """Return how many leading blocks neither the last of `num_tokens` tokens nor one behind their full blocks reaches."""
-        return self.num_unreached(pool, min(num_tokens - 1, num_tokens // pool.block_size * pool.block_size))
+        """Return how many leading blocks no token behind the last hit of a prompt of `num_tokens` reaches."""
+        return self.num_unreached(pool, (num_tokens - 1) // pool.block_size * pool.block_size)
 
     def blocks(self, first: int, stop: int, least: int = 0) -> list[tuple[int, int]]:
         """Return the blocks [first, stop) that it has, from `least` on, as (index - first, id)."""
