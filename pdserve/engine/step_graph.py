@@ -146,6 +146,9 @@ class StepGraphs:
 
 
 def _restore(batch: PagedBatch, rows: list[int], before: torch.Tensor | None) -> None:
+    """Take back what a replay has done to states, and what it has told of them: the step is computed again."""
+    if batch.drafted is not None:
+        batch.drafted.runs.clear()
     if batch.states is not None and before is not None:
         batch.states.rows_NX[rows] = before
 

@@ -126,9 +126,9 @@ def test_prefill_that_fails_before_the_first_token(instance: Instance, expected:
     decode.check_nothing_is_held()
 
 
-@with_a_state
+@pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_mixed"], indirect=True)
 @pytest.mark.parametrize("num_tokens", [330, 320])
-def test_choices_go_on_from_one_state(instance: Instance, num_tokens: int) -> None:
+def test_choices_go_on_from_one_state_or_window(instance: Instance, num_tokens: int) -> None:
     sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     prompt, answers = PROMPTS[num_tokens], list[list[list[int]]]()
     for others in (2, 0):
