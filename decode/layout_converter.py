@@ -100,7 +100,8 @@ class LayoutConverter:
         if self._url is None:
             flags = "--convert-kv or --allow-inexact"
             raise ValueError(f"the KV is in another layout, and this instance was started without {flags}")
-        is_known = source.dtype in DTYPES and getattr(torch, source.dtype).itemsize == source.itemsize
+        is_known = source.dtype in (*DTYPES, self._target.dtype)  # of KV in 8 bits, tokens are copied with their scales
+        is_known = is_known and getattr(torch, source.dtype).itemsize == source.itemsize
         is_valid = is_known and source.block_size >= 1 and source.is_divisible
         if not source.is_convertible_to(self._target) or not is_valid:
             raise ValueError("the KV is of another model, and cannot be converted")

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from pdserve.kernels import cpu, native, reference
-from pdserve.kernels.batch import Kernel, KVFormat
+from pdserve.kernels.batch import Capabilities, Kernel, KVFormat
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,11 @@ def explain_kernels(device: torch.device) -> dict[str, str]:
         except KernelUnavailable as error:
             reasons[name] = str(error)
     return {**reasons, "reference": ""}
+
+
+def capabilities(name: str, device: torch.device) -> Capabilities:
+    """Return what a kernel can do that runs on a device."""
+    return reference.CAPABILITIES if name == "reference" else _load(name, device, False).CAPABILITIES
 
 
 def _cpu_kernel(device: torch.device, batch_invariant: bool) -> Kernel:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from pdserve.kernels.states import StateRows
+    from pdserve.kernels.states import DraftedRows, StateRows
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class PagedBatch:
         tails: the same batch in the blocks of each further group of layers, which differs in slots and tables.
         group_of: of each layer, its group: 0, whose slots and tables are in this batch, or 1 + an index of `tails`.
         states: of recurrent layers, whose tables are those of the last of `tails`; -1 there means that no state is kept.
+        drafted: takes what recurrent layers read of rows that are drafts; None: there are none.
 
     The integers on the device are int64 for CPU kernels, and int32 on GPUs.
     """
@@ -141,6 +142,7 @@ class PagedBatch:
     tails: "tuple[PagedBatch, ...]" = ()
     group_of: Sequence[int] = ()
     states: "StateRows | None" = None
+    drafted: "DraftedRows | None" = None
 
     def of_layer(self, layer: int) -> "PagedBatch":
         """Return the batch in the blocks of a layer's group."""

@@ -5,6 +5,8 @@
 //
 // Where states are: row tables[s][i] of `rows` has the state of sequence s after the last token of its block i of B tokens.
 // -1: there is none; the state goes on to the next row that there is, and to that of the last token in any case.
+//
+// New tokens behind those to be kept are drafts: they go on from the state, which stays what it was before them.
 
 #include <algorithm>
 #include <vector>
@@ -15,13 +17,15 @@ namespace {
 
 constexpr int VECTORS = 2, TILE = VECTORS * W;
 
-// The batch, and the part of each row that is this layer's: `offset` numbers behind its start.
+// The batch, and the part of each row that is this layer's: `offset` numbers behind its start. The new tokens of sequence s are
+// starts[s] to stops[s], of which kept[s + 1] - kept[s] are kept; null: all of them.
 struct States {
     float* rows;
-    const i64 *tables, *starts, *kv_lens;
+    const i64 *tables, *starts, *stops, *kept, *kv_lens;
     i64 stride, offset, S, M, B, threads;
 
-    i64 count(i64 s) const { return starts[s + 1] - starts[s]; }
+    i64 count(i64 s) const { return stops[s] - starts[s]; }
+    i64 num_kept(i64 s) const { return kept ? kept[s + 1] - kept[s] : count(s); }
     i64 first(i64 s) const { return kv_lens[s] - count(s); }
     // The row at block i or, if it has none, the next one.
     float* next(i64 s, i64 i) const {
@@ -33,7 +37,7 @@ struct States {
     // Where to keep the state after new token t; null: nowhere.
     float* after(i64 s, i64 t) const {
         const i64 position = first(s) + t;
-        if (t + 1 == count(s)) return next(s, position / B);
+        if (t + 1 >= num_kept(s)) return t + 1 == num_kept(s) ? next(s, position / B) : nullptr;
         return (position + 1) % B || tables[s * M + position / B] < 0 ? nullptr : next(s, position / B);
     }
 };
@@ -42,6 +46,7 @@ struct States {
 // The state is the last K - 1 tokens, [C][K - 1]; `past` has room for K tokens.
 void convolve(const States& states, i64 s, i64 c, i64 n, float* y, const float* x, const float* weight, const float* bias,
               i64 C, i64 K, vf* past) {
+    if (!states.count(s)) return;
     float lanes[W] = {};
     const auto column = [&](const float* from, i64 stride) {
         for (i64 i = 0; i < n; i++) lanes[i] = from[i * stride];
@@ -77,6 +82,7 @@ struct Attention {
 // Columns [c, c + n) of one head: S = a · S; with the delta rule v = beta · (v - k·S); S += k ⊗ v; y = q·S.
 template <bool DELTA, int DECAY>
 void attend(const States& states, const Attention& of, i64 s, i64 h, i64 c, i64 n, float* S) {
+    if (!states.count(s)) return;
     const i64 K = of.K, V = of.V, g = h * of.G / of.H, at = h * K * V + c;
     const auto part = [&](int j) { return std::max<i64>(0, std::min<i64>(W, n - j * W)); };
     const float* const before = states.before(s);

@@ -4,8 +4,9 @@ Shape legend: see batch.py; C channels, K taps of a convolution or numbers of a 
 """
 
 import ctypes
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -25,12 +26,56 @@ class StateRows:
     rows_NX: torch.Tensor
     offsets: Mapping[tuple[int, str], int]
 
+    def arguments(self, layer: int, kind: str, tokens: "Tokens", block_size: int) -> "StateArguments":
+        """Return where kernels find the states of a layer for some tokens."""
+        tables_SM, rows_NX, kept = tokens.tables_SM, self.rows_NX, tokens.kept_starts
+        assert tables_SM.is_contiguous()
+        return StateArguments(
+            *(x.data_ptr() for x in (rows_NX, tables_SM, tokens.starts_S, tokens.stops_S)),
+            *(None if kept is None else kept.data_ptr(), tokens.kv_lens_S.data_ptr()),
+            *(rows_NX.stride(0), self.offsets[layer, kind], *tables_SM.shape, block_size, torch.get_num_threads()),
+        )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens of each sequence, rows [start, stop) of a batch: int64 tensors.
+
+    Attributes:
+        tables_SM: its blocks with states.
+        kv_lens_S: its tokens up to the last of these.
+        kept_starts: [S + 1] of rows, of which sequence s keeps that many from number s to the next; None: all.
+    """
+
+    tables_SM: torch.Tensor
+    starts_S: torch.Tensor
+    stops_S: torch.Tensor
+    kv_lens_S: torch.Tensor
+    kept_starts: torch.Tensor | None = None
+
+
+@dataclass
+class DraftedRows:
+    """What recurrent layers have read of the rows of a step, so that states can go on with drafts that are accepted.
+
+    Attributes:
+        num_rows: leading rows, with all drafts among them.
+        runs: of each layer and kind of state, the function that computes some of these rows again, and keeps the states.
+    """
+
+    num_rows: int
+    runs: "list[Callable[[Tokens], None]]" = field(default_factory=list)
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return these rows of tensors. Copies, if there are more: a long prompt's would take much memory."""
+        return [x if len(x) == self.num_rows else x[: self.num_rows].clone() for x in tensors]
+
 
 class StateArguments(ctypes.Structure):
     """`States` in states.cpp, which explains them."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "tables", "starts", "kv_lens")),
+        *((name, ctypes.c_void_p) for name in ("rows", "tables", "starts", "stops", "kept", "kv_lens")),
         *((name, ctypes.c_int64) for name in ("stride", "offset", "S", "M", "B", "threads")),
     )
 
@@ -50,10 +95,14 @@ def convolve(
     """Return the causal convolution of each channel over its own sequence, float32 [T, C]. Changes the layer's states."""
     x_TC, weight_CK = x_TC.float().contiguous(), weight_CK.float().contiguous()
     bias_C = None if bias_C is None else bias_C.float().contiguous()
-    y_TC = torch.empty_like(x_TC)
     bias = None if bias_C is None else bias_C.data_ptr()
-    states, addresses = _arguments(batch, layer, "convolution"), [x.data_ptr() for x in (y_TC, x_TC, weight_CK)]
-    functions().pdserve_convolve(ctypes.byref(states), *addresses, bias, *weight_CK.shape)
+
+    def run(states: StateArguments, y_TC: torch.Tensor, x_TC: torch.Tensor) -> None:
+        addresses = y_TC.data_ptr(), x_TC.data_ptr(), weight_CK.data_ptr(), bias
+        functions().pdserve_convolve(ctypes.byref(states), *addresses, *weight_CK.shape)
+
+    y_TC = torch.empty_like(x_TC)
+    _run(run, batch, layer, "convolution", [y_TC, x_TC])
     return y_TC
 
 
@@ -76,31 +125,67 @@ def linear_attention(
     beta_TH = None if beta_TH is None else beta_TH.float().contiguous()
     y_THV = torch.empty_like(v_THV)
     _, heads, values = v_THV.shape
-    arguments = LinearAttentionArguments(
-        *(x.data_ptr() for x in (y_THV, q_TGK, k_TGK, v_THV, decay)),
-        None if beta_TH is None else beta_TH.data_ptr(),
-        *(heads, q_TGK.shape[1], q_TGK.shape[2], values, decay.dim() - 2),
-    )
-    states = _arguments(batch, layer, "recurrence")
-    functions().pdserve_linear_attention(ctypes.byref(states), ctypes.byref(arguments))
+    sizes = heads, q_TGK.shape[1], q_TGK.shape[2], values, decay.dim() - 2
+
+    def run(states: StateArguments, *tensors: torch.Tensor) -> None:
+        addresses = [x.data_ptr() for x in tensors]
+        arguments = LinearAttentionArguments(*addresses, *([None] if beta_TH is None else []), *sizes)
+        functions().pdserve_linear_attention(ctypes.byref(states), ctypes.byref(arguments))
+
+    tensors = [y_THV, q_TGK, k_TGK, v_THV, decay]
+    _run(run, batch, layer, "recurrence", tensors if beta_TH is None else [*tensors, beta_TH])
     return y_THV
 
 
+def with_drafts(batch: PagedBatch, drafts: Sequence[int]) -> PagedBatch:
+    """Return a batch that leaves states behind the first token of sequences with drafts, and keeps what those go on with.
+
+    Args:
+        drafts: of each row of `batch`, how many rows behind it are drafts of its sequence.
+    """
+    counts, kv_lens = list(batch.query_lens), list(batch.kv_lens)
+    for row, count in enumerate(drafts):
+        if count:
+            counts[row : row + count + 1] = [count + 1] + [0] * count
+            kv_lens[row] += count
+    starts = torch.tensor([0, *accumulate(counts)])
+    tail = replace(batch.tails[-1], query_lens=counts, kv_lens=kv_lens, kv_lens_S=torch.tensor(kv_lens), starts=starts)
+    num_rows = max(int(starts[row + 1]) for row, count in enumerate(drafts) if count)
+    return replace(batch, tails=(*batch.tails[:-1], tail), drafted=DraftedRows(num_rows))
+
+
+def keep_accepted(batch: PagedBatch, accepted: Sequence[int]) -> None:
+    """Let the states of a batch of `with_drafts`, which was computed, go on with the drafts that were accepted.
+
+    Args:
+        accepted: of each row of `batch`, how many rows behind it are such.
+    """
+    rows = [row for row, count in enumerate(accepted) if count]
+    if not rows or batch.drafted is None:
+        return
+    counts_S, rows_S = torch.tensor([accepted[row] for row in rows]), torch.tensor(rows)
+    starts_S, kv_lens_S = batch.starts[rows_S] + 1, torch.tensor([batch.kv_lens[row] for row in rows]) + counts_S
+    tokens = Tokens(batch.tails[-1].tables_SM[rows_S], starts_S, starts_S + counts_S, kv_lens_S)
+    for run in batch.drafted.runs:
+        run(tokens)
+
+
 def written_rows(batch: PagedBatch) -> list[int]:
-    """Return the rows with the states behind the sequences' last tokens, which a step changes in place."""
+    """Return the rows of states that a step changes in place, and those to which drafts would go on."""
     rows = []
     for table, length in zip(batch.tails[-1].tables_SM.tolist(), batch.kv_lens, strict=True):
         rows.append(next(row for row in table[(length - 1) // batch.block_size :] if row >= 0))
     return rows
 
 
-def _arguments(batch: PagedBatch, layer: int, kind: str) -> StateArguments:
+def _run(
+    function: Callable[..., None], batch: PagedBatch, layer: int, kind: str, tensors: Sequence[torch.Tensor]
+) -> None:
+    """Call a function with the states of a layer, and with what it reads and writes of each row of the batch."""
     assert batch.states is not None, "the model has no states"
-    rows_NX, offset = batch.states.rows_NX, batch.states.offsets[layer, kind]
-    tables_SM = batch.tails[-1].tables_SM
-    assert tables_SM.is_contiguous()
-    return StateArguments(
-        *(x.data_ptr() for x in (rows_NX, tables_SM, batch.starts, batch.kv_lens_S)),
-        *(rows_NX.stride(0), offset, len(batch.query_lens), tables_SM.shape[1], batch.block_size),
-        torch.get_num_threads(),
-    )
+    tail, states, size = batch.tails[-1], batch.states, batch.block_size
+    tokens = Tokens(tail.tables_SM, tail.starts, tail.starts[1:], tail.kv_lens_S, batch.starts)
+    function(states.arguments(layer, kind, tokens, size), *tensors)
+    if batch.drafted is not None:
+        kept = batch.drafted.keep(tensors)
+        batch.drafted.runs.append(lambda drafts: function(states.arguments(layer, kind, drafts, size), *kept))

@@ -159,6 +159,8 @@ class Layout:
         """
         if any(part.window == STATE_WINDOW for part in self.sections):
             return False
+        if "int8" in (self.dtype, other.dtype) and self.dtype != other.dtype:
+            return False
         rounded = replace(self, dtype=other.dtype, itemsize=other.itemsize, numerics=other.numerics)
         return replace(rounded, block_size=other.block_size, rank=other.rank, ranks=other.ranks) == other
 
@@ -314,6 +316,11 @@ def prompt_keys(
     for size in block_sizes:
         keys[size] = chain.block_keys(prompt, size)
     return keys, packed
+
+
+def group_key(key: bytes, group: int) -> bytes:
+    """Return the name of a block's key in events of a further group of the pool, of that index."""
+    return key[:-1] + bytes([key[-1] ^ group])
 
 
 def block_ends(num_tokens: int, block_size: int, *, partial: bool = False) -> list[int]:

@@ -83,6 +83,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 48}),
     "gemma2": ("Gemma2Config", {"sliding_window": 48, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 48, "query_pre_attn_scalar": 16}),
+    "gemma3_mixed": (  # a layer of six attends to all tokens
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 6, "sliding_window": 48, "query_pre_attn_scalar": 16},
+    ),
     "olmo2": ("Olmo2Config", {}),
     "phi3": (
         "Phi3Config",
@@ -121,6 +125,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48, "head_dim": 16},
+    ),
+    # The same, in two of three layers.
+    "granite_swa": ("GraniteSWAConfig", {"sliding_window": 48, "attention_multiplier": 0.25}),
+    "granite_moe_swa": (
+        "GraniteMoeSWAConfig",
+        {"sliding_window": 48, "attention_multiplier": 0.25, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     # Two shapes of rows, and two layers that read the KV of others.
     "gemma4": (

@@ -16,6 +16,12 @@ from rich.table import Table
 from pdserve.cli.gpus import nvidia_smi
 
 NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
+GROUPS = {  # by capability of the default kernel
+    "sinks": "attention sinks",
+    "latent": "latent rows",
+    "byte_kv": "8 bits",
+    "states": "states of recurrent layers",
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def _kernels() -> list[Finding]:
     """Return what each attention kernel would do on the device that `--device auto` takes, and why."""
     import torch
 
-    from pdserve.kernels.attention import default_kernel, explain_kernels
+    from pdserve.kernels.attention import capabilities, default_kernel, explain_kernels
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     default, reasons = default_kernel(device), explain_kernels(device)
@@ -124,6 +130,9 @@ def _kernels() -> list[Finding]:
         )
         for name, reason in reasons.items()
     ]
+    able = capabilities("reference" if reasons[default] else default, device)
+    groups = [text for name, text in GROUPS.items() if getattr(able, name)]
+    findings.append(Finding("KV groups", True, ", ".join(["layers with windows", *groups]), "models that have them"))
     return [*findings, *([_flash(device)] if device.type == "cuda" and not reasons["triton"] else [])]
 
 

@@ -20,6 +20,7 @@ class Checkpoint:
         spec: what the model's KV is.
         context_length: number of positions that the model supports with the same tokens in any batch.
         eos_token_ids: tokens that end generation.
+        message_ends: further tokens that chat templates write behind messages.
         group: the other ranks of the instance, if there are any; the model is then one rank's slice.
         pooling: how embeddings are made; None: not at all.
         hidden_size: numbers of a hidden state.
@@ -36,6 +37,7 @@ class Checkpoint:
     group: RankGroup | None = None
     pooling: Pooling | None = None
     hidden_size: int = 0
+    message_ends: frozenset[int] = frozenset()
 
     @property
     def kv_dtype(self) -> torch.dtype:

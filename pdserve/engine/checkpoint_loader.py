@@ -1,6 +1,7 @@
 """Loading of checkpoints: any decoder that transformers supports, with paged attention and fused CPU layers in place."""
 
 import importlib.util
+import json
 import logging
 import os
 from pathlib import Path
@@ -39,6 +40,7 @@ MIN_FP8_CAPABILITY = (8, 9)
 NO_INTERFACE = "its attention does not go through transformers' attention interface"
 LOW_BIT_METHODS = ("awq", "gptq", "compressed-tensors", "fp8")  # the last on CPUs only
 Kept = Literal["dense", "rounded", "codes", "fp8"]  # rounded at load, codes of the checkpoint
+MESSAGE_ENDS = frozenset({"<|end|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"})
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -61,8 +63,6 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     if config.kv_cache_dtype == "int8":
         if any(kv.latent for kv in spec.groups):
             raise SetupError("--kv-cache-dtype int8: not for models with latent KV, whose rows are small already")
-        if spec.states:
-            raise SetupError("--kv-cache-dtype int8: not for models with states of recurrent layers")
         if dtype not in FUSED_DTYPES:  # whose products may differ by the batch in the last bit, and so in an integer
             raise SetupError("--kv-cache-dtype int8 needs --dtype bfloat16 or float16")
         spec, kv_dtype = spec.in_bytes(SCALE_BYTES), torch.int8
@@ -86,6 +86,7 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
         group=group,
         pooling=read_pooling(path, config.pooling, num_labels(hf_config)),
         hidden_size=text_config.hidden_size,
+        message_ends=_message_ends(path),
     )
 
 
@@ -328,6 +329,13 @@ def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:
     if (path / "generation_config.json").is_file():
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def _message_ends(path: Path) -> frozenset[int]:
+    """Return the tokens behind messages that may not be those that end generation: gpt-oss has others."""
+    file = path / "tokenizer_config.json"
+    added = json.loads(file.read_text()).get("added_tokens_decoder", {}) if file.is_file() else {}
+    return frozenset(int(token) for token, one in added.items() if one.get("content") in MESSAGE_ENDS)
 
 
 def cpu_memory_available() -> int:

@@ -115,7 +115,7 @@ class Engine:
         self.checkpoint = self.runner.checkpoint
         kv = self.runner.kv
         self.pool = BlockPool(kv.num_pages, config.block_size, kv.groups)
-        self.pool.message_ends = self.checkpoint.eos_token_ids  # chat templates write them behind each message
+        self.pool.message_ends = self.checkpoint.eos_token_ids | self.checkpoint.message_ends
         host = BlockPool(kv.num_host_blocks, config.block_size, kv.host_groups) if kv.num_host_blocks else None
         self.scheduler = Scheduler(
             self.pool,
@@ -132,8 +132,6 @@ class Engine:
         room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
-        if config.speculate not in ("off", "auto") and self.pool.has_states:
-            raise SetupError("--speculate: not with recurrent layers, whose states cannot be taken back; leave it out")
         if config.speculate != "off" and not (config.speculate == "auto" and self._drafts_do_not_pay):
             self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
         if config.has_adapters:
@@ -216,10 +214,10 @@ class Engine:
 
     @property
     def _drafts_do_not_pay(self) -> bool:
-        """True if steps are launched ahead, which drafts would end, or on a GPU, where `auto` was not measured; if states of
-        recurrent layers could not be taken back; or if steps compute nothing, so that all drafts would be right."""
+        """True if steps are launched ahead, which drafts would end, or on a GPU, where `auto` was not measured; or if steps
+        compute nothing, so that all drafts would be right."""
         is_plain = self.runner.pipeline is None and self.checkpoint.device.type == "cpu"
-        return not is_plain or self.pool.has_states or isinstance(self.runner, PacedRunner)
+        return not is_plain or isinstance(self.runner, PacedRunner)
 
     def extra_seconds(self, rows: int) -> float:
         """Return the seconds that a decode step of `rows` rows takes longer than a recorded one (`step_graph.py`)."""

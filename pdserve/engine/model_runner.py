@@ -37,6 +37,7 @@ from pdserve.errors import SetupError
 from pdserve.kernels.attention import KernelUnavailable, is_batch_invariant, select_kernel
 from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch
 from pdserve.kernels.memory import keep_freed_memory
+from pdserve.kernels.states import keep_accepted, with_drafts
 from pdserve.plugins import extension
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class ModelRunner:
         self.pipeline = StepPipeline(self) if _is_pipelined(config, self.device) else None
         self.graphs: Graphs | None = None
         self._row_functions = _row_functions(checkpoint, self.kernel)
+        self._drafted: PagedBatch | None = None  # of a step whose drafts are not accepted yet, if there are states
         self.kv = self._new_pool(0)
         self.window = checkpoint.spec.window
         self._try_model()
@@ -190,7 +192,11 @@ class ModelRunner:
             start += len(part)
         is_shared = len(rows.sampled) > len(rows.last)
         sampled_from = rows.sampled_from if is_shared else slice(len(rows.last))
-        return plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead, plan.drafts))
+        outcome = plan.outcome(next_tokens(logits_SV[sampled_from], rows.sampled, rows.ahead, plan.drafts))
+        if self._drafted is not None:
+            batch, self._drafted = self._drafted, None
+            keep_accepted(batch, plan.by_row({seq: len(outcome[seq].tokens) - 1 for seq in plan.drafts}))
+        return outcome
 
     @property
     def _head(self) -> torch.nn.Module:
@@ -299,6 +305,10 @@ class ModelRunner:
                 new.append(np.array(drafts, np.uint32))
         tails = self._tail_tables(of_rows) if len(self.kv.groups) > 1 else ()
         inputs = self.step_inputs(np.concatenate(new), counts, first, tables, logit_rows, tails)
+        if plan.drafts and self.kv.states is not None:
+            drafts = plan.by_row({seq: len(tokens) for seq, tokens in plan.drafts.items()})
+            self._drafted = with_drafts(inputs.batch, drafts)
+            inputs = replace(inputs, batch=self._drafted)
         if plan.on_layer is not None:
             return replace(inputs, batch=replace(inputs.batch, on_layer=plan.on_layer))
         return inputs

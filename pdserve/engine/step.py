@@ -75,6 +75,14 @@ class StepPlan:
             return [(self.counts[seq], first)]
         return [(1, first + ahead) for ahead in range(len(self.drafts[seq]) + 1)]
 
+    def by_row(self, counts: Mapping[Sequence, int]) -> list[int]:
+        """Return a count for each row of `work`, of all sequences: those given at the first row of a sequence, else 0."""
+        return [
+            counts.get(seq, 0) if not ahead else 0
+            for seq in self.counts
+            for ahead in range(len(self.drafts.get(seq, ())) + 1)
+        ]
+
     def rows(self) -> "StepRows":
         """Return which rows of the step's output are needed."""
         rows, start = StepRows(), 0

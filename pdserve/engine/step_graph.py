@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdserve.kernels import native
 from pdserve.kernels.batch import PagedBatch
-from pdserve.kernels.states import written_rows
+from pdserve.kernels.states import DraftedRows, written_rows
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,9 @@ class StepGraphs:
 
 
 def _restore(batch: PagedBatch, rows: list[int], before: torch.Tensor | None) -> None:
+    """Take back what a replay has done to states, and what it has told of them: the step is computed again."""
+    if batch.drafted is not None:
+        batch.drafted.runs.clear()
     if batch.states is not None and before is not None:
         batch.states.rows_NX[rows] = before
 
@@ -172,7 +175,8 @@ class StepGraph:
         self._ids_1S, self._positions_1S = ids_1S.clone(), positions_1S.clone()
         self._batch = _own_copy(batch, max_blocks_per_seq)
         if batch.tails:
-            self._batch = replace(self._batch, tails=tuple(_own_copy(one, max_blocks_per_seq) for one in batch.tails))
+            tails = tuple(_own_copy(one, max_blocks_per_seq) for one in batch.tails)
+            self._batch = replace(self._batch, tails=tails, drafted=DraftedRows(ids_1S.shape[1]))
         self._copy_inputs(ids_1S, positions_1S, batch)
         recorder, detector = _OperatorRecorder(), _HostReadDetector()
         with detector, recorder, native.record_calls(recorder.calls.append):
@@ -183,6 +187,7 @@ class StepGraph:
         self.unsupported_reason = detector.unsupported_reason
         self.reads_values = recorder.reads_values
         self.verified = False
+        self._pass_drafted(batch)
 
     def replay(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Return the logits [S, V] of another step of the same batch size.
@@ -193,7 +198,13 @@ class StepGraph:
         self._copy_inputs(ids_1S, positions_1S, batch)
         for call in self._calls:
             call()
+        self._pass_drafted(batch)
         return self.logits_SV
+
+    def _pass_drafted(self, batch: PagedBatch) -> None:
+        """Pass on what recurrent layers have read."""
+        if batch.drafted is not None and self._batch.drafted is not None:
+            batch.drafted.runs[:] = self._batch.drafted.runs
 
     def _copy_inputs(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> None:
         self._ids_1S.copy_(ids_1S)
@@ -201,13 +212,15 @@ class StepGraph:
         for own, other in zip((self._batch, *self._batch.tails), (batch, *batch.tails), strict=True):
             own.slots_T.copy_(other.slots_T)
             own.kv_lens_S.copy_(other.kv_lens_S)
+            own.starts.copy_(other.starts)
             own.tables_SM[:, : other.tables_SM.shape[1]] = other.tables_SM
 
 
 def _own_copy(batch: PagedBatch, max_blocks_per_seq: int) -> PagedBatch:
     """Return a batch with input tensors of its own, whose tables have room for any sequence."""
     tables_SM = torch.zeros((len(batch.tables_SM), max_blocks_per_seq), dtype=torch.long)
-    return replace(batch, slots_T=batch.slots_T.clone(), kv_lens_S=batch.kv_lens_S.clone(), tables_SM=tables_SM)
+    own = {name: getattr(batch, name).clone() for name in ("slots_T", "kv_lens_S", "starts")}
+    return replace(batch, **own, tables_SM=tables_SM)
 
 
 class _HostReadDetector(TorchFunctionMode):

@@ -170,6 +170,7 @@ class Instance:
             pool.block_size,
             root_key(model_digest=self.engine.layout.model_digest),
             lambda: self.count("kv_event_batches_dropped", 1),
+            [group.window for group in pool.groups],
         )
         self.transfers.listener = self._event_publisher = publisher
         pool.listeners.append(publisher)

@@ -1,5 +1,7 @@
 """KV events of an instance: the changes of its pool's block keys that each router has not received yet.
 
+Keys of further groups of blocks have names of their own (`group_key`).
+
 There is no event log, only the difference between the pool's keys and those sent to each router. So no change can be missed,
 a new router needs no separate snapshot (its difference is the whole pool), and a router that reads slowly costs at most the
 pool's size in memory, however many blocks come and go.
@@ -8,6 +10,8 @@ pool's size in memory, however many blocks come and go.
 import threading
 from collections.abc import Sequence
 from itertools import islice
+
+from pdserve.keys import group_key
 
 
 class KVEventPublisher:
@@ -21,15 +25,17 @@ class KVEventPublisher:
         self._keys: dict[bytes, None] = {}
         self._subscribers: list[PendingKVEvents] = []
 
-    def store(self, key: bytes, parent: bytes | None = None, tokens: Sequence[int] = ()) -> None:
-        """Record that a key was added to the pool."""
+    def store(self, key: bytes, parent: bytes | None = None, tokens: Sequence[int] = (), group: int = 0) -> None:
+        """Record that a key was added to a group of the pool."""
+        key = group_key(key, group) if group else key
         with self._lock:
             self._keys[key] = None
             for pending in self._subscribers:
                 pending.add(key, cached=True)
 
-    def remove(self, key: bytes) -> None:
-        """Record that a key was removed from the pool."""
+    def remove(self, key: bytes, group: int = 0) -> None:
+        """Record that a key was removed from a group of the pool."""
+        key = group_key(key, group) if group else key
         with self._lock:
             del self._keys[key]
             for pending in self._subscribers:

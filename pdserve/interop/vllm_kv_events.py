@@ -23,6 +23,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
     Attributes:
         extra_keys: for each block, what its hash depends on besides tokens, such as a salt.
+        group_idx: of the layers whose KV it is, by which hashes of several groups differ; None: there is one.
+        kv_cache_spec_kind: `full_attention`, `sliding_window`, or `mamba`, a state.
         kv_cache_spec_sliding_window: tokens, if the blocks are those of layers with a window.
     """
 
@@ -44,6 +46,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
 
     block_hashes: list[BlockHash]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):

@@ -31,7 +31,7 @@ from pdserve.interop.vllm_kv_events import (
     Event,
     KVEventBatch,
 )
-from pdserve.keys import block_keys
+from pdserve.keys import STATE_WINDOW, block_keys
 from pdserve.kv_transfer.connector import Outcome
 
 log = logging.getLogger(__name__)
@@ -52,12 +52,21 @@ class ZmqPublisher:
         root: key of no tokens, without a salt. Blocks of requests with one are published with `extra_keys`, so that readers
             that know blocks by their tokens do not take them for those of other requests.
         on_drop: called for each step whose changes are dropped because the queue is full.
+        windows: of the pool's groups of blocks, in tokens; None: its blocks serve all later tokens.
 
     Raises:
         SetupError: an endpoint is invalid or in use.
     """
 
-    def __init__(self, config: KVEventsConfig, block_size: int, root: bytes, on_drop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        block_size: int,
+        root: bytes,
+        on_drop: Callable[[], None],
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        self._windows = windows if len(windows) > 1 else ()
         self._block_size = block_size
         self._root = root
         self._on_drop = on_drop
@@ -84,10 +93,13 @@ class ZmqPublisher:
         for thread in self._threads:
             thread.start()
 
-    def store(self, key: bytes, parent: bytes | None, tokens: Sequence[int], medium: str = MEDIUM_POOL) -> None:
+    def store(
+        self, key: bytes, parent: bytes | None, tokens: Sequence[int], group: int = 0, medium: str = MEDIUM_POOL
+    ) -> None:
         """Record that a block is there. It joins the last event if it continues that one's blocks."""
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockStored) and last.medium == medium and parent == last.block_hashes[-1]:
+        last, group_idx = self._events[-1] if self._events else None, group if self._windows else None
+        place = medium, group_idx
+        if isinstance(last, BlockStored) and (last.medium, last.group_idx) == place and parent == last.block_hashes[-1]:
             last.block_hashes.append(key)
             last.token_ids.extend(tokens)
             if last.extra_keys is not None:
@@ -96,15 +108,21 @@ class ZmqPublisher:
         extra_keys: list[Any] | None = None
         if parent is None and key != block_keys(self._root, tokens, self._block_size)[0]:
             extra_keys = [[key.hex()]]  # in place of the salt, which is not known here: it is as unique
-        self._events.append(BlockStored([key], parent, list(tokens), self._block_size, None, medium, None, extra_keys))
+        event = BlockStored([key], parent, list(tokens), self._block_size, None, medium, None, extra_keys, group_idx)
+        if self._windows:
+            window = self._windows[group]
+            is_state = window == STATE_WINDOW
+            event.kv_cache_spec_kind = "mamba" if is_state else "sliding_window" if window else "full_attention"
+            event.kv_cache_spec_sliding_window = None if is_state else window
+        self._events.append(event)
 
-    def remove(self, key: bytes, medium: str = MEDIUM_POOL) -> None:
+    def remove(self, key: bytes, group: int = 0, medium: str = MEDIUM_POOL) -> None:
         """Record that a block is no longer there."""
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.medium == medium:
+        last, group_idx = self._events[-1] if self._events else None, group if self._windows else None
+        if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (medium, group_idx):
             last.block_hashes.append(key)
         else:
-            self._events.append(BlockRemoved([key], medium))
+            self._events.append(BlockRemoved([key], medium, group_idx))
 
     def on_stored(self, seq: EngineSequence, first: int, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         """Record which blocks of a sequence the KV store has, besides those already published and partial ones."""
@@ -113,7 +131,9 @@ class ZmqPublisher:
             is_full = i < len(full) and key == full[i]
             if outcome is Outcome.OK and is_full and key not in self._stored:
                 self._stored[key] = None
-                self.store(key, full[i - 1] if i else None, seq.output.tokens[i * size : (i + 1) * size], MEDIUM_STORE)
+                self.store(
+                    key, full[i - 1] if i else None, seq.output.tokens[i * size : (i + 1) * size], 0, MEDIUM_STORE
+                )
         while len(self._stored) > MAX_STORED_KEYS:
             self.on_missing([next(iter(self._stored))])
 
@@ -122,7 +142,7 @@ class ZmqPublisher:
         for key in keys:
             if key in self._stored:
                 del self._stored[key]
-                self.remove(key, MEDIUM_STORE)
+                self.remove(key, 0, MEDIUM_STORE)
 
     def flush(self) -> None:
         """Publish what was recorded since the last call. Never waits."""

@@ -196,7 +196,11 @@ class InstanceSelector:
         for block_size, block_keys in sorted(keys.items(), reverse=True):  # smallest last: the own size matches most
             max_blocks = (num_tokens - 1) // block_size
             for name, blocks in self._fleet.index.match(block_keys).items():
-                cached[name] = (blocks if blocks < max_blocks else max_blocks) * block_size
+                blocks = blocks if blocks < max_blocks else max_blocks
+                if len(groups := self._fleet.instances[name].groups) > 1:
+                    windows = [group.window for group in groups[1:]]
+                    blocks = self._fleet.index.usable(name, block_keys, blocks, windows, block_size)
+                cached[name] = blocks * block_size
             for blocks in self._fleet.stored.match(block_keys).values():
                 stored = max(stored, min(blocks, max_blocks) * block_size)
         return cached, stored

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 TICKS_PER_LEASE = 6  # number of times that leases are checked within one lease
 HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
+SPARE_BLOCKS = 2048  # of each group, that a pool may have beyond what it says: states of some hundred sequences
 MAX_EPOCH = 1 << 62  # that is believed, so that an instance cannot use up the numbers
 ACK_INTERVAL_S = 2.0  # a tenth of the silence after which instances take a router for lost; each frame wakes a process
 
@@ -76,6 +77,7 @@ class InstanceHandle:
         acknowledged_at: when this router last acknowledged a heartbeat, on its monotonic clock.
         candidate: the view of the policies: this router's requests as of now, plus `other_load`.
         groups: the layouts of its blocks, see `Layout.groups`.
+        max_keys: the most keys that it may have in its pool.
         kind: all that decides which instances it can serve with. Most instances of a fleet are of a few kinds.
         adapters: digests of those that it has.
     """
@@ -100,6 +102,7 @@ class InstanceHandle:
     adapters: frozenset[bytes] = field(init=False)
     max_model_len: int = field(init=False)
     groups: tuple[Layout, ...] = field(init=False)
+    max_keys: int = field(init=False)
     vocab_size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +114,10 @@ class InstanceHandle:
         self.groups = groups = Layout.from_message(self.hello.layout).groups
         first_bytes = groups[0].block_bytes if len(groups) > 1 else max(1, block_bytes)
         block_bytes -= sum(group.block_bytes for group in groups if group.window == STATE_WINDOW)
+        self.max_keys = self.hello.num_blocks
+        if len(groups) > 1:  # if all pages have the smallest blocks
+            sizes = [group.block_bytes for group in groups]
+            self.max_keys = (self.max_keys + SPARE_BLOCKS) * sum(sizes) // max(1, min(sizes))
         self.candidate = Candidate(
             self.id,
             is_both=self.role == "both",
@@ -410,7 +417,7 @@ class Fleet:
                 case "adapter_changed":
                     self.listener.on_adapter_changed(instance, frame.adapter_changed)
                 case "blocks":
-                    blocks, room = frame.blocks, instance.hello.num_blocks
+                    blocks, room = frame.blocks, instance.max_keys
                     if self.index.update(instance.id, blocks.removed, blocks.added) > room:
                         raise InvalidFrame(f"KV events of more keys than its pool of {room} blocks can hold")
                     if blocks.untold and not instance.unpublished_blocks:

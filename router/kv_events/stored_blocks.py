@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pdserve.interop.vllm_kv_events import MEDIUM_POOL, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, KeyChain
 
+OTHERS = ("sliding_window", "mamba")  # kinds of KV
 MAX_BLOCKS = 1 << 20  # whose keys are known, and of these in the store; the oldest are forgotten first
 
 
@@ -20,6 +21,7 @@ class StoredBlocks:
     def __init__(self) -> None:
         self._keys: dict[BlockHash, list[bytes]] = {}  # by the publisher's hash, whether the block is there or not
         self._stored: dict[BlockHash, list[bytes]] = {}
+        self._others = set[int]()  # groups whose blocks do not serve all later tokens
 
     def apply(self, events: Iterable[Event], root: bytes) -> tuple[list[bytes], list[bytes]]:
         """Follow the events of a batch, and return the keys (removed, added).
@@ -41,6 +43,10 @@ class StoredBlocks:
         for event in events:
             gone: Iterable[BlockHash] = ()
             match event:
+                case BlockStored() if event.group_idx is not None and event.kv_cache_spec_kind in OTHERS:
+                    self._others.add(event.group_idx)
+                case BlockRemoved() if event.group_idx in self._others:
+                    pass
                 case BlockStored():
                     self._learn(event, root)
                     if not _is_pool(event.medium):

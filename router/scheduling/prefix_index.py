@@ -7,12 +7,12 @@ longest cached prefix of every instance. A block takes about 0.15 KB, at most a 
 instance never has more entries than blocks in its pool.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import and_
 
-from pdserve.keys import KEY_BYTES
+from pdserve.keys import KEY_BYTES, group_key
 
 
 @dataclass
@@ -89,6 +89,25 @@ class PrefixIndex:
                     break
         self._record_matches(matches, matching, length)
         return matches
+
+    def usable(self, instance_id: str, keys: Sequence[bytes], count: int, windows: Sequence[int], size: int) -> int:
+        """Return of how many of the first `count` keys, which it holds, an instance can use the blocks.
+
+        Args:
+            windows: of the further groups of its pool, in tokens, all of whose blocks the next token needs.
+            size: tokens of a block.
+        """
+        held = self._holders[instance_id].keys
+        while count:
+            for at, window in enumerate(windows, 1):
+                reached = range(count - 1, max(0, count * size + 1 - window) // size - 1, -1)
+                missing = next((i for i in reached if group_key(keys[i], at) not in held), None)
+                if missing is not None:
+                    count = missing
+                    break
+            else:
+                return count
+        return 0
 
     def _record_matches(self, matches: dict[str, int], bits: int, length: int) -> None:
         """Set the match of each instance in `bits` to `length`, unless that is 0."""

@@ -37,6 +37,8 @@ def test_without_a_gpu() -> None:
     is_there, reason = found["attention: triton"]
     assert not is_there and reason.startswith(("the triton kernel needs triton", "on the CPU the triton kernel"))
     assert found["attention: reference"] == (True, "prefill and decode on cpu")
+    groups = "layers with windows, attention sinks, latent rows, 8 bits, states of recurrent layers"
+    assert found["KV groups"] == (True, groups)
     assert found["torch.distributed"] == (True, "gloo; 0 GPUs, on CPUs any number of ranks; no step graphs")
 
 

@@ -332,6 +332,23 @@ def test_a_store_that_refused_is_found_again_without_a_load(monkeypatch: pytest.
     converter.close()
 
 
+@pytest.mark.parametrize(("source_size", "target_size"), [(16, 32), (64, 16)])
+def test_numbers_of_8_bits_are_copied_with_their_scales(url: str, source_size: int, target_size: int) -> None:
+    kv = kv_of(40).mul(40).to(torch.int8)
+    source, target = layout_of(source_size, "int8"), layout_of(target_size, "int8")
+    store(url, source, kv)
+    pool, seq = pool_of(target, 8), sequence_of(40, target_size)
+    converter = LayoutConverter(pool, target, url)
+    prompt = converter.open_prompt(seq, pb.Layout(**asdict(source)))
+    blocks = [*range(len(seq.kv.initial_keys))]
+    assert set(prompt.load(seq.kv.initial_keys, blocks).result(600).outcomes) == {Outcome.OK} and prompt.exact
+    assert torch.equal(pool[blocks].movedim(0, 3).flatten(3, 4)[:, :, :, :40], kv)
+    for other in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match="of another model, and cannot be converted"):
+            converter.open_prompt(seq, pb.Layout(**asdict(layout_of(source_size, other))))
+    converter.close()
+
+
 @pytest.mark.parametrize(
     "change",
     [

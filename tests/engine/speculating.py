@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.config import EngineConfig
+from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepPlan
@@ -86,6 +87,7 @@ class Runs:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path, self._dtype = path, dtype
+        self._checkpoint: Checkpoint | None = None
         self._ready = threading.Event()
         self.accepted: list[int] = []  # tokens of each sequence in each step in which it got some
         self.engine = self.new_engine()
@@ -99,7 +101,9 @@ class Runs:
             "max_num_batched_tokens": 512,
             "speculate": "off",
         }
-        return Engine(EngineConfig(**(config | settings)), on_grammar_ready=self._ready.set)
+        engine = Engine(EngineConfig(**(config | settings)), self._checkpoint, on_grammar_ready=self._ready.set)
+        self._checkpoint = engine.checkpoint
+        return engine
 
     def use(self, proposer: str, length: int, **settings: Any) -> Engine:
         """Go on with a new engine, and return it."""

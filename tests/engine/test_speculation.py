@@ -26,6 +26,8 @@ FAULTS: dict[str, dict[str, Any]] = {
     "migrated": {},
 }
 
+SMALL: dict[str, Any] = {"num_blocks": 12, "max_num_seqs": 6}  # of a model with groups of layers
+
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def runs(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Runs:
@@ -73,6 +75,22 @@ def test_answers_are_the_same_in_every_combination(runs: Runs) -> None:
         check(runs, proposer, length, fault)
 
 
+GROUPED = ["gemma3_mixed", "lfm2", "jamba", "kimi_linear", "falcon_h1"]
+OF_GROUPED = [("oracle", 16, "none"), ("erring", 4, "preempted"), ("erring", 16, "migrated")]
+MORE_OF_GROUPED = [("random", 4, "swapped"), ("suffix", 16, "crowded"), ("auto", 16, "none")]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in GROUPED)])
+def test_answers_of_models_with_states_or_windows_are_the_same(
+    architecture: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAULTS, "preempted", SMALL)
+    monkeypatch.setitem(FAULTS, "swapped", SMALL | {"swap_space": 0.001})
+    runs = Runs(checkpoint(architecture, dtype="float32"), "bfloat16")
+    for proposer, length, fault in OF_GROUPED if architecture == "qwen3_5" else OF_GROUPED + MORE_OF_GROUPED:
+        check(runs, proposer, length, fault)
+
+
 def test_one_wrong_token_is_noticed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     right = StepPlan.outcome
 
@@ -114,10 +132,10 @@ class Announced:
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
 
-    def store(self, key: bytes, parent: bytes | None, tokens: Tokens[int]) -> None:
+    def store(self, key: bytes, parent: bytes | None, tokens: Tokens[int], group: int = 0) -> None:
         self.keys.add(key)
 
-    def remove(self, key: bytes) -> None:
+    def remove(self, key: bytes, group: int = 0) -> None:
         raise AssertionError("there is room for all of them")
 
 

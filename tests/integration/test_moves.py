@@ -86,9 +86,12 @@ class LocalInstance:
         self.dispatcher.fleet.handle_frame(self.handle, pb.InstanceFrame(blocks=blocks))
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "gemma3_mixed"))],
+)
 def architecture(request: pytest.FixtureRequest) -> str:
-    """Return a model's architecture: with KV of each token, or with states of recurrent layers besides."""
+    """Return a model's architecture: with KV of each token; with states of recurrent layers, or with windows, besides."""
     return str(request.param)
 
 

@@ -15,7 +15,7 @@ from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events_config import KVEventsConfig
 from pdserve.interop.zmq_publisher import ZmqPublisher
-from pdserve.keys import block_keys, root_key
+from pdserve.keys import STATE_WINDOW, block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.kv_events.sources import KVEventsSource
 from pdserve.router.kv_events.subscriber import STORE, Subscriber
@@ -274,3 +274,27 @@ def is_closed(client: socket.socket) -> bool:
         return False
     except ConnectionError:
         return True
+
+
+def test_events_name_the_groups_of_blocks() -> None:
+    """Of a pool with windows and states; those of a pool of one group have no such fields."""
+    config = KVEventsConfig(endpoint=f"tcp://*:{free_port()}")
+    tokens, found = [*range(BLOCK)], list[list[tuple[object, ...]]]()
+    for windows in ([None, 128, STATE_WINDOW], [None]):
+        publisher = ZmqPublisher(config, BLOCK, b"root", lambda: None, windows)
+        for group in range(len(windows)):
+            publisher.store(b"key", None, tokens, group)
+        publisher.remove(b"key", len(windows) - 1)
+        found.append(
+            [
+                (
+                    event.group_idx,
+                    getattr(event, "kv_cache_spec_kind", ""),
+                    getattr(event, "kv_cache_spec_sliding_window", 0),
+                )
+                for event in publisher._events
+            ]
+        )
+        publisher.close()
+    assert found[0] == [(0, "full_attention", None), (1, "sliding_window", 128), (2, "mamba", None), (2, "", 0)]
+    assert found[1] == [(None, None, None), (None, "", 0)]

@@ -1,7 +1,7 @@
 """States of recurrent layers: equal to float64 within rounding, and to the bit however tokens are divided into steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
@@ -97,32 +97,40 @@ LAYERS: dict[str, Callable[[], Layer]] = {
 
 def compute(layer: Layer, steps: list[list[int]], threads: int = 1) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Compute so many tokens of each sequence in each step. Return the results by sequence, and all rows of states."""
-    rows_NX = torch.full((8, OFFSET + layer.size + 3), float("nan"))
-    offsets = {(LAYER, layer.kind): OFFSET, (LAYER, "another"): 0}
+    memory = state_rows(layer)
     first, done, results = [0, *accumulate(LENGTHS)], [0] * len(LENGTHS), [list[torch.Tensor]() for _ in LENGTHS]
     torch.set_num_threads(threads)
     for step in steps:
         seqs = [i for i, count in enumerate(step) if count]
         counts = [step[i] for i in seqs]
         rows = torch.cat([torch.arange(first[i] + done[i], first[i] + done[i] + step[i]) for i in seqs])
-        kv_lens = [done[i] + step[i] for i in seqs]
-        batch = PagedBatch(
-            caches=[torch.zeros(1, 2, 1, B, 8)],
-            slots_T=rows,
-            tables_SM=TABLES[seqs],
-            query_lens=counts,
-            kv_lens=kv_lens,
-            kv_lens_S=torch.tensor(kv_lens),
-            starts=torch.tensor([0, *accumulate(counts)]),
-            kernel=cpu,
-            states=StateRows(rows_NX, offsets),
-        )
-        y = layer.run(PagedBatch(**{**vars(batch), "tails": (batch,)}), rows)
+        y = layer.run(batch_of(memory, seqs, counts, [done[i] + step[i] for i in seqs]), rows)
         for i, part in zip(seqs, y.split(counts), strict=True):
             results[i].append(part)
             done[i] += step[i]
     assert done == [*LENGTHS]
-    return [torch.cat(each) for each in results], rows_NX
+    return [torch.cat(each) for each in results], memory.rows_NX
+
+
+def state_rows(layer: Layer) -> StateRows:
+    rows_NX = torch.full((8, OFFSET + layer.size + 3), float("nan"))
+    return StateRows(rows_NX, {(LAYER, layer.kind): OFFSET, (LAYER, "another"): 0})
+
+
+def batch_of(memory: StateRows, seqs: list[int], counts: list[int], kv_lens: list[int]) -> PagedBatch:
+    """Return a batch of rows, each with so many new tokens of a sequence, which then has so many."""
+    batch = PagedBatch(
+        caches=[torch.zeros(1, 2, 1, B, 8)],
+        slots_T=torch.zeros(sum(counts), dtype=torch.long),
+        tables_SM=TABLES[seqs],
+        query_lens=counts,
+        kv_lens=kv_lens,
+        kv_lens_S=torch.tensor(kv_lens),
+        starts=torch.tensor([0, *accumulate(counts)]),
+        kernel=cpu,
+        states=memory,
+    )
+    return replace(batch, tails=(batch,))
 
 
 def chunks(size: int) -> list[list[int]]:
@@ -158,3 +166,31 @@ def test_states(name: str) -> None:
         again, rows_again = compute(layer, steps, num_threads)
         assert all(map(torch.equal, again, results)), way
         assert torch.equal(rows_again.nan_to_num(), rows_NX.nan_to_num()), way
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("num_accepted", range(4))
+@pytest.mark.parametrize("num_before", [12, 14, 29])
+def test_drafts(name: str, num_accepted: int, num_before: int) -> None:
+    """Behind drafts, some of which are wrong, states are those of the tokens; beside another sequence, which has none."""
+    torch.manual_seed(0)
+    layer, first, num_drafts, others = LAYERS[name](), LENGTHS[0], 3, (6, 12)
+    stop = num_before + 1 + num_accepted
+    memory, plain = state_rows(layer), state_rows(layer)
+    rows = torch.cat([torch.arange(stop), torch.arange(first, first + sum(others))])
+    expected = layer.run(batch_of(plain, [0, 1], [stop, sum(others)], [stop, sum(others)]), rows)
+
+    before = torch.cat([torch.arange(num_before), torch.arange(first, first + others[0])])
+    layer.run(batch_of(memory, [0, 1], [num_before, others[0]], [num_before, others[0]]), before)
+    lengths = [num_before + 1 + ahead for ahead in range(num_drafts + 1)]
+    wrong = [70 + i for i in range(num_drafts - num_accepted)]
+    drafted = torch.tensor([*range(num_before, stop), *wrong, *range(first + others[0], first + sum(others))])
+    batch = batch_of(memory, [0] * 4 + [1], [1] * 4 + [others[1]], [*lengths, sum(others)])
+    batch = states.with_drafts(batch, [num_drafts, 0, 0, 0, 0])
+    y = layer.run(batch, drafted)
+    right = torch.cat([y[: 1 + num_accepted], y[num_drafts + 1 :]])
+    assert torch.equal(right, torch.cat([expected[num_before:stop], expected[stop + others[0] :]]))
+    states.keep_accepted(batch, [num_accepted, 0, 0, 0, 0])
+    for i, length in ((0, stop), (1, sum(others))):
+        row = next(row for row in TABLES[i, (length - 1) // B :] if row >= 0)
+        assert torch.equal(memory.rows_NX[row].nan_to_num(), plain.rows_NX[row].nan_to_num())

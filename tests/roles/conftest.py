@@ -144,10 +144,11 @@ class RoleInstance:
         num_blocks: int = 64,
         block_size: int = BLOCK,
         runner: Any = None,
+        checkpoint: Any = None,
     ) -> None:
         sizes: dict[str, int] = {"num_blocks": num_blocks, "block_size": block_size}
         config = EngineConfig(model=str(model), max_num_batched_tokens=2 * BLOCK, **sizes)  # type: ignore[arg-type]
-        self.engine = Engine(config, runner=runner)
+        self.engine = Engine(config, checkpoint, runner=runner)
         layout, self.context = self.engine.layout, FakeContext()
         self.stores = [FakeStore(rows, follows) for _ in layout.groups]
         self.store, *others = self.stores
@@ -235,8 +236,17 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def instance(checkpoint: Callable[..., Path], architecture: str, rows: dict[bytes, Any]) -> Callable[..., RoleInstance]:
-    """Return a function that makes an instance of the same tiny model over the same store."""
-    return lambda **options: RoleInstance(checkpoint(architecture), rows, **options)
+    """Return a function that makes an instance of the same tiny model, loaded once, over the same store."""
+    path, loaded = checkpoint(architecture), list[Any]()
+
+    def make(**options: Any) -> RoleInstance:
+        if "runner" in options or "block_size" in options:
+            return RoleInstance(path, rows, **options)
+        one = RoleInstance(path, rows, checkpoint=next(iter(loaded), None), **options)
+        loaded.append(one.engine.checkpoint)
+        return one
+
+    return make
 
 
 @pytest.fixture

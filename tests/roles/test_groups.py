@@ -5,59 +5,17 @@ from typing import Any
 
 import pytest
 
-from pdserve.output import Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
 from tests.instance import hash_model
+from tests.roles.pair import TOKENS, answer, hand_over, run
 
-WINDOW, B, TOKENS = 48, 16, 24
+WINDOW, B = 48, 16
 HEADS, SIZE = 2, 16  # of the layers with a window
 PROMPTS = {n: [(i * i + 3 * i) % 250 for i in range(n)] for n in (330, 320, 40)}
 Instance = Callable[..., Any]
 Expected = Callable[[list[int], int], list[int]]
 with_windows = pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "gemma4"], indirect=True)
-
-
-def pass_on(there: Any, decode: Any, here: Any) -> None:
-    """Do what a router does with prefill's output."""
-    sent, there.output = there.output, None
-    if sent is not None:
-        stored = sent.stored or Stored()
-        message = pb.HandOver(num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final)
-        if sent.token_ids:
-            message.first_token = sent.token_ids[0]
-        decode.decoder.hand_over(here, message)
-        decode.run_callbacks()
-
-
-def hand_over(prefill: Any, decode: Any, prompt: list[int], between: Callable[[], None] = lambda: None) -> Any:
-    """Compute a prompt on one instance and its answer on another, which is run to its end. Return decode's job.
-
-    Args:
-        between: called once everything is stored.
-    """
-    there = prefill.submit(pb.PREFILL, prompt, TOKENS)
-    here = decode.submit(pb.DECODE, prompt, TOKENS, multi_turn=True)
-    run(prefill, lambda: there in prefill.context.closed)
-    between()
-    pass_on(there, decode, here)
-    run(decode, lambda: here.ended)
-    return here
-
-
-def run(one: Any, is_done: Callable[[], bool]) -> None:
-    """Run an instance and its transfers."""
-    for _ in range(300):
-        one.step()
-        one.end_all()
-        if is_done():
-            return
-    raise AssertionError("it does not end")
-
-
-def answer(job: Any) -> list[int]:
-    tokens: list[int] = job.seq.output.tokens[job.seq.output.num_prompt :].tolist()
-    return tokens
 
 
 @with_windows
@@ -111,22 +69,6 @@ def test_each_byte_of_a_window_that_crosses_matters(
         if answer(hand_over(instance(), instance(), prompt, flip)) == tokens:
             kept.append(name)
     assert len(tails) - len(kept) == -(-len(prompt) // B) - (len(prompt) - WINDOW) // B, "all that decode loads"
-
-
-@with_windows
-def test_another_turn_and_a_sibling_compute_what_is_new(instance: Instance, expected: Expected) -> None:
-    """On an instance that has seen nothing of the first turn."""
-    first = PROMPTS[330]
-    job = hand_over(instance(), instance(store_generated="on"), first)
-    more = [*range(20)]
-    for prompt in ([*first, *answer(job), *more], [*first, *more]):
-        fresh = instance()
-        fresh.submit(pb.BOTH, prompt, TOKENS)
-        run(fresh, lambda fresh=fresh: len(fresh.context.closed) == 1)  # type: ignore[misc]
-        (there,) = fresh.context.closed
-        assert answer(there) == expected(prompt, TOKENS)
-        sources = there.prompt_sources()
-        assert sources["computed"] <= 52 and sources["loaded"] == len(prompt) - sources["computed"]
 
 
 @with_windows

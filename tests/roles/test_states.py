@@ -5,74 +5,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.output import Stored
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
+from tests.roles.pair import TOKENS, alone, answer, hand_over, run
 
-B, TOKENS = 16, 24
-EOS = 256  # of the checkpoints
+B = 16
 PROMPTS = {n: [(i * i + 3 * i) % 250 for i in range(n)] for n in (330, 320, 16, 5)}
 Instance = Callable[..., Any]
 Expected = Callable[[list[int], int], list[int]]
 with_states = pytest.mark.parametrize("architecture", ["lfm2", "qwen3_next"], indirect=True)
 with_a_state = pytest.mark.parametrize("architecture", ["qwen3_next"], indirect=True)
-
-
-def pass_on(there: Any, decode: Any, here: Any) -> None:
-    """Do what a router does with prefill's output."""
-    sent, there.output = there.output, None
-    if sent is not None:
-        stored = sent.stored or Stored()
-        message = pb.HandOver(num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final)
-        if sent.token_ids:
-            message.first_token = sent.token_ids[0]
-        decode.decoder.hand_over(here, message)
-        decode.run_callbacks()
-
-
-def hand_over(
-    prefill: Any,
-    decode: Any,
-    prompt: list[int],
-    between: Callable[[], None] = lambda: None,
-    *,
-    max_tokens: int = TOKENS,
-    multi_turn: bool = True,
-) -> Any:
-    """Compute a prompt on one instance and its answer on another, which is run to its end. Return decode's job.
-
-    Args:
-        between: called once everything is stored.
-    """
-    there = prefill.submit(pb.PREFILL, prompt, max_tokens, multi_turn=multi_turn)
-    here = decode.submit(pb.DECODE, prompt, max_tokens, multi_turn=multi_turn)
-    run(prefill, lambda: there in prefill.context.closed)
-    between()
-    pass_on(there, decode, here)
-    run(decode, lambda: here.ended)
-    return here
-
-
-def run(one: Any, is_done: Callable[[], bool]) -> None:
-    """Run an instance and its transfers."""
-    for _ in range(400):
-        one.step()
-        one.end_all()
-        if is_done():
-            return
-    raise AssertionError("it does not end")
-
-
-def alone(one: Any, prompt: list[int]) -> Any:
-    """Compute a prompt and its answer on one instance. Return the job."""
-    job = one.submit(pb.BOTH, prompt, TOKENS)
-    run(one, lambda: job in one.context.closed)
-    return job
-
-
-def answer(job: Any) -> list[int]:
-    tokens: list[int] = job.seq.output.tokens[job.seq.output.num_prompt :].tolist()
-    return tokens
 
 
 def states(rows: dict[bytes, Any]) -> list[bytes]:
@@ -133,38 +75,6 @@ def test_each_part_of_a_state_that_crosses_matters(
 
 
 @with_a_state
-def test_another_turn_and_a_sibling_compute_what_is_new(instance: Instance, expected: Expected) -> None:
-    """On an instance that has seen nothing of the first turn, also after a short answer."""
-    more = [*range(20)]
-    for max_tokens in (TOKENS, 3):
-        prompt = [max_tokens, *PROMPTS[330]]
-        job = hand_over(instance(), instance(store_generated="auto"), prompt, max_tokens=max_tokens)
-        for other in ([*prompt, *answer(job), *more], [*prompt, *more], prompt):
-            there = alone(instance(), other)
-            assert answer(there) == expected(other, TOKENS)
-            sources = there.prompt_sources()
-            assert sources["computed"] <= 52 and sources["loaded"] == len(other) - sources["computed"]
-
-
-@pytest.mark.parametrize("architecture", ["lfm2"], indirect=True)
-def test_a_sibling_hits_the_end_of_a_message(instance: Instance, expected: Expected) -> None:
-    """It shares 400 of 500 tokens."""
-    shared = [(i * i + 3 * i) % 250 for i in range(400)]
-    for end in (199, 399):
-        shared[end] = EOS
-    first, other = ([*shared, *(k * i % 250 for i in range(100))] for k in (7, 11))
-    one = instance()
-    alone(one, [*first[:300], 1])
-    prefill = instance()
-    hand_over(prefill, instance(), first, max_tokens=3)
-    for where in (prefill, instance()):
-        job = alone(where, other)
-        assert answer(job) == expected(other, TOKENS) and job.prompt_sources()["computed"] <= 132
-    again = alone(one, [*shared[:200], 5, 6])
-    assert again.prompt_sources()["local_hit"] == 192, "behind the system prompt"
-
-
-@with_a_state
 def test_the_next_turn_hits_where_the_answer_was_computed(instance: Instance, expected: Expected) -> None:
     one, prompt = instance(num_blocks=100), PROMPTS[330]
     first = alone(one, prompt)
@@ -216,9 +126,9 @@ def test_prefill_that_fails_before_the_first_token(instance: Instance, expected:
     decode.check_nothing_is_held()
 
 
-@with_a_state
+@pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_mixed"], indirect=True)
 @pytest.mark.parametrize("num_tokens", [330, 320])
-def test_choices_go_on_from_one_state(instance: Instance, num_tokens: int) -> None:
+def test_choices_go_on_from_one_state_or_window(instance: Instance, num_tokens: int) -> None:
     sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=5, ignore_eos=True)
     prompt, answers = PROMPTS[num_tokens], list[list[list[int]]]()
     for others in (2, 0):

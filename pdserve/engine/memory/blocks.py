@@ -27,10 +27,10 @@ class NoFreeBlocks(Exception):
 class BlockListener(Protocol):
     """Is told what the pool's blocks hold."""
 
-    def store(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> None:
-        """A key became findable. `parent` is the key of the block before, if any."""
+    def store(self, key: bytes, parent: bytes | None, tokens: Sequence[int], group: int = 0) -> None:
+        """A key became findable in a group. `parent` is the key of the block before, if any."""
 
-    def remove(self, key: bytes) -> None: ...
+    def remove(self, key: bytes, group: int = 0) -> None: ...
 
 
 class BlockPool:
@@ -44,7 +44,7 @@ class BlockPool:
         num_promised: free pages that sequences are promised, see `SequenceKV.promise`.
         num_shared: blocks with several holders.
         has_states: the last group has states of recurrent layers.
-        message_ends: tokens that end a message, behind which a state is kept.
+        message_ends: tokens that end a message, behind which other prompts may go on.
         refs: number of holders of each block. One with several must not be written to.
         listeners: are told of each key that becomes findable or stops being so.
         pinned: blocks to which the pool itself has a reference.
@@ -187,7 +187,7 @@ class BlockPool:
         """Make a held block, now full and final, findable by its key. The first block registered for a key keeps it.
 
         Args:
-            parent, tokens: for the listeners, which are told of the first group.
+            parent, tokens: for the listeners.
             at: the group's index.
         """
         assert self.refs[block] > 0, f"block {block} registered without a holder"
@@ -195,8 +195,8 @@ class BlockPool:
             self._block_of[at][key] = block
             self._key_of[block] = key
             self._keyed[self._page_of[block]] += 1
-            for listener in self.listeners if not at else ():
-                listener.store(key, parent, tokens)
+            for listener in self.listeners:
+                listener.store(key, parent, tokens, at)
 
     def pin(self, keys: Sequence[bytes]) -> None:
         """Keep the blocks of the longest prefix of `keys` that is here from eviction, as far as `max_pinned` allows."""
@@ -215,11 +215,12 @@ class BlockPool:
         self.release([*pinned])
         self._free.extend(self._cached)
         self._cached.clear()
-        keys, self._block_of, self._key_of = [*self._block_of[0]], [{} for _ in self.groups], {}
+        keys, self._block_of, self._key_of = self._block_of, [{} for _ in self.groups], {}
         self._keyed = [0] * self.num_blocks
-        for key in keys:
-            for listener in self.listeners:
-                listener.remove(key)
+        for at, of_group in enumerate(keys):
+            for key in of_group:
+                for listener in self.listeners:
+                    listener.remove(key, at)
 
     def check_integrity(self) -> None:
         """Assert that every page is in exactly one state and that keys and blocks agree."""
@@ -247,7 +248,7 @@ class BlockPool:
             key = self._key_of.pop(block, None)
             if key is not None:
                 del self._block_of[at][key]
-                for listener in self.listeners if not at else ():
-                    listener.remove(key)
+                for listener in self.listeners:
+                    listener.remove(key, at)
         self._keyed[page] = 0
         return page

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 from pdserve.keys import STATE_WINDOW, Tokens
 
 GAP = -1  # in a table of states
-STATES = 4  # the newest one, those of the last two full blocks before it, and that of the first message
+STATES = 5  # the newest one, those of the last two full blocks before it, and those of the first and the last message
 
 BlockTable: TypeAlias = "array[int]"  # int64: a step copies it into its input, which takes a list fifteen times as long
 
@@ -96,12 +96,22 @@ class Table:
         ids: one per block of tokens. Those before `num_dropped` are void.
         num_dropped: leading blocks that no later token reaches.
         spare: further blocks of its pages.
+        kept: indices of those of the prompt that are needed behind messages, where other prompts may go on.
     """
 
     at: int
     ids: BlockTable
     num_dropped: int
     spare: list[int] = field(default_factory=list)
+    kept: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, pool: Pool, at: int, ids: BlockTable, num_dropped: int, tokens: Tokens) -> "Table":
+        """Return the table of a sequence that goes on from `ids`."""
+        kept, size = set[int](), pool.block_size
+        for end in _message_ends(pool, at, tokens):
+            kept.update(range(pool.groups[at].num_unreached(end * size, size), end))
+        return cls(at, ids, num_dropped, kept=frozenset(kept))
 
     @property
     def held_blocks(self) -> list[int]:
@@ -136,8 +146,8 @@ class Table:
         return pool.groups[self.at].num_unreached(num_tokens, pool.block_size)
 
     def num_unneeded(self, pool: Pool, num_tokens: int) -> int:
-        """Return how many leading blocks neither the last of `num_tokens` tokens nor one behind their full blocks reaches."""
-        return self.num_unreached(pool, min(num_tokens - 1, num_tokens // pool.block_size * pool.block_size))
+        """Return how many leading blocks no token behind the last hit of a prompt of `num_tokens` reaches."""
+        return self.num_unreached(pool, (num_tokens - 1) // pool.block_size * pool.block_size)
 
     def blocks(self, first: int, stop: int, least: int = 0) -> list[tuple[int, int]]:
         """Return the blocks [first, stop) that it has, from `least` on, as (index - first, id)."""
@@ -146,14 +156,25 @@ class Table:
     def prompt_blocks(
         self, pool: Pool, first: int, stop: int, num_tokens: int, *, multi_turn: bool
     ) -> list[tuple[int, int]]:
-        """Return those that tokens behind a prompt of `num_tokens` reach, or tokens behind its last full block."""
-        return self.blocks(first, stop, self.num_unneeded(pool, num_tokens))
+        """Return those that tokens behind a prompt of `num_tokens` reach, or tokens behind its last full block.
+
+        And, if another turn may follow, those that others may find.
+        """
+        return self._worth_storing(first, stop, self.num_unneeded(pool, num_tokens), keeps=multi_turn)
+
+    def _worth_storing(self, first: int, stop: int, least: int, *, keeps: bool) -> list[tuple[int, int]]:
+        """Return the blocks [first, stop) from `least` on, and those that are kept behind messages, if wanted."""
+        return [
+            one
+            for one in self.blocks(first, stop)
+            if first + one[0] >= least or (keeps and first + one[0] in self.kept)
+        ]
 
     def answer_blocks(
         self, pool: Pool, first: int, stop: int, num_initial: int, *, is_end: bool
     ) -> list[tuple[int, int]]:
         """Return those that another turn may need. `is_end`: the answer is complete, and no later block of it is full."""
-        return self.blocks(first, stop, self.num_unneeded(pool, num_initial))
+        return self._worth_storing(first, stop, self.num_unneeded(pool, num_initial), keeps=True)
 
     def lacks(self, pool: Pool, num_tokens: int) -> bool:
         """Return whether it has dropped blocks that the token behind the first `num_tokens` reaches."""
@@ -161,14 +182,17 @@ class Table:
 
     def drops_soon(self, pool: Pool, first: int, num_initial: int, num_tokens: int) -> bool:
         """Return whether no token behind the first `num_tokens` reaches one of the prompt's blocks from `first` on."""
-        needed = max(first, self.num_dropped, self.num_unneeded(pool, num_initial))
-        return self.num_unreached(pool, num_tokens) > needed
+        first, stop = max(first, self.num_dropped), self.num_unreached(pool, num_tokens)
+        return stop > max(first, self.num_unneeded(pool, num_initial)) or any(first <= at < stop for at in self.kept)
 
     def drop(self, pool: Pool, num_tokens: int) -> None:
-        """Release what no token behind the first `num_tokens` reaches. It is evicted before all else."""
+        """Release what no token behind the first `num_tokens` reaches. It is evicted before all else, unless it is kept."""
         stop = self.num_unreached(pool, num_tokens)
         if self.num_dropped < stop <= len(self.ids):
-            pool.release(self.ids[self.num_dropped : stop].tolist(), goes_first=True)
+            first, kept = self.num_dropped, self.kept
+            for keeps in (True, False) if kept else (False,):
+                blocks = [self.ids[index] for index in range(first, stop) if (index in kept) == keeps]
+                pool.release(blocks, goes_first=not keeps)
             self.num_dropped = stop
 
     def to_swap(self, pool: Pool, num_tokens: int, stop: int) -> tuple[int, list[int]]:
@@ -190,29 +214,19 @@ class Table:
 class StateTable(Table):
     """The states of a sequence: the block of a number of tokens has the state behind its last token.
 
-    The block of the newest state becomes that of the next one, and its old place a gap. Blocks of other states are kept:
+    The block of the newest state becomes that of the next one, and its old place a gap. Blocks of other states are kept.
 
     Attributes:
-        kept: indices of the blocks of the prompt in which a message ends.
         first_kept: index of the last block that a repeated prompt may hit. From there on, all are kept.
     """
 
-    kept: frozenset[int] = frozenset()
     first_kept: int = 0
 
     @classmethod
     def of(cls, pool: Pool, at: int, ids: BlockTable, num_dropped: int, tokens: Tokens) -> "StateTable":
         """Return the table of a sequence that goes on from `ids`. The last of its tokens is computed in any case."""
-        size, least = pool.block_size, pool.groups[0].per_page
-        ends, first_kept, kept = list[int](), max(0, (len(tokens) - 1) // size - 1), list[int]()
-        for token in pool.message_ends:
-            end = 0
-            while (end := _index(tokens, token, end) + 1) and end <= first_kept * size:
-                ends.append(end)
-        for block in sorted(end // size - 1 for end in ends):
-            if block >= 0 and (not kept or block - kept[-1] >= least):  # closer together, they are not worth it
-                kept.append(block)
-        return cls(at, ids, num_dropped, kept=frozenset(kept), first_kept=first_kept)
+        kept = frozenset(end - 1 for end in _message_ends(pool, at, tokens))
+        return cls(at, ids, num_dropped, kept=kept, first_kept=_last_hit(tokens, pool.block_size))
 
     @property
     def held_blocks(self) -> list[int]:
@@ -266,15 +280,16 @@ class StateTable(Table):
     def answer_blocks(
         self, pool: Pool, first: int, stop: int, num_initial: int, *, is_end: bool
     ) -> list[tuple[int, int]]:
-        """Return the state behind the last full block, at the end."""
-        return self.blocks(first, stop, stop - 1) if is_end else []
+        """Return the state behind the last full block, at the end, and those behind messages of the prompt."""
+        return self._worth_storing(first, stop, stop - 1 if is_end else stop, keeps=True)
 
     def lacks(self, pool: Pool, num_tokens: int) -> bool:
         reached = self.num_unreached(pool, num_tokens)
         return reached < self.num_dropped or (num_tokens > 0 and self.ids[reached] == GAP)
 
     def drops_soon(self, pool: Pool, first: int, num_initial: int, num_tokens: int) -> bool:
-        return False
+        first, stop = max(first, self.num_dropped), num_tokens // pool.block_size - 1
+        return any(first <= at < stop and self.ids[at] != GAP for at in self.kept)
 
     def drop(self, pool: Pool, num_tokens: int) -> None:
         """Release the states before that of the last full block, which another turn may need.
@@ -295,6 +310,30 @@ class StateTable(Table):
 
     def to_restore(self, first: int, stop: int) -> list[int]:
         return [block for block in self.ids[first:] if block != GAP]
+
+
+def _last_hit(tokens: Tokens, block_size: int) -> int:
+    """Return the index of the last block that may be a hit: the last token is computed in any case."""
+    return max(0, (len(tokens) - 1) // block_size - 1)
+
+
+def _message_ends(pool: Pool, at: int, tokens: Tokens) -> list[int]:
+    """Return of how many blocks of tokens a group keeps what the next token needs: those that end messages.
+
+    They are no closer together than that is worth in blocks of the first group, but for the last one that is not right
+    before the prompt's end.
+    """
+    size, group, last, ends = pool.block_size, pool.groups[at], _last_hit(tokens, pool.block_size), set[int]()
+    for token in pool.message_ends:
+        place = -1
+        while (place := _index(tokens, token, place + 1)) >= 0 and place < last * size:
+            ends.add((place + 1) // size)
+    least = max(1, (group.window or 0) // size) * pool.groups[0].per_page // group.per_page
+    found, newest = list[int](), max((end for end in ends if end < last - 1), default=0)
+    for end in sorted(ends - {0}):
+        if not found or end - found[-1] >= least or end == newest:
+            found.append(end)
+    return found
 
 
 def _index(tokens: Tokens, token: int, start: int) -> int:
@@ -350,8 +389,7 @@ class Tails(list[Table]):
             found = pool.match_tail(at, keys[reached:])
             pool.hold(found)
             ids = array("q", [group.void] * min(reached, len(keys)) + found)
-            table = StateTable.of(pool, at, ids, reached, tokens) if group.is_states else Table(at, ids, reached)
-            self.append(table)
+            self.append((StateTable if group.is_states else Table).of(pool, at, ids, reached, tokens))
 
 
 @dataclass(frozen=True)

@@ -289,10 +289,11 @@ class SequenceKV:
             keys = self.full_keys()
             for i in range(self.num_registered, full):
                 tokens = self.tokens[i * self.block_size : (i + 1) * self.block_size]
-                pool.register(self.block_ids[i], keys[i], keys[i - 1] if i else None, tokens)
+                parent = keys[i - 1] if i else None
+                pool.register(self.block_ids[i], keys[i], parent, tokens)
                 for tail in self.tails:
                     if tail.keeps(i):
-                        pool.register(tail.ids[i], keys[i], at=tail.at)
+                        pool.register(tail.ids[i], keys[i], parent, tokens, tail.at)
             self.num_registered = full
 
     def preempt(self, pool: BlockPool, swapped: SwappedKV | None, *, is_stored: bool) -> None:

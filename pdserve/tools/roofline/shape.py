@@ -186,6 +186,7 @@ def kv_spec(config: Config) -> KVSpec:
         kinds = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in layers]
     groups = []
     for kind, span in (("full_attention", None), ("sliding_attention", window)):
-        if of_kind := tuple(layer for layer in layers if kinds[layer] == kind):
+        names = (kind, "attention") if span is None else (kind,)  # Granite's full attention has the short name
+        if of_kind := tuple(layer for layer in layers if kinds[layer] in names):
             groups.append(KVGroup(of_kind, heads, size, window=span))
     return KVSpec(tuple(groups))

@@ -30,7 +30,7 @@ def answers(path: Path, **settings: object) -> list[tuple[list[int], list[float]
     return [(seq.output.tokens[seq.output.num_prompt :].tolist(), logprobs[seq.request_id]) for seq in seqs]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])  # windows and sinks
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss", "qwen3_5"])  # windows, sinks, states
 def test_chunks_change_no_bit(architecture: str, checkpoint: Callable[..., Path]) -> None:
     path = checkpoint(architecture)
     expected = answers(path)

@@ -174,15 +174,15 @@ class Keys:
     """A listener of the pool."""
 
     def __init__(self) -> None:
-        self.removed: list[bytes] = []
+        self.removed: list[tuple[bytes, int]] = []
 
-    def store(self, key: bytes, parent: bytes | None, tokens: TokenIds[int]) -> None: ...
+    def store(self, key: bytes, parent: bytes | None, tokens: TokenIds[int], group: int = 0) -> None: ...
 
-    def remove(self, key: bytes) -> None:
-        self.removed.append(key)
+    def remove(self, key: bytes, group: int = 0) -> None:
+        self.removed.append((key, group))
 
 
-def test_pins_keep_all_groups_and_listeners_hear_of_the_first() -> None:
+def test_pins_keep_all_groups_and_listeners_hear_of_them() -> None:
     pool, listener = BlockPool(40, B, [Group(None, 1, 0), Group(3 * B, 1, 40)]), Keys()
     pool.listeners.append(listener)
     scheduler, pinned, other = scheduler_of(pool), sequence(0, [7] * 80), sequence(1, [9] * 80)
@@ -194,7 +194,10 @@ def test_pins_keep_all_groups_and_listeners_hear_of_the_first() -> None:
     pool.pin(pinned.kv.full_keys())
     pool.allocate(pool.num_free)
     assert len(pool.match(pinned.kv.full_keys())) == 5 and not pool.match(other.kv.full_keys())
-    assert sorted(listener.removed) == sorted(other.kv.full_keys())
+    unreached = [(key, 1) for key in pinned.kv.full_keys()[:2]]
+    assert sorted(listener.removed) == sorted(
+        [*unreached, *((key, at) for key in other.kv.full_keys() for at in (0, 1))]
+    )
 
 
 def test_a_reservation_leaves_the_pages_of_a_waiting_sequence() -> None:

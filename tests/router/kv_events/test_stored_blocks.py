@@ -120,3 +120,19 @@ def test_sizes_that_are_no_multiples_of_16_are_errors_and_change_nothing() -> No
     with pytest.raises(ValueError, match="blocks of 8 tokens"):
         blocks.apply(read_batch(payload(stored([1], None, TOKENS[:16]), stored([2], None, TOKENS[:8], 8))), ROOT)
     assert blocks.clear() == []
+
+
+def test_blocks_of_windows_and_states_are_not_taken_for_those_of_all_tokens() -> None:
+    """Their hashes may be the same."""
+    blocks, keys = StoredBlocks(), KEYS[:2]
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    others = [
+        {"group_idx": 0, "kv_cache_spec_kind": "mamba"},
+        {"group_idx": 2, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 128},
+    ]
+    of_others = [stored(keys, None, TOKENS[:32], **other) for other in others]
+    assert blocks.apply(read_batch(payload(*of_others)), ROOT) == ([], [])
+    assert blocks.apply(read_batch(payload(stored(keys, None, TOKENS[:32], **full))), ROOT) == ([], keys)
+    gone = [removed(keys) | {"group_idx": other["group_idx"]} for other in others]
+    assert blocks.apply(read_batch(payload(*gone)), ROOT) == ([], [])
+    assert blocks.apply(read_batch(payload(removed(keys) | {"group_idx": 1})), ROOT) == (keys, [])

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pdserve.keys import group_key
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
 KEYS = [bytes([number]) * 16 for number in range(12)]
@@ -65,3 +67,27 @@ def test_match_stops_at_the_first_key_without_holders() -> None:
 
     assert index.match(prompt()) == {"p0": 2}
     assert walked == KEYS[:3]
+
+
+@pytest.mark.parametrize(
+    ("windows", "lost", "usable"),
+    [
+        ([2], [], 5),
+        ([2], [4], 4),
+        ([2], [1, 3, 4], 3),
+        ([2], [*range(5)], 0),
+        ([32], [2], 5),
+        ([32], [3], 3),
+        ([32], [2, 4], 2),
+        ([32, 2], [1, 4], 4),
+    ],
+)
+def test_a_hit_ends_where_all_groups_have_what_the_next_token_needs(
+    windows: list[int], lost: list[int], usable: int
+) -> None:
+    """Of blocks of 16 tokens; a window of 32 needs the last two, a state the last one. A group lacks what is lost."""
+    index = PrefixIndex()
+    index.add("p", KEYS[:5])
+    for at in range(1, len(windows) + 1):
+        index.add("p", [group_key(key, at) for i, key in enumerate(KEYS[:5]) if i not in lost])
+    assert index.match(KEYS) == {"p": 5} and index.usable("p", KEYS, 5, windows, 16) == usable
