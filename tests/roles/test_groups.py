@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.output import Stored
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from tests.instance import hash_model
 
 WINDOW, B, TOKENS = 48, 16, 24
@@ -135,7 +135,7 @@ def test_a_prompt_of_which_a_block_is_lost_is_computed(
     instance: Instance, expected: Expected, rows: dict[bytes, Any], lost: str
 ) -> None:
     prompt, decode, prefill = PROMPTS[330], instance(), instance()
-    keys = prefill.engine.new_sequence("", prompt, SamplingParams(max_tokens=1)).kv.full_keys()
+    keys = prefill.engine.new_sequence("", Request(prompt=prompt, sampling=SamplingParams(max_tokens=1))).kv.full_keys()
     windows = [key for key in keys]
 
     def lose() -> None:
