@@ -23,7 +23,7 @@ from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.engine import Engine
 from pdserve.engine.step import StepPlan
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 MODES = ("base", "loaded", "one", "all")
 
@@ -80,7 +80,9 @@ class Modes:
             ids = [(7 * i + 3 * at) % 250 for at in range(prompt)]
             sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
             salt = str(time.perf_counter())
-            seq = engine.new_sequence(str(i), ids, sampling, salt, adapter=digests[i % len(digests)])
+            seq = engine.new_sequence(
+                str(i), Request(prompt=ids, sampling=sampling, salt=salt, adapter=digests[i % len(digests)])
+            )
             if seq.adapter is not None:
                 assert engine.adapters is not None and engine.adapters.acquire(seq)
             engine.add(seq)

@@ -28,7 +28,7 @@ from pdserve.config import flag
 from pdserve.errors import SetupError
 from pdserve.kernels import memory
 from pdserve.kernels.attention import KernelUnavailable, select_kernel
-from pdserve.kernels.batch import Kernel, PagedBatch, layer_caches
+from pdserve.kernels.batch import Kernel, PagedBatch, Scores, layer_caches
 
 SHAPE = checkpoints.QWEN3_0_6B
 POOL_BYTES = 1 << 28  # lower bound, over all layers: more than a second-level cache
@@ -106,7 +106,7 @@ def _measure(
             starts=torch.arange(sequences + 1, device=device),
             kernel=kernel,
         )
-        return lambda layer: kernel.attend(q_THD, batch.caches[layer], batch, size**-0.5, None, None)
+        return lambda layer: kernel.attend(q_THD, batch.caches[layer], batch, Scores(size**-0.5))
 
     def torch_call(layer: int) -> torch.Tensor:
         k, v = whole[:, layer, :, :, :context].unbind(1)

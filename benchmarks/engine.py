@@ -32,7 +32,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.errors import SetupError
 from pdserve.kernels import linear, native
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 Run = Callable[[list[list[int]], int], "Timing"]
 
@@ -200,7 +200,10 @@ class OurEngine:
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> Timing:
         sampling = structs.replace(self._sampling, max_tokens=output_tokens)
-        waiting = {self._engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)}
+        waiting = {
+            self._engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling))
+            for i, prompt in enumerate(prompts)
+        }
         for seq in waiting:
             self._engine.add(seq)
         timing, hits = Timing([], [], 0, []), self._engine.scheduler.prefix_hits

@@ -20,7 +20,7 @@ from gpu_part import DEVICE, DRY, Result, Skip
 
 from pdserve.kernels import reference
 from pdserve.kernels.attention import KernelUnavailable, select_kernel
-from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch, layer_caches
+from pdserve.kernels.batch import Kernel, KVFormat, PagedBatch, Scores, layer_caches
 
 ROOT = Path(__file__).parent.parent
 BLOCK, LAYERS, LAYER = 16, 2, 1
@@ -95,13 +95,13 @@ def _check(worker: int, workers: int) -> list[Result]:
         batch, q, k, v = _case(dtype, heads, kv_heads, size, lengths)
         cache = batch.caches[LAYER].float()
         reference.write_kv(cache, k.float(), v.float(), batch.slots_T)
-        expected = reference.attend(q.float(), cache, batch, scale, window, softcap)
+        expected = reference.attend(q.float(), cache, batch, Scores(scale, window, softcap))
         for kernel in _kernels(dtype, size)[0]:
             row: Result = {"variant": number, "kernel": kernel.NAME, "dtype": str(dtype), "size": size}
             row |= {"heads": (heads, kv_heads), "window": window, "softcap": softcap, "lengths": name}
             try:
                 kernel.write_kv(batch.caches[LAYER], k, v, batch.slots_T)
-                got = kernel.attend(q, batch.caches[LAYER], batch, scale, window, softcap).float()
+                got = kernel.attend(q, batch.caches[LAYER], batch, Scores(scale, window, softcap)).float()
                 error = float((got - expected).norm() / expected.norm())
                 rows.append(row | {"error": error, "wrong": not error <= TOLERANCE[dtype]})
             except Exception as failure:  # noqa: BLE001 - any failure of a compiler is a result
@@ -208,7 +208,7 @@ def attention_rates() -> Result:
         outputs = {}
         kernels, without = _kernels(dtype, size)
         for kernel in kernels:
-            attend = partial(kernel.attend, q, batch.caches[LAYER], batch, size**-0.5, None, None)
+            attend = partial(kernel.attend, q, batch.caches[LAYER], batch, Scores(size**-0.5))
             outputs[kernel.NAME] = attend().float()
             took = gpu_part.seconds(attend)
             head: Result = {"phase": phase, "sequences": len(lengths), "new": lengths[0][0], "kv": lengths[0][1]}

@@ -32,7 +32,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.keys import token_array
 from pdserve.kv_spec import KVSpec
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 CHUNK = 8192  # tokens of a prefill step
@@ -69,7 +69,7 @@ def run(engine: Engine, prompts: list[list[int]], count: int, **sampling: Any) -
     Steps that are launched ahead overlap: nothing here waits for the device between them.
     """
     params = SamplingParams(**{"temperature": 0, **sampling, "max_tokens": count, "ignore_eos": True})
-    seqs = [engine.new_sequence(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    seqs = [engine.new_sequence(str(i), Request(prompt=prompt, sampling=params)) for i, prompt in enumerate(prompts)]
     for seq in seqs:
         engine.add(seq)
     steps, ended = list[float](), gpu_part.now()

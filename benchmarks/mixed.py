@@ -24,7 +24,7 @@ from rich.console import Console
 from pdserve.cli.flags import command_from_config
 from pdserve.config import EngineConfig, flag
 from pdserve.engine.engine import Engine
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 SMALL = replace(checkpoints.TINY, layers=8, hidden=512, heads=8, kv_heads=4, head_dim=64, intermediate=1536)
 SHAPES = {"small": SMALL, "0.6b": checkpoints.QWEN3_0_6B}
@@ -66,7 +66,7 @@ def ours(engine: Engine, load: Load, answers: int) -> None:
     for number, (prompt, tokens) in enumerate(load):
         temperature = 0.0 if answers == 1 else 1.0
         sampling = SamplingParams(max_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
-        first = engine.new_sequence(str(number), prompt, sampling)
+        first = engine.new_sequence(str(number), Request(prompt=prompt, sampling=sampling))
         first.lead(engine.new_siblings(first, [(f"{number}-{one}", one) for one in range(1, answers)]))
         engine.add(first)
     while engine.has_work:

@@ -29,7 +29,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.warm_up import warm_up
 from pdserve.keys import token_array
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.speculation.speculator import Speculator
 
@@ -135,7 +135,7 @@ class Machine:
         for i, (prompt, answer) in enumerate(zip(task.prompts, task.answers, strict=True)):
             self._texts[str(i)] = [*prompt, *answer]
             sampling = SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True)
-            seq = engine.new_sequence(str(i), prompt, sampling, salt=str(time.perf_counter()))
+            seq = engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling, salt=str(time.perf_counter())))
             waiting.add(seq)
             engine.add(seq)
         seqs, drafted = [*waiting], [0, 0]

@@ -11,7 +11,7 @@ Shape legend, here and in the kernels:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ class Capabilities:
 
     Attributes:
         latent: attends over latent rows, which are wider than heads.
-        sinks: its `attend` takes attention sinks.
+        sinks: its `attend` takes attention sinks (`Scores.sinks_H`).
         byte_kv: takes KV in 8 bits, whose rows `reference.quantize` defines.
         states: states of recurrent layers are computed beside it.
         records_steps: its decode steps can be replayed without Python (`engine/step_graph.py`).
@@ -45,6 +45,28 @@ class Capabilities:
     instructions: Callable[[], str] | None = None
 
 
+class Scores(NamedTuple):
+    """How a layer scores the tokens to which one attends.
+
+    Attributes:
+        scale: of the product of query and key.
+        window: tokens that may be attended to, the token itself included; None: all before it.
+        softcap: the score s becomes softcap · tanh(s / softcap); None: it does not.
+        sinks_H: of each query head, the logit of an attention sink: it weighs like a token whose value is 0; float32.
+            Only kernels that have the capability get any.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if scores are scaled products."""
+        return self.softcap is None and self.sinks_H is None
+
+
 class Kernel(Protocol):
     """One back end of paged attention: the modules `reference`, `cpu`, `gpu.triton_kernels`, and a class in `gpu.flash`.
 
@@ -61,21 +83,9 @@ class Kernel(Protocol):
         """Write the K and V of each new token into its slot of one layer's cache."""
 
     def attend(
-        self,
-        q_THD: torch.Tensor,
-        cache_N2GBD: torch.Tensor,
-        batch: "PagedBatch",
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks_H: torch.Tensor | None = None,
+        self, q_THD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: "PagedBatch", scores: Scores
     ) -> torch.Tensor:
-        """Return the attention of every new token over its own sequence, [T, H, D].
-
-        Args:
-            sinks_H: of each query head, the logit of an attention sink: it weighs like a token whose value is 0; float32.
-                Passed only to kernels that have the capability, and only for layers that have them.
-        """
+        """Return the attention of every new token over its own sequence, [T, H, D]."""
 
     def copy_blocks(self, pool_N: torch.Tensor, sources_C: torch.Tensor, targets_C: torch.Tensor) -> None:
         """Copy whole blocks within the pool, for copy-on-write. Targets are distinct, and none of them is a source."""

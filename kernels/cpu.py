@@ -2,8 +2,8 @@
 
 import torch
 
-from pdserve.kernels.batch import Capabilities, PagedBatch
-from pdserve.kernels.native import DTYPES, AttentionArguments, functions, instructions
+from pdserve.kernels.batch import Capabilities, PagedBatch, Scores
+from pdserve.kernels.native import DTYPES, AttentionArguments, addresses, functions, instructions
 
 NAME = "cpu"
 CAPABILITIES = Capabilities(
@@ -21,67 +21,35 @@ def write_kv(cache_N2GBD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     """Write the K and V of each new token into its slot of one layer's cache."""
     rounds = cache_N2GBD.dtype == torch.int8
     assert k_TGD.dtype == v_TGD.dtype and (rounds or cache_N2GBD.dtype == k_TGD.dtype)
-    k_TGD, v_TGD = _contiguous_rows(k_TGD), _contiguous_rows(v_TGD)
-    tokens, heads, _ = k_TGD.shape
-    item = k_TGD.itemsize
+    k_TGD, v_TGD, slots_T = _contiguous_rows(k_TGD), _contiguous_rows(v_TGD), slots_T.contiguous()
+    of_cache, item = cache_N2GBD.itemsize, k_TGD.itemsize
     functions().pdserve_write_kv(
-        cache_N2GBD.data_ptr(),
-        *(cache_N2GBD.itemsize * stride for stride in _strides(cache_N2GBD)),
-        k_TGD.data_ptr(),
-        item * k_TGD.stride(0),
-        item * k_TGD.stride(1),
-        v_TGD.data_ptr(),
-        item * v_TGD.stride(0),
-        item * v_TGD.stride(1),
-        slots_T.contiguous().data_ptr(),
-        tokens,
-        heads,
-        cache_N2GBD.shape[3],
-        cache_N2GBD.itemsize * cache_N2GBD.shape[4],
-        torch.get_num_threads(),
-        rounds,
-        DTYPES.index(k_TGD.dtype),
+        *(*addresses(cache_N2GBD), *(of_cache * stride for stride in _strides(cache_N2GBD))),
+        *(*addresses(k_TGD), item * k_TGD.stride(0), item * k_TGD.stride(1)),
+        *(*addresses(v_TGD), item * v_TGD.stride(0), item * v_TGD.stride(1)),
+        *(*addresses(slots_T), *k_TGD.shape[:2], cache_N2GBD.shape[3], of_cache * cache_N2GBD.shape[4]),
+        *(torch.get_num_threads(), rounds, DTYPES.index(k_TGD.dtype)),
     )
 
 
 def attend(
-    q_THD: torch.Tensor,
-    cache_N2GBD: torch.Tensor,
-    batch: PagedBatch,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None = None,
-    use_amx: bool = True,
+    q_THD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: PagedBatch, scores: Scores, use_amx: bool = True
 ) -> torch.Tensor:
     """Return the attention of every new token over its own sequence, [T, H, D].
 
     Args:
         use_amx: allow AMX in bfloat16, where available.
     """
-    in_bytes = cache_N2GBD.dtype == torch.int8
+    in_bytes, (scale, window, softcap, sinks_H) = cache_N2GBD.dtype == torch.int8, scores
     assert (in_bytes or q_THD.dtype == cache_N2GBD.dtype) and (sinks_H is None or sinks_H.dtype == torch.float32)
     assert len(batch.starts) > len(batch.query_lens), "as many starts as sequences, and the end"
     q_THD = _contiguous_rows(q_THD)
     _, heads, size = q_THD.shape
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-    tables_SM, starts = batch.tables_SM.contiguous(), batch.starts
-    block, half, head = _strides(cache_N2GBD)
+    tables_SM = batch.tables_SM.contiguous()
     arguments = AttentionArguments(
-        out=out_THD.data_ptr(),
-        q=q_THD.data_ptr(),
-        cache=cache_N2GBD.data_ptr(),
-        tables=tables_SM.data_ptr(),
-        starts=starts.data_ptr(),
-        kv_lens=batch.kv_lens_S.data_ptr(),
-        sinks=None if sinks_H is None else sinks_H.data_ptr(),
-        out_token=out_THD.stride(0),
-        out_head=out_THD.stride(1),
-        q_token=q_THD.stride(0),
-        q_head=q_THD.stride(1),
-        block=block,
-        half=half,
-        head=head,
+        *addresses(out_THD, q_THD, cache_N2GBD, tables_SM, batch.starts, batch.kv_lens_S, sinks_H),
+        *(*out_THD.stride()[:2], *q_THD.stride()[:2], *_strides(cache_N2GBD)),
         S=len(batch.query_lens),
         H=heads,
         G=cache_N2GBD.shape[2],
@@ -126,16 +94,11 @@ def _copy(
     assert target.dtype == source.dtype and target.shape[1:] == source.shape[1:]
     assert all(x[:0].is_contiguous() and x[0].is_contiguous() for x in (target, source))
     target_ids, source_ids = (None if ids is None else ids.contiguous() for ids in (target_ids, source_ids))
+    target_at, target_ids_at, source_at, source_ids_at = addresses(target, target_ids, source, source_ids)
     functions().pdserve_copy_blocks(
-        target.data_ptr(),
-        target.itemsize * target.stride(0),
-        None if target_ids is None else target_ids.data_ptr(),
-        source.data_ptr(),
-        source.itemsize * source.stride(0),
-        None if source_ids is None else source_ids.data_ptr(),
-        count,
-        target[0].nbytes,
-        torch.get_num_threads(),
+        *(target_at, target.itemsize * target.stride(0), target_ids_at),
+        *(source_at, source.itemsize * source.stride(0), source_ids_at),
+        *(count, target[0].nbytes, torch.get_num_threads()),
     )
 
 

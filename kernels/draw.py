@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve.kernels.native import DTYPES, library
+from pdserve.kernels.native import DTYPES, addresses, library
 
 
 def draw(
@@ -32,15 +32,8 @@ def draw(
     rows_R, counters_R = torch.tensor(rows), torch.tensor(counters)
     settings_R4 = torch.tensor(settings, dtype=torch.float64)
     library().pdserve_draw(
-        DTYPES.index(logits_SV.dtype),
-        drawn_R.data_ptr(),
-        logits_SV.data_ptr(),
-        logits_SV.shape[1],
-        rows_R.data_ptr(),
-        argmax_S.data_ptr(),
-        counters_R.data_ptr(),
-        settings_R4.data_ptr(),
-        len(rows),
-        torch.get_num_threads(),
+        *(DTYPES.index(logits_SV.dtype), *addresses(drawn_R, logits_SV), logits_SV.shape[1]),
+        *addresses(rows_R, argmax_S, counters_R, settings_R4),
+        *(len(rows), torch.get_num_threads()),
     )
     return drawn_R

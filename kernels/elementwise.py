@@ -5,7 +5,7 @@ Shape legend: see batch.py; R rotated elements of a head (rotary), rows (argmax)
 
 import torch
 
-from pdserve.kernels.native import DTYPES, functions
+from pdserve.kernels.native import DTYPES, addresses, functions
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # the index is the constant in the C++ sources
 
@@ -17,18 +17,10 @@ def rms_norm(x: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tenso
     multiplied with the weight.
     """
     assert x.dtype == weight_N.dtype and x.shape[-1:] == weight_N.shape
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    functions().pdserve_rms_norm(
-        DTYPES.index(x.dtype),
-        y.data_ptr(),
-        x.data_ptr(),
-        weight_N.contiguous().data_ptr(),
-        x.numel() // len(weight_N),
-        len(weight_N),
-        eps,
-        torch.get_num_threads(),
-    )
+    x, weight_N = x.contiguous(), weight_N.contiguous()
+    y, size = torch.empty_like(x), len(weight_N)
+    sizes = x.numel() // size, size, eps, torch.get_num_threads()
+    functions().pdserve_rms_norm(DTYPES.index(x.dtype), *addresses(y, x, weight_N), *sizes)
     return y
 
 
@@ -50,24 +42,10 @@ def rotary(
     cos_1TR, sin_1TR = cos_1TR.contiguous(), sin_1TR.contiguous()
     q_out, k_out = torch.empty(q_1THD.shape, dtype=q_1THD.dtype), torch.empty(k_1TGD.shape, dtype=k_1TGD.dtype)
     functions().pdserve_rotary(
-        DTYPES.index(q_1THD.dtype),
-        DTYPES.index(cos_1TR.dtype),
-        q_out.data_ptr(),
-        q_1THD.data_ptr(),
-        q_1THD.stride(1),
-        q_1THD.stride(2),
-        heads,
-        k_out.data_ptr(),
-        k_1TGD.data_ptr(),
-        k_1TGD.stride(1),
-        k_1TGD.stride(2),
-        kv_heads,
-        cos_1TR.data_ptr(),
-        sin_1TR.data_ptr(),
-        tokens,
-        size,
-        rotated,
-        torch.get_num_threads(),
+        *(DTYPES.index(q_1THD.dtype), DTYPES.index(cos_1TR.dtype)),
+        *(*addresses(q_out, q_1THD), *q_1THD.stride()[1:3], heads),
+        *(*addresses(k_out, k_1TGD), *k_1TGD.stride()[1:3], kv_heads),
+        *(*addresses(cos_1TR, sin_1TR), tokens, size, rotated, torch.get_num_threads()),
     )
     return q_out, k_out
 
@@ -79,25 +57,14 @@ def gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
     """
     assert gate.dtype == up.dtype != torch.float32 and gate.shape == up.shape
     assert gate.is_contiguous() and up.is_contiguous()
-    functions().pdserve_gate(
-        DTYPES.index(gate.dtype),
-        ACTIVATIONS.index(activation),
-        gate.data_ptr(),
-        up.data_ptr(),
-        gate.numel(),
-        torch.get_num_threads(),
-    )
+    kinds = DTYPES.index(gate.dtype), ACTIVATIONS.index(activation)
+    functions().pdserve_gate(*kinds, *addresses(gate, up), gate.numel(), torch.get_num_threads())
 
 
 def argmax(x_RN: torch.Tensor) -> torch.Tensor:
     """Return the first index of each row's maximum, int64 [R]. NaN is ignored; a row of NaN gives 0."""
     x_RN = x_RN.contiguous()
     indices_R = torch.empty(len(x_RN), dtype=torch.long)
-    functions().pdserve_argmax(
-        DTYPES.index(x_RN.dtype),
-        indices_R.data_ptr(),
-        x_RN.data_ptr(),
-        *x_RN.shape,
-        torch.get_num_threads(),
-    )
+    pointers = addresses(indices_R, x_RN)
+    functions().pdserve_argmax(DTYPES.index(x_RN.dtype), *pointers, *x_RN.shape, torch.get_num_threads())
     return indices_R

@@ -24,21 +24,14 @@ class Int8Weight(linear.PackedWeight):
         super().__init__(data, shape, False)
         self.scales_N, self.sums_N = scales_N, sums_N
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.tensors())
-
     def tensors(self) -> list[torch.Tensor]:
         return [self.data, self.scales_N, self.sums_N]
 
     def multiply(self, y: torch.Tensor, x: torch.Tensor, bias_N: torch.Tensor | None, rows: int, batch: int) -> None:
         assert batch == 1
-        native.functions().pdserve_bytes(
-            native.DTYPES.index(x.dtype),
-            *(y.data_ptr(), x.data_ptr(), *(part.data_ptr() for part in self.tensors())),
-            None if bias_N is None else bias_N.data_ptr(),
-            *(rows, x.shape[-1], y.shape[-1], torch.get_num_threads()),
-        )
+        operands = native.addresses(y, x, *self.tensors(), bias_N)
+        sizes = rows, x.shape[-1], y.shape[-1], torch.get_num_threads()
+        native.functions().pdserve_bytes(native.DTYPES.index(x.dtype), *operands, *sizes)
 
 
 @torch.inference_mode()

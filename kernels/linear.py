@@ -65,7 +65,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return sum(part.nbytes for part in self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what is read in each product."""
@@ -140,17 +140,9 @@ def plain(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None 
     bias_N = _checked_bias(bias_N, out_features, x.dtype)
     assert x.dtype == weight_NK.dtype and x.shape[-1] == in_features
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
-    native.functions().pdserve_plain(
-        native.DTYPES.index(x.dtype),
-        y.data_ptr(),
-        x.data_ptr(),
-        weight_NK.data_ptr(),
-        None if bias_N is None else bias_N.data_ptr(),
-        x.numel() // in_features,
-        in_features,
-        out_features,
-        torch.get_num_threads(),
-    )
+    sizes = x.numel() // in_features, in_features, out_features, torch.get_num_threads()
+    operands = native.addresses(y, x, weight_NK, bias_N)
+    native.functions().pdserve_plain(native.DTYPES.index(x.dtype), *operands, *sizes)
     return y
 
 
@@ -179,10 +171,10 @@ def _multiply(
     up: PackedWeight | None = None,
     activation: int = 0,
 ) -> None:
-    operands = (y.data_ptr(), x.data_ptr(), weight.data.data_ptr(), None if bias_N is None else bias_N.data_ptr())
+    operands = native.addresses(y, x, weight.data, bias_N)
     sizes = (rows, x.shape[-1], y.shape[-1], batch, torch.get_num_threads())
     if x.dtype == torch.bfloat16 and has_amx():
-        up_data = None if up is None else up.data.data_ptr()
-        native.functions().pdserve_linear(*operands, *sizes, up_data, activation)
+        of_up = native.addresses(None if up is None else up.data)
+        native.functions().pdserve_linear(*operands, *sizes, *of_up, activation)
     else:
         native.functions().pdserve_packed(native.DTYPES.index(x.dtype), *operands, *sizes)

@@ -100,10 +100,10 @@ def add(x: torch.Tensor, y: torch.Tensor, rows: Rows, table: Table, max_rank: in
     stride = -(-in_features // native.library().pdserve_shrink_chunk()) * max_rank
     h = torch.empty(num_rows * stride, dtype=torch.float32)
     dtype, num_slots = native.DTYPES.index(x.dtype), len(table.matrices)
-    grouped = rows.rows_T.data_ptr(), rows.starts_S.data_ptr(), num_slots, table.words_S4.data_ptr()
-    call = native.functions()
-    call.pdserve_shrink(dtype, h.data_ptr(), x.data_ptr(), *grouped, in_features, max_rank, threads)
-    call.pdserve_expand(dtype, y.data_ptr(), h.data_ptr(), stride, *grouped, out_features, threads)
+    of_rows, starts, words = native.addresses(rows.rows_T, rows.starts_S, table.words_S4)
+    grouped, call = (of_rows, starts, num_slots, words), native.functions()
+    call.pdserve_shrink(dtype, *native.addresses(h, x), *grouped, in_features, max_rank, threads)
+    call.pdserve_expand(dtype, *native.addresses(y, h), stride, *grouped, out_features, threads)
     return y
 
 

@@ -4,6 +4,7 @@ A weight is (code - zero) · scale, rounded to the dtype of the scale and then t
 row's result has the bits of the same product with the dequantized weight. Shape legend: see linear.py; G groups along K.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +90,6 @@ class LowBitWeight(linear.PackedWeight):
         self.order = order
         self.scales, self.zeros, self.bits, self.group, self.dtype = data[1], data[2], bits, group, dtype
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.data, self.scales, self.zeros) if part is not None)
-
     def tensors(self) -> list[torch.Tensor]:
         return [part for part in (self.data, self.scales, self.zeros) if part is not None]
 
@@ -102,13 +99,9 @@ class LowBitWeight(linear.PackedWeight):
         return LowBitWeight(data, self.shape[1:], self.is_transposed, **options)
 
     def multiply(self, y: torch.Tensor, x: torch.Tensor, bias_N: torch.Tensor | None, rows: int, batch: int) -> None:
-        zeros = None if self.zeros is None else self.zeros.data_ptr()
-        arguments = (
-            *(y.data_ptr(), x.data_ptr(), self.data.data_ptr(), self.scales.data_ptr(), zeros),
-            *(self.bits, native.DTYPES.index(self.scales.dtype), self.group),
-            None if bias_N is None else bias_N.data_ptr(),
-            *(rows, x.shape[-1], y.shape[-1], batch, torch.get_num_threads()),
-        )
+        *operands, bias = native.addresses(y, x, self.data, self.scales, self.zeros, bias_N)
+        weight = self.bits, native.DTYPES.index(self.scales.dtype), self.group, bias
+        arguments = *operands, *weight, rows, x.shape[-1], y.shape[-1], batch, torch.get_num_threads()
         if x.dtype == torch.bfloat16 and linear.has_amx():
             native.functions().pdserve_linear_low_bits(*arguments)
         else:
@@ -144,7 +137,7 @@ def pack(weight: Codes, dtype: torch.dtype, *, transposed: bool = False) -> LowB
     words = torch.zeros(split.shape[:-1], dtype=torch.int32)
     for position in range(per):
         words |= split[..., position].to(torch.int32) << (weight.bits * position)
-    packed = torch.empty((*batch, words.numel() // max(1, _product(batch))), dtype=torch.int32)
+    packed = torch.empty((*batch, words.numel() // max(1, math.prod(batch))), dtype=torch.int32)
     memory.huge_pages(packed)
     packed.copy_(words.reshape(packed.shape))
     scales, zeros = (_by_run(part, more_n) if part is not None else None for part in (weight.scales, weight.zeros))
@@ -180,10 +173,3 @@ def _by_run(part: torch.Tensor, more_n: int) -> torch.Tensor:
     """[..., N, G] → [..., N / 16, G, 16], N padded"""
     by_run: torch.Tensor = F.pad(part, (0, 0, 0, more_n)).unflatten(-2, (-1, 16))
     return by_run.mT.contiguous()
-
-
-def _product(sizes: list[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count

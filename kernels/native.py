@@ -116,6 +116,11 @@ def without_recording() -> Iterator[None]:
         _thread.functions = before
 
 
+def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
+    """Return the addresses of tensors, as arguments of the library's functions; None for none."""
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
 def functions() -> Any:
     """Return the library's functions; calls are recorded inside `record_calls`."""
     return getattr(_thread, "functions", None) or library()

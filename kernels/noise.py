@@ -7,17 +7,21 @@ around. Shape legend: S sequences, V vocabulary, K candidates.
 import torch
 
 # Constants of SplitMix64, as signed 64-bit integers.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def random_bits(counters_S: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return 53 random bits, int64 [S, V]; entry (s, v) is a function of counters_S[s] and the id, [V] or [S, V]."""
-    z_SV = counters_S[:, None] + (ids + 1) * _GOLDEN
-    z_SV = (z_SV ^ _logical_shift_right(z_SV, 30)) * _MIX_1
-    z_SV = (z_SV ^ _logical_shift_right(z_SV, 27)) * _MIX_2
-    return _logical_shift_right(z_SV ^ _logical_shift_right(z_SV, 31), 11)
+    return _logical_shift_right(mixed(counters_S[:, None] + (ids + 1) * GOLDEN), 11)
+
+
+def mixed(z: torch.Tensor) -> torch.Tensor:
+    """Return 64-bit integers mixed, elementwise."""
+    z = (z ^ _logical_shift_right(z, 30)) * MIX_1
+    z = (z ^ _logical_shift_right(z, 27)) * MIX_2
+    return z ^ _logical_shift_right(z, 31)
 
 
 def gumbel(bits: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ Shape legend: see batch.py; here L is the number of KV tokens.
 import torch
 import torch.nn.functional as F
 
-from pdserve.kernels.batch import Capabilities, PagedBatch
+from pdserve.kernels.batch import Capabilities, PagedBatch, Scores
 
 NAME = "reference"
 CAPABILITIES = Capabilities(latent=True, sinks=True, byte_kv=True)
@@ -41,26 +41,18 @@ def dequantize(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (rows[..., :-SCALE_BYTES].float() * scales.float()).to(dtype)
 
 
-def attend(
-    q_THD: torch.Tensor,
-    cache_N2GBD: torch.Tensor,
-    batch: PagedBatch,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(q_THD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: PagedBatch, scores: Scores) -> torch.Tensor:
     """Return the attention of every new token over its own sequence, [T, H, D]."""
     out_THD = torch.empty_like(q_THD)
     starts = _starts(batch.query_lens)
     decoding = [s for s, length in enumerate(batch.query_lens) if length == 1]
     if decoding:
         rows = torch.tensor([starts[s] for s in decoding], device=q_THD.device)
-        out_THD[rows] = _attend_decoding(q_THD[rows], cache_N2GBD, batch, decoding, scale, window, softcap, sinks_H)
+        out_THD[rows] = _attend_decoding(q_THD[rows], cache_N2GBD, batch, decoding, scores)
     for s, length in enumerate(batch.query_lens):
         if length > 1:
             span = slice(starts[s], starts[s] + length)
-            out_THD[span] = _attend_sequence(q_THD[span], cache_N2GBD, batch, s, scale, window, softcap, sinks_H)
+            out_THD[span] = _attend_sequence(q_THD[span], cache_N2GBD, batch, s, scores)
     return out_THD
 
 
@@ -100,64 +92,35 @@ def _gather(
 
 
 def _attend_decoding(
-    q_SHD: torch.Tensor,
-    cache_N2GBD: torch.Tensor,
-    batch: PagedBatch,
-    rows: list[int],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
+    q_SHD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: PagedBatch, rows: list[int], scores: Scores
 ) -> torch.Tensor:
     max_blocks = -(-max(batch.kv_lens[s] for s in rows) // batch.block_size)
     k_SGLD, v_SGLD = _gather(cache_N2GBD, batch.tables_SM[rows, :max_blocks], q_SHD.dtype)
     lengths_S1 = batch.kv_lens_S[rows][:, None]
     positions_L = torch.arange(k_SGLD.shape[2], device=q_SHD.device)
     visible_SL = positions_L < lengths_S1
-    if window is not None:
-        visible_SL &= positions_L >= lengths_S1 - window
+    if scores.window is not None:
+        visible_SL &= positions_L >= lengths_S1 - scores.window
     # Masked entries may be KV of other sequences or uninitialised, and NaN survives both - inf and × 0: zero them.
     masked_SGLD = ~visible_SL[:, None, :, None]
     k_SGLD, v_SGLD = k_SGLD.masked_fill(masked_SGLD, 0), v_SGLD.masked_fill(masked_SGLD, 0)
-    return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, visible_SL[:, None, None], scale, softcap, sinks_H)[
-        :, :, 0
-    ]
+    return _softmax_attention(q_SHD[:, :, None], k_SGLD, v_SGLD, visible_SL[:, None, None], scores)[:, :, 0]
 
 
 def _attend_sequence(
-    q_THD: torch.Tensor,
-    cache_N2GBD: torch.Tensor,
-    batch: PagedBatch,
-    s: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
+    q_THD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: PagedBatch, s: int, scores: Scores
 ) -> torch.Tensor:
-    blocks = batch.tables_SM[s, : -(-batch.kv_lens[s] // batch.block_size)]
-    k_GLD, v_GLD = _gather(cache_N2GBD, blocks[None], q_THD.dtype)
-    return _attend_dense(q_THD, k_GLD[0], v_GLD[0], batch.kv_lens[s], scale, window, softcap, sinks_H)
-
-
-def _attend_dense(
-    q_THD: torch.Tensor,
-    k_GLD: torch.Tensor,
-    v_GLD: torch.Tensor,
-    kv_len: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
+    kv_len, window = batch.kv_lens[s], scores.window
+    k_1GLD, v_1GLD = _gather(cache_N2GBD, batch.tables_SM[s, None, : -(-kv_len // batch.block_size)], q_THD.dtype)
     tokens, heads, _ = q_THD.shape
     skipped = 0 if window is None else max(0, kv_len - tokens + 1 - window)  # outside of every new token's window
-    k_GLD, v_GLD = k_GLD[:, skipped:kv_len], v_GLD[:, skipped:kv_len]
+    k_1GLD, v_1GLD = k_1GLD[:, :, skipped:kv_len], v_1GLD[:, :, skipped:kv_len]
     kv_len -= skipped
     # The causal flag takes half the work of an explicit mask.
-    if kv_len == tokens and softcap is None and sinks_H is None and (window is None or window >= tokens):
-        q_HTD = q_THD.transpose(0, 1)
+    if kv_len == tokens and scores.is_plain and (window is None or window >= tokens):
+        q_1HTD = q_THD.transpose(0, 1)[None]
         out_1HTD = F.scaled_dot_product_attention(
-            q_HTD[None], k_GLD[None], v_GLD[None], is_causal=True, scale=scale, enable_gqa=True
+            q_1HTD, k_1GLD, v_1GLD, is_causal=True, scale=scores.scale, enable_gqa=True
         )
         return out_1HTD[0].transpose(0, 1)
     rows = max(1, MAX_SCORES // (heads * kv_len))
@@ -166,9 +129,8 @@ def _attend_dense(
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
         visible_TL = _causal_mask(first + start, first + stop, kv_len, window, q_THD.device)
-        q_HTD = q_THD[start:stop].transpose(0, 1)
-        out_HTD = _softmax_attention(q_HTD[None], k_GLD[None], v_GLD[None], visible_TL, scale, softcap, sinks_H)[0]
-        slices.append(out_HTD.transpose(0, 1))
+        q_1HTD = q_THD[start:stop].transpose(0, 1)[None]
+        slices.append(_softmax_attention(q_1HTD, k_1GLD, v_1GLD, visible_TL, scores)[0].transpose(0, 1))
     return torch.cat(slices)
 
 
@@ -182,15 +144,10 @@ def _causal_mask(start: int, stop: int, kv_len: int, window: int | None, device:
 
 
 def _softmax_attention(
-    q_SHTD: torch.Tensor,
-    k_SGLD: torch.Tensor,
-    v_SGLD: torch.Tensor,
-    visible: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
+    q_SHTD: torch.Tensor, k_SGLD: torch.Tensor, v_SGLD: torch.Tensor, visible: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    if softcap is None and sinks_H is None:
+    scale, _, softcap, sinks_H = scores
+    if scores.is_plain:
         return F.scaled_dot_product_attention(q_SHTD, k_SGLD, v_SGLD, attn_mask=visible, scale=scale, enable_gqa=True)
     repeats = q_SHTD.shape[1] // k_SGLD.shape[1]
     k_SHLD, v_SHLD = (x.float().repeat_interleave(repeats, 1) for x in (k_SGLD, v_SGLD))

@@ -9,7 +9,7 @@
 #if defined(PDSERVE_EMULATE_AMX) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define PDSERVE_AMX
 #include <immintrin.h>
-#include "amx_emulation.h"
+#include "amx_emulation.h"  // of tests/kernels/
 #elif defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
 #define PDSERVE_AMX
 #include <immintrin.h>

@@ -188,7 +188,7 @@ def _judge(run: Callable[[], str]) -> tuple[Verdict, str]:
 
 
 @dataclass(frozen=True)
-class ListedConnector:
+class ListedConnector(registry.InstalledConnector):
     """A row of `pdserve connector list`.
 
     Attributes:
@@ -196,10 +196,6 @@ class ListedConnector:
         why: the reason if the connector is not usable, or a remark.
     """
 
-    scheme: str
-    target: str
-    package: str
-    version: str
     contract: int | None
     usable: bool
     why: str

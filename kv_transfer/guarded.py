@@ -69,19 +69,13 @@ class GuardedConnector(ForwardingConnector):
         return replace(super().capabilities, skips_hanging=True)
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        if self._breaker.is_open:
-            return self._skip("store", keys)
-        return self._watch_transfer(lambda: self._inner.store(keys, block_ids, lease_s=lease_s))
+        return self._transfer("store", keys, lambda: self._inner.store(keys, block_ids, lease_s=lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        if self._breaker.is_open:
-            return self._skip("load", keys)
-        return self._watch_transfer(lambda: self._inner.load(keys, block_ids, tickets=tickets))
+        return self._transfer("load", keys, lambda: self._inner.load(keys, block_ids, tickets=tickets))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
-        if self._breaker.is_open:
-            return self._skip("load", keys)
-        return self._watch_transfer(lambda: self._inner.follow(keys, block_ids, patience_s=patience_s))
+        return self._transfer("load", keys, lambda: self._inner.follow(keys, block_ids, patience_s=patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         if self._breaker.is_open:
@@ -99,13 +93,12 @@ class GuardedConnector(ForwardingConnector):
     def stats(self) -> Stats:
         return replace(self._inner.stats().plus(self._skipped), is_out=self._breaker.is_out)
 
-    def _skip(self, direction: str, keys: Sequence[bytes]) -> Future[Result]:
+    def _transfer(self, direction: str, keys: Sequence[bytes], begin: Callable[[], Future[Result]]) -> Future[Result]:
+        if not self._breaker.is_open:
+            return self._watch(begin, self._breaker.record_transfer)
         if list(keys) != [PROBE_KEY]:
             self._skipped.count_failures(direction, Outcome.UNAVAILABLE, len(keys))
         return _done(Result([Outcome.UNAVAILABLE] * len(keys), 0.0))
-
-    def _watch_transfer(self, begin: Callable[[], Future[Result]]) -> Future[Result]:
-        return self._watch(begin, self._breaker.record_transfer)
 
     def _watch(self, begin: Callable[[], Future[T]], record: Callable[[T, float, float], None]) -> Future[T]:
         """Begin an operation, and record its end before its caller learns of it."""

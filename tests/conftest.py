@@ -392,7 +392,7 @@ def generate(
     def compute_here(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         from pdserve.config import EngineConfig
         from pdserve.engine.engine import Engine
-        from pdserve.request import SamplingParams
+        from pdserve.request import Request, SamplingParams
 
         greedy = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
         blocks = -(-(max(map(len, prompts)) + new_tokens) // 16)
@@ -402,7 +402,7 @@ def generate(
                 EngineConfig(model=str(path), num_blocks=blocks, max_num_batched_tokens=CONTEXT), loaded.get(path)
             )
             loaded[path] = engine.checkpoint
-            seq = engine.new_sequence("", prompt, greedy)
+            seq = engine.new_sequence("", Request(prompt=prompt, sampling=greedy))
             engine.add(seq)
             while seq.output.num_generated < new_tokens:
                 engine.step()

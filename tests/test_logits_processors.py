@@ -13,7 +13,7 @@ from pdserve import logits_processors, plugins
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.errors import BadRequest
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 PLUGIN = """
 def make(arguments):
@@ -49,7 +49,7 @@ def test_they_change_their_own_requests_only(checkpoint: Callable[..., Path]) ->
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=60))
 
     def run(*each: SamplingParams) -> list[Any]:
-        seqs = [engine.new_sequence(str(i), [*range(20)], one) for i, one in enumerate(each)]
+        seqs = [engine.new_sequence(str(i), Request(prompt=[*range(20)], sampling=one)) for i, one in enumerate(each)]
         for seq in seqs:
             engine.add(seq)
         while engine.has_work:
@@ -78,7 +78,7 @@ def test_a_request_for_which_no_token_is_left_fails(
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=60), on_grammar_ready=ready.set)
     banned = [i for i in range(engine.checkpoint.vocab_size) if i != 7 or not grammar]  # 7 is no z
     params = structs.replace(sampling(ids=banned), temperature=temperature, grammar=grammar, ignore_eos=not grammar)
-    seq = engine.new_sequence("0", [*range(20)], params)
+    seq = engine.new_sequence("0", Request(prompt=[*range(20)], sampling=params))
     engine.add(seq)
     while seq.output.failure is None and not seq.output.finish_reason():
         if engine.step().idle:

@@ -10,14 +10,13 @@ them although its tokens are known: hence the mark in both directions.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from pdserve.kernels.batch import Kernel
 from pdserve.kernels.gpu.memory import pin
-from pdserve.kernels.gpu.rows import GPURows, Synchronized
+from pdserve.kernels.gpu.rows import GPURows, OwnStream
 
 
 class PoolCopies:
@@ -48,25 +47,15 @@ class PoolCopies:
         return Lane(self._pool_N, self._kernel, max_blocks, self._cuda)
 
 
-class Lane:
-    """A stream for copies in one direction, with a buffer on the GPU. One thread at a time copies."""
+class Lane(OwnStream):
+    """Copies in one direction, with a buffer on the GPU. One thread at a time copies."""
 
     def __init__(self, pool_N: torch.Tensor, kernel: Kernel, max_blocks: int, cuda: Any) -> None:
+        super().__init__(pool_N.device, cuda)
         self._pool_N = pool_N
         self._kernel = kernel
-        self._cuda = cuda
         self._buffer_C = pool_N.new_empty((max_blocks, *pool_N.shape[1:]))
-        if cuda is not None:
-            self._stream = cuda.Stream(pool_N.device)
-            self._stream.wait_event(self.mark())  # the buffer's memory may be in use until then
-
-    def mark(self) -> Any:
-        """Return an event behind all that the current stream has been told so far. For the thread that runs the model."""
-        if self._cuda is None:
-            return None
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(self._pool_N.device))
-        return event
+        self._wait(self.mark())  # the buffer's memory may be in use until then
 
     def read(self, blocks: Sequence[int], rows: torch.Tensor, after: Any) -> None:
         """Copy blocks into host rows, uint8 [len(blocks), bytes of a block], once `after` has happened. Waits for the end."""
@@ -84,15 +73,9 @@ class Lane:
             self._wait(after)
             self._kernel.scatter_blocks(self._pool_N, ids_C, buffer_C)
 
-    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.long, device=self._pool_N.device)
-
     def _wait(self, event: Any) -> None:
-        if event is not None:
+        if self._stream is not None and event is not None:
             self._stream.wait_event(event)
-
-    def _synchronized(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._cuda is None else Synchronized(self._stream, self._cuda)
 
 
 def _bytes(blocks_C: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.batch import Capabilities, KVFormat, PagedBatch
+from pdserve.kernels.batch import Capabilities, KVFormat, PagedBatch, Scores
 from pdserve.kernels.gpu import triton_kernels
 from pdserve.kernels.gpu.launch import device_of
 
@@ -118,25 +118,16 @@ class FlashKernel:
         if chosen.decode != TRITON:
             self._decode = _KVCache(chosen.decode)
 
-    def attend(
-        self,
-        q_THD: torch.Tensor,
-        cache_N2GBD: torch.Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, q_THD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: PagedBatch, scores: Scores) -> torch.Tensor:
         """Return the attention of every new token over its own sequence, [T, H, D]."""
-        assert sinks_H is None, "with sinks, Triton's kernel is selected"
+        assert scores.sinks_H is None, "with sinks, Triton's kernel is selected"
         decoding, others = batch.phases
         count = len(decoding.query_lens)
         parts = []
         if count:
-            parts.append(self._decode(q_THD[:count], cache_N2GBD, decoding, scale, window, softcap))
+            parts.append(self._decode(q_THD[:count], cache_N2GBD, decoding, scores))
         if others.query_lens:
-            parts.append(self._prefill(q_THD[count:], cache_N2GBD, others, scale, window, softcap))
+            parts.append(self._prefill(q_THD[count:], cache_N2GBD, others, scores))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -148,13 +139,7 @@ class _Varlen:
         self._function = importlib.import_module(MODULES[name]).flash_attn_varlen_func
 
     def __call__(
-        self,
-        q_THD: torch.Tensor,
-        cache_N2GBD: torch.Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, q_THD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
         kv_starts = batch.kv_starts
         k_LGD, v_LGD = gather_kv(cache_N2GBD, batch)
@@ -167,10 +152,10 @@ class _Varlen:
             cu_seqlens_k=kv_starts,
             max_seqlen_q=max(batch.query_lens),
             max_seqlen_k=max(batch.kv_lens),
-            softmax_scale=scale,
+            softmax_scale=scores.scale,
             causal=True,
-            window_size=unlimited if window is None else (window - 1, 0),
-            softcap=softcap or 0.0,
+            window_size=unlimited if scores.window is None else (scores.window - 1, 0),
+            softcap=scores.softcap or 0.0,
         )
         return _first(out)
 
@@ -183,13 +168,7 @@ class _KVCache:
         self._table = "block_table" if name == "flash-attn-2" else "page_table"
 
     def __call__(
-        self,
-        q_SHD: torch.Tensor,
-        cache_N2GBD: torch.Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, q_SHD: torch.Tensor, cache_N2GBD: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
         k_NBGD, v_NBGD = (cache_N2GBD[:, half].transpose(1, 2) for half in (0, 1))
         out = self._function(
@@ -198,10 +177,10 @@ class _KVCache:
             v_NBGD,
             cache_seqlens=batch.kv_lens_S.int(),
             **{self._table: batch.tables_SM.int().contiguous()},
-            softmax_scale=scale,
+            softmax_scale=scores.scale,
             causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            softcap=softcap or 0.0,
+            window_size=(-1, -1) if scores.window is None else (scores.window - 1, 0),
+            softcap=scores.softcap or 0.0,
         )
         return _first(out)[:, 0]
 

@@ -8,14 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from pdserve.kernels import noise
 from pdserve.kernels.gpu.launch import device_of
 
 TILE = 1024  # tokens at a time
 PART = 8 * TILE  # tokens of a program
-# Constants of SplitMix64, see kernels/noise.py, as signed 64-bit integers.
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
-_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
-_MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+_GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(noise.GOLDEN), tl.constexpr(noise.MIX_1), tl.constexpr(noise.MIX_2)
 _BITS = tl.constexpr(1 << 53)
 
 

@@ -4,34 +4,67 @@ Checksums are computed where the bytes are, so that nothing passes through the h
 their own; each call returns when it is done.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-# Constants of SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit integers. Products and sums are meant to wrap around.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+from pdserve.kernels.noise import GOLDEN, mixed
 
 
-class GPURows:
+class OwnStream:
+    """Work on a GPU beside the model's, in a stream of its own.
+
+    Args:
+        device: where it works; on a CPU, which takes the place of a GPU in tests, there are no streams.
+        cuda: what is used of `torch.cuda`; None without streams.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = None) -> None:
+        self._device = device
+        self._cuda = cuda or (torch.cuda if device.type == "cuda" else None)
+        self._stream = None if self._cuda is None else self._cuda.Stream(device)
+
+    def mark(self) -> Any:
+        """Return an event behind all that the current stream has been told so far. For the thread that runs the model."""
+        if self._cuda is None:
+            return None
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def _ids(self, rows: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.long, device=self._device)
+
+    @contextmanager
+    def _synchronized(self) -> Iterator[None]:
+        """Make the stream the current one of this thread, and wait for it at the end."""
+        if self._cuda is None or self._stream is None:
+            yield
+            return
+        with self._cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+
+class GPURows(OwnStream):
     """Rows of equal length in one run of a GPU's memory. Implements `Memory` of kv_transfer/connectors/nixl/memory.py.
 
     Args:
-        rows: uint8 [rows, bytes of a row], contiguous; on the CPU it takes the place of a GPU's in tests.
-        cuda: what is used of `torch.cuda`; None without streams.
+        rows: uint8 [rows, bytes of a row], contiguous.
+        cuda: see `OwnStream`.
     """
 
     kind = "VRAM"
 
     def __init__(self, rows: torch.Tensor, cuda: Any = None) -> None:
+        super().__init__(rows.device, cuda)
         assert rows.is_contiguous() and rows.shape[1] % 8 == 0
         self._rows = rows
         self._words = rows.view(torch.int64)
-        self._cuda = cuda or (torch.cuda if rows.is_cuda else None)
-        self._stream = None if self._cuda is None else self._cuda.Stream(rows.device)
         self.device = rows.device.index or 0
         self.address = rows.data_ptr()
         self.nbytes = rows.nbytes
@@ -41,15 +74,8 @@ class GPURows:
 
     def like(self, count: int) -> "GPURows":
         with self._synchronized():  # memory that the model's stream has given back may still be in use there
-            rows = torch.empty((count, self._rows.shape[1]), dtype=torch.uint8, device=self._rows.device)
+            rows = torch.empty((count, self._rows.shape[1]), dtype=torch.uint8, device=self._device)
         return GPURows(rows, self._cuda)
-
-    def mark(self) -> Any:
-        if self._cuda is None:
-            return None
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(self._rows.device))
-        return event
 
     def wait(self, mark: Any) -> None:
         if mark is not None:
@@ -59,40 +85,12 @@ class GPURows:
         """Return the sum of the mixed words of each row, each with its place: it detects accidents, and no malice."""
         with self._synchronized():
             words = self._words.index_select(0, self._ids(rows))
-            words += torch.arange(1, words.shape[1] + 1, device=words.device) * _GOLDEN
-            words = (words ^ _shift_right(words, 30)) * _MIX_1
-            words = (words ^ _shift_right(words, 27)) * _MIX_2
+            words += torch.arange(1, words.shape[1] + 1, device=words.device) * GOLDEN
             # The copy waits for the stream in which it is made, which must not be the model's.
-            sums = (words ^ _shift_right(words, 31)).sum(1).to("cpu", copy=True)
+            sums = mixed(words).sum(1).to("cpu", copy=True)
         return [total.to_bytes(8, "little", signed=True) for total in sums.tolist()]
 
     def copy(self, rows: Sequence[int], source: "GPURows", source_rows: Sequence[int]) -> list[bytes]:
         with self._synchronized():
             self._words.index_copy_(0, self._ids(rows), source._words.index_select(0, self._ids(source_rows)))
         return self.digests(rows)
-
-    def _ids(self, rows: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(rows, device=self._rows.device)
-
-    def _synchronized(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._cuda is None else Synchronized(self._stream, self._cuda)
-
-
-class Synchronized:
-    """Context manager that makes a stream the current one of this thread, and waits for it at the end."""
-
-    def __init__(self, stream: Any, cuda: Any) -> None:
-        self._stream = stream
-        self._context = cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stream.synchronize()
-        self._context.__exit__(*error)
-
-
-def _shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift right and fill with zeros; torch's own operator keeps the sign."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch
+from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch, Scores
 from pdserve.kernels.gpu.block_copies import copy_blocks as copy_blocks
 from pdserve.kernels.gpu.block_copies import gather_blocks as gather_blocks
 from pdserve.kernels.gpu.block_copies import scatter_blocks as scatter_blocks
@@ -359,10 +359,7 @@ def attend(
     q_THD: torch.Tensor,
     cache_N2GBD: torch.Tensor,
     batch: PagedBatch,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None = None,
+    scores: Scores,
     *,
     invariant: bool = False,
 ) -> torch.Tensor:
@@ -374,12 +371,12 @@ def attend(
     q_THD = _contiguous_rows(q_THD)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     kv_heads = cache_N2GBD.shape[2]
-    key = (NAME, window, kv_heads, invariant)
+    key = (NAME, scores.window, kv_heads, invariant)
     if key not in batch.plans:
-        batch.plans[key] = _plan(batch, window, kv_heads, invariant, q_THD.device)
+        batch.plans[key] = _plan(batch, scores.window, kv_heads, invariant, q_THD.device)
     with device_of(q_THD):
         for launch in batch.plans[key]:
-            _launch(out_THD, q_THD, cache_N2GBD, batch, scale, window, softcap, sinks_H, invariant, launch)
+            _launch(out_THD, q_THD, cache_N2GBD, batch, scores, invariant, launch)
     return out_THD
 
 
@@ -406,13 +403,11 @@ def _launch(
     q_THD: torch.Tensor,
     cache_N2GBD: torch.Tensor,
     batch: PagedBatch,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
+    scores: Scores,
     invariant: bool,
     launch: Launch,
 ) -> None:
+    scale, window, softcap, sinks_H = scores
     heads, size = q_THD.shape[1:]
     kv_heads, block_size = cache_N2GBD.shape[2:4]
     repeats, padded, decode = heads // kv_heads, max(16, triton.next_power_of_2(size)), launch.decode

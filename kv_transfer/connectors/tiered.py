@@ -270,20 +270,14 @@ class TieredConnector(Connector):
         task.add_done_callback(self._in_flight.discard)
 
     async def _store(self, keys: list[bytes], ids: list[int], lease_s: float) -> Result:
-        def store(tier: _Tier, keys: list[bytes], ids: list[int]) -> Future[Result]:
-            return tier.front.store(keys, ids, lease_s=lease_s)
-
-        result, moved = await self._try_tiers("store", keys, ids, store)
+        result, moved = await self._try_tiers("store", keys, ids, lease_s=lease_s)
         for number, blocks in enumerate(moved[:-1]):
             if blocks:
                 self._queue_copy(number, [keys[block] for block in blocks], lease_s)
         return result
 
     async def _load(self, keys: list[bytes], ids: list[int]) -> Result:
-        def load(tier: _Tier, keys: list[bytes], ids: list[int]) -> Future[Result]:
-            return tier.front.load(keys, ids)
-
-        result, moved = await self._try_tiers("load", keys, ids, load)
+        result, moved = await self._try_tiers("load", keys, ids)
         await asyncio.gather(
             *(
                 self._promote(faster, [keys[block] for block in blocks], [ids[block] for block in blocks])
@@ -318,13 +312,12 @@ class TieredConnector(Connector):
                 tier.front.prolong(keys, lease_s=lease_s)
 
     async def _try_tiers(
-        self,
-        direction: str,
-        keys: list[bytes],
-        ids: list[int],
-        call: Callable[[_Tier, list[bytes], list[int]], Future[Result]],
+        self, direction: str, keys: list[bytes], ids: list[int], **options: float
     ) -> tuple[Result, list[list[int]]]:
         """Store or load in the tiers in turn, each for the blocks that the previous tiers did not transfer.
+
+        Args:
+            options: of the method.
 
         Returns:
             The result, and for each tier the indices of the blocks it transferred.
@@ -338,7 +331,8 @@ class TieredConnector(Connector):
             if not remaining:
                 continue
             tier_keys, rows = [keys[block] for block in remaining], [ids[block] for block in remaining]
-            tier_outcomes = await tier.transfer(direction, tier_keys, functools.partial(call, tier, tier_keys, rows))
+            call = functools.partial(getattr(tier.front, direction), tier_keys, rows, **options)
+            tier_outcomes = await tier.transfer(direction, tier_keys, call)
             for block, outcome in zip(remaining, tier_outcomes, strict=True):
                 if outcome is Outcome.OK:
                     moved[-1].append(block)

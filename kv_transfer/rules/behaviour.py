@@ -48,19 +48,16 @@ def caller_never_waits(context: RuleContext) -> str:
         loads: list[Future[Result]] = []
         matches: list[Future[int]] = []
         gave_up: list[bool] = []
-        outage.responsive.clear()
-        try:
+        with outage.hanging():
             for turn, key in enumerate(keys[2:]):
                 store = partial(pool.connector.store, [key], [2 + turn], lease_s=60.0)
-                load = partial(pool.connector.load, keys[:1], [8 + turn], tickets=pool.tickets(keys[:1]))
+                load = partial(pool.start_load, keys[:1], [8 + turn])
                 stores.append(_call_while_hanging(outage, "store", store))
                 loads.append(_call_while_hanging(outage, "load", load))
                 gave_up.append(_has_given_up(stores[-1]) or _has_given_up(loads[-1]))
                 matches.append(_call_while_hanging(outage, "match", partial(pool.connector.match, keys[:1])))
                 _call_while_hanging(outage, "release", partial(pool.connector.release, keys[1:2]))
-        finally:
-            outage.calling_thread = None
-            outage.responsive.set()
+        outage.calling_thread = None
         seen = "futures that were unavailable already when each call returned"
         expect(not all(gave_up), "store and load to return before they give up on a store that hangs", seen)
         for call, futures in (("store", stores), ("load", loads)):
@@ -97,7 +94,7 @@ def cancelled(context: RuleContext) -> str:
     """A future either cannot be cancelled, or its rows are not written to after it was."""
     pool, keys = context.attach(MiB, 16), new_keys(8)
     pool.must_store(keys, range(8))
-    future = pool.connector.load(keys, range(8, 16), tickets=pool.tickets(keys))
+    future = pool.start_load(keys, range(8, 16))
     if not future.cancel():
         pool.wait(future, "load")
         return ""
@@ -123,12 +120,9 @@ def requested_cancel(context: RuleContext) -> str:
     with simulated_outage(context, WAIT_LIMIT_S) as outage:
         pool, keys = outage.pool, new_keys(2)
         pool.must_store(keys, [0, 1])
-        outage.responsive.clear()
-        try:
-            future = pool.connector.load(keys, [8, 9], tickets=pool.tickets(keys))
+        with outage.hanging():
+            future = pool.start_load(keys, [8, 9])
             request_cancel(future)
-        finally:
-            outage.responsive.set()
         seen = pool.wait_transfer(future, "load", 2).outcomes
         expect(set(seen) == {Outcome.CANCELLED}, "2 cancelled", summarize(seen))
         pool.rows[8:10] = 7
@@ -167,12 +161,9 @@ def _expect_unavailable_while_hanging(context: RuleContext, outage: Outage, keys
     """Expect no OK outcomes while the store hangs, and correct blocks from late stores. Returns the duration in seconds."""
     pool, late_keys = outage.pool, new_keys(2)
     contents = pool.rows[2:4].copy()
-    outage.responsive.clear()
-    try:
+    with outage.hanging():
         duration = _expect_unavailable(pool, keys, [4, 5], late_keys, "hangs")
         pool.rows[2:8] = 7  # the caller reuses the rows
-    finally:
-        outage.responsive.set()
     context.register_keys(pool.layout, late_keys)
     for row, key in enumerate(late_keys):
         if pool.load([key], [8]).outcomes == [Outcome.OK]:
@@ -185,10 +176,7 @@ def _expect_unavailable(
 ) -> float:
     """Expect a load, a store and a match to end without an OK outcome. Returns the duration in seconds."""
     started = time.monotonic()
-    futures = [
-        pool.connector.load(stored_keys, rows, tickets=pool.tickets(stored_keys)),
-        pool.connector.store(unstored_keys, [2, 3], lease_s=60.0),
-    ]
+    futures = [pool.start_load(stored_keys, rows), pool.connector.store(unstored_keys, [2, 3], lease_s=60.0)]
     match = pool.connector.match(stored_keys)
     for name, future in zip(("load", "store"), futures, strict=True):
         seen = pool.wait_transfer(future, name, 2).outcomes

@@ -1,6 +1,8 @@
 """Rules about a connector's connections to its store: which hang, stop in the middle of an answer, or deliver it slowly."""
 
-from pdserve.kv_transfer.connector import Outcome
+from concurrent.futures import Future
+
+from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.kv_transfer.rules.behaviour import TIMEOUT_S, TURNS
 from pdserve.kv_transfer.rules.context import (
     WAIT_LIMIT_S,
@@ -23,21 +25,14 @@ def resumption(context: RuleContext) -> str:
         pool, keys = outage.pool, new_keys(2 + TURNS)
         outage.expect_usable(keys[:2], "the store to be used")
         context.register_keys(pool.layout, keys)
-        outage.responsive.clear()
-        try:
-            calls = [
-                call
-                for turn, key in enumerate(keys[2:])
-                for call in (
-                    ("load", pool.connector.load(keys[:1], [4 + turn], tickets=pool.tickets(keys[:1]))),
-                    ("store", pool.connector.store([key], [turn], lease_s=60.0)),
-                )
-            ]
+        with outage.hanging():
+            calls = list[tuple[str, Future[Result]]]()
+            for turn, key in enumerate(keys[2:]):
+                calls.append(("load", pool.start_load(keys[:1], [4 + turn])))
+                calls.append(("store", pool.connector.store([key], [turn], lease_s=60.0)))
             for name, future in calls:
                 seen = pool.wait_transfer(future, name, 1).outcomes[0]
                 expect(seen is not Outcome.OK, f"no block of a {name} to be ok while the store hangs", seen)
-        finally:
-            outage.responsive.set()
         outage.expect_usable(new_keys(2), "the store to be used again after it hung")
         return outage.method
 
@@ -54,7 +49,7 @@ def refused_operations(context: RuleContext) -> str:
             context.register_keys(pool.layout, keys)
             begin()
             try:
-                load = pool.connector.load(keys[:2], [4, 5], tickets=pool.tickets(keys[:2]))
+                load = pool.start_load(keys[:2], [4, 5])
                 store = pool.connector.store(keys[2:], [6], lease_s=60.0)
                 for name, future, blocks in (("load", load, 2), ("store", store, 1)):
                     seen = pool.wait_transfer(future, name, blocks).outcomes
@@ -71,7 +66,7 @@ def stalled_value(context: RuleContext) -> str:
         pool, keys = outage.pool, new_keys(2)
         outage.expect_usable(keys, "the store to be used")
         relay.stall_after(pool.payload_bytes(10) // 2)
-        future = pool.connector.load(keys[:1], [4], tickets=pool.tickets(keys[:1]))
+        future = pool.start_load(keys[:1], [4])
         seen = pool.wait_transfer(future, "load while its value has stopped half-way", 1).outcomes[0]
         if outage.responsive.is_set():
             raise NotChecked(f"no answer was as long as half a block (the load returned {seen})")
@@ -97,8 +92,7 @@ def silent_connections(context: RuleContext) -> str:
 
 def _load_at_once(pool: AttachedPool, keys: list[bytes]) -> None:
     """Start several loads of the first key, and wait for the end of all, whatever their outcomes."""
-    tickets = pool.tickets(keys[:1])
-    loads = [pool.connector.load(keys[:1], [row], tickets=tickets) for row in range(HELD_LOADS)]
+    loads = [pool.start_load(keys[:1], [row]) for row in range(HELD_LOADS)]
     for future in loads:
         pool.wait_transfer(future, "load", 1)
 

@@ -137,8 +137,10 @@ class AttachedPool:
         return result
 
     def load(self, keys: Sequence[bytes], ids: Sequence[int]) -> Result:
-        future = self.connector.load(keys, ids, tickets=self.tickets(keys))
-        return self.wait_transfer(future, "load", len(keys))
+        return self.wait_transfer(self.start_load(keys, ids), "load", len(keys))
+
+    def start_load(self, keys: Sequence[bytes], ids: Sequence[int]) -> Future[Result]:
+        return self.connector.load(keys, ids, tickets=self.tickets(keys))
 
     def keep_ticket(self, keys: Sequence[bytes], result: Result) -> None:
         """Keep the ticket of a store for later loads of its keys."""

@@ -56,6 +56,15 @@ class Outage:
     calling_thread: threading.Thread | None = None
     hooks_in_caller: list[str] = field(default_factory=list)
 
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Make the store hang until the end of the body."""
+        self.responsive.clear()
+        try:
+            yield
+        finally:
+            self.responsive.set()
+
     def expect_usable(self, keys: list[bytes], expected: str) -> None:
         """Expect a store and load of two blocks to succeed in one of many tries.
 

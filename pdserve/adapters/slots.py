@@ -247,13 +247,12 @@ class Adapters:
 
     def begin_step(self, plan: StepPlan) -> None:
         slots: list[int] = []
-        if any(seq.adapter is not None for seq in plan.counts):
-            for seq in plan.counts:
-                assert seq.adapter is None or seq.adapter.digest in self._slots, "its adapter has no slot"
-                slot = -1 if seq.adapter is None else self._slots[seq.adapter.digest]
-                count = plan.num_tokens(seq)
-                before = min(max(0, seq.kv.chain.adapter_start - seq.kv.num_computed), count)
-                slots += [-1] * before + [slot] * (count - before)
+        for seq in plan.counts if self._holders else ():
+            assert seq.adapter is None or seq.adapter.digest in self._slots, "its adapter has no slot"
+            slot = -1 if seq.adapter is None else self._slots[seq.adapter.digest]
+            count = plan.num_tokens(seq)
+            before = min(max(0, seq.kv.chain.adapter_start - seq.kv.num_computed), count)
+            slots += [-1] * before + [slot] * (count - before)
         self._switch(max(slots, default=-1) >= 0)
         if self._is_on:
             self._rows.set(slots)

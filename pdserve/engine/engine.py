@@ -3,8 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable
-from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,15 +16,16 @@ from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.features import features_of
 from pdserve.engine.grammar import GrammarBackend, GrammarConstraint, follow_grammar, has_slow_masks
 from pdserve.engine.memory.blocks import BlockPool
+from pdserve.engine.memory.sequence_kv import SequenceKV
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.sequence import Constraint, Sequence
-from pdserve.engine.step import Drafter, StepOutcome, StepPlan
+from pdserve.engine.sequence import Sequence, SequenceOutput
+from pdserve.engine.step import Drafter, SchedulerOutput, StepOutcome, StepPlan
 from pdserve.errors import RequestError, SetupError
 from pdserve.keys import HASH_TOKENS, KEY_BYTES, Tokens, block_ends, key_chain, token_array
 from pdserve.logits_processors import make_processors
 from pdserve.plugins import extension
-from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
+from pdserve.request import ARRIVALS_PER_PRIORITY, Request, SamplingParams, Tenant
 
 if TYPE_CHECKING:
     from pdserve.engine.model_runner import ModelRunner
@@ -42,32 +42,25 @@ class StepResult:
     Attributes:
         advanced: sequences whose KV grew, and those that share such KV from now on; for beams, the sequence of the prompt.
         outcome: what the model has done for each sequence; its tokens are appended already.
-        preempted: number of sequences that lost their blocks.
-        resumed: preempted sequences that have blocks again, and whose KV may be in the store. Their role loads it
-            (`on_resumed`), and adds them again.
-        swapped_out, swapped_in: blocks copied to host memory, and from there.
-        swap_seconds: duration of these copies.
+        schedule: what was computed, and before that preempted, swapped and resumed. The role of a resumed sequence loads it
+            (`on_resumed`), and adds it again.
+        swap_seconds: duration of the copies to host memory and back.
         recomputed: tokens that were computed again after a preemption.
         work: (tokens computed, tokens before them) of each advanced sequence, and of each draft.
         drafted: (drafts, accepted ones) of each sequence that had some.
-        storing_paused: whether sequences whose KV is stored as it is computed were left out.
         num_tokens: how many tokens all sequences got.
         idle: the step did nothing; neither will the next, until a block is released or a request arrives.
     """
 
-    advanced: list[Sequence] = field(default_factory=list)
-    outcome: StepOutcome = field(default_factory=dict)
-    preempted: int = 0
-    resumed: list[Sequence] = field(default_factory=list)
-    swapped_out: int = 0
-    swapped_in: int = 0
-    swap_seconds: float = 0.0
-    recomputed: int = 0
-    work: list[tuple[int, int]] = field(default_factory=list)
-    drafted: list[tuple[int, int]] = field(default_factory=list)
-    storing_paused: bool = False
-    num_tokens: int = 0
-    idle: bool = False
+    advanced: list[Sequence]
+    outcome: StepOutcome
+    schedule: SchedulerOutput
+    swap_seconds: float
+    recomputed: int
+    work: list[tuple[int, int]]
+    drafted: list[tuple[int, int]]
+    num_tokens: int
+    idle: bool
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -139,7 +132,7 @@ class Engine:
         self._arrivals = itertools.count()
         eos_token_ids = self.checkpoint.eos_token_ids
         self.grammars = GrammarBackend(config.model, self.checkpoint.vocab_size, eos_token_ids, on_grammar_ready)
-        self.constrained: dict[Sequence, Constraint] = {}
+        self.constrained: dict[Sequence, GrammarConstraint] = {}
         self.num_late = 0
         self._unready: dict[Sequence, None] = {}  # sequences whose first mask is not there
         self._unasked: list[Sequence] = []  # sequences whose next mask is to be asked for
@@ -152,61 +145,47 @@ class Engine:
     def new_sequence(
         self,
         request_id: str,
-        prompt: SequenceABC[int],
-        sampling: SamplingParams,
-        salt: str = "",
+        request: Request,
         output: Collection[int] = (),
-        priority: int = 0,
-        tenant: Tenant = NO_TENANT,
-        packed_keys: bytes = b"",
-        adapter: bytes = b"",
-        adapter_start: int = 0,
+        *,
+        prediction: "Tokens | None" = None,
+        leaves_nothing: bool = False,
     ) -> Sequence:
         """Return a new sequence, not queued yet.
 
         Args:
-            salt: tenant salt of the block keys.
             output: tokens that another instance has generated already.
-            priority: lower runs first among those of its tenant; ignored unless the scheduling policy is `priority`.
-            tenant: whose request it is.
-            packed_keys: hashes of the prompt, from `KeyChain.pack`; empty: they are computed here.
-            adapter: digest of the adapter; empty: it has none.
-            adapter_start: position of the first token that has it.
+            prediction: tokens of the answer, as its client expects it.
+            leaves_nothing: its answer is not kept for drafts of later requests.
 
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
             RequestError: the adapter is not here.
             ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
         """
-        tokens = token_array(prompt)
-        self._check(tokens, sampling, packed_keys)
+        sampling, layout, tokens = request.sampling, self.layout, token_array(request.prompt)
+        self._check(tokens, request, prediction)
         tokens.extend(output)
-        pooling = self.checkpoint.pooling if sampling.embed else None
-        features = features_of(sampling, len(prompt), pooling, is_continued=bool(output))
-        block_size = self.layout.block_size
-        chain = key_chain(self.layout.model_digest, salt, adapter, adapter_start, packed_keys)
-        keys = chain.keys(tokens, block_ends(len(tokens), block_size, partial=True))
+        variant = layout.model_digest, request.salt, request.adapter, request.adapter_start
+        chain = key_chain(*variant, request.packed_keys)
+        keys = chain.keys(tokens, block_ends(len(tokens), layout.block_size, partial=True))
         stops = frozenset(sampling.stop_token_ids)
         stops = stops if sampling.ignore_eos else stops | self.checkpoint.eos_token_ids
-        seq = Sequence.new(
-            constraint=self._constraint(sampling, tenant) if sampling.grammar else None,
-            rank=next(self._arrivals) + self._arrivals_per_priority * priority,
-            tenant=tenant,
-            request_id=request_id,
-            tokens=tokens,
-            num_prompt=len(prompt),
-            num_initial=len(prompt) + len(output),
-            sampling=sampling,
-            root=chain.root,
-            block_size=block_size,
-            chain=chain,
-            keys=keys,
-            stop_token_ids=stops,
-            features=features,
-            adapter=self._adapter(adapter) if adapter else None,
+        constraint = self._constraint(sampling, request.tenant) if sampling.grammar else None
+        processors = make_processors(sampling.logits_processors) if sampling.logits_processors else []
+        num_prompt, pooling = len(request.prompt), self.checkpoint.pooling if sampling.embed else None
+        seq = Sequence(
+            request_id,
+            sampling,
+            SequenceKV(tokens, layout.block_size, len(tokens), chain, keys),
+            SequenceOutput(tokens, num_prompt, sampling, stops, constraint, processors),
+            rank=next(self._arrivals) + self._arrivals_per_priority * request.priority,
+            tenant=request.tenant,
+            features=features_of(sampling, num_prompt, pooling, is_continued=bool(output)),
+            prediction=prediction,
+            leaves_nothing=leaves_nothing,
+            adapter=self._adapter(request.adapter) if request.adapter else None,
         )
-        if sampling.logits_processors:
-            seq.output.process(make_processors(sampling.logits_processors))
         if width := sampling.beam_width:
             how = sampling.length_penalty, sampling.early_stopping
             seq.search(BeamSearch(width, stops, sampling.max_tokens, *how))
@@ -223,8 +202,9 @@ class Engine:
         """Return the seconds that a decode step of `rows` rows takes longer than a recorded one (`step_graph.py`)."""
         return 0.0 if self.runner.graphs is None else self.runner.graphs.extra_seconds(rows)
 
-    def _check(self, prompt: Tokens, sampling: SamplingParams, packed_keys: bytes) -> None:
+    def _check(self, prompt: Tokens, request: Request, prediction: "Tokens | None") -> None:
         """Raise ValueError if a request is none that this engine could ever serve."""
+        sampling, vocab_size = request.sampling, self.checkpoint.vocab_size
         if not prompt:
             raise ValueError("the prompt is empty")
         if len(prompt) + sampling.max_tokens > self.max_model_len:
@@ -232,10 +212,12 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
                 f"{self.max_model_len} that fit"
             )
-        if np.frombuffer(prompt, np.uint32).max() >= self.checkpoint.vocab_size:
-            raise ValueError(f"token ids go from 0 to {self.checkpoint.vocab_size - 1}")
-        if len(packed_keys) > len(prompt) // HASH_TOKENS * KEY_BYTES:
-            raise ValueError(f"{len(packed_keys)} bytes of keys are more than those of {len(prompt)} tokens")
+        if np.frombuffer(prompt, np.uint32).max() >= vocab_size:
+            raise ValueError(f"token ids go from 0 to {vocab_size - 1}")
+        if prediction and np.frombuffer(prediction, np.uint32).max() >= vocab_size:
+            raise ValueError(f"predicted token ids go from 0 to {vocab_size - 1}")
+        if (size := len(request.packed_keys)) > len(prompt) // HASH_TOKENS * KEY_BYTES:
+            raise ValueError(f"{size} bytes of keys are more than those of {len(prompt)} tokens")
         pooling = self.checkpoint.pooling
         if sampling.embed and pooling is None:
             raise ValueError("this model has no embeddings")
@@ -247,12 +229,6 @@ class Engine:
         if self.adapters is None:
             raise RequestError("this instance has no adapters", kind="unknown_adapter")
         return self.adapters.find(digest)
-
-    def predict(self, seq: Sequence, prediction: Tokens) -> None:
-        """Set the answer that a sequence's client has predicted. Raises ValueError: a token is outside the vocabulary."""
-        if np.frombuffer(prediction, np.uint32).max() >= self.checkpoint.vocab_size:
-            raise ValueError(f"predicted token ids go from 0 to {self.checkpoint.vocab_size - 1}")
-        seq.predict(prediction)
 
     def beams_fault(self, num_tokens: int, width: int) -> str:
         """Return why this engine cannot search with so many beams of up to `num_tokens` tokens; empty if it can."""
@@ -353,7 +329,7 @@ class Engine:
         began_at = time.monotonic() if self.constrained else 0.0  # a simulation reads no clock
         outcome = (self.runner.pipeline or self.runner).step(plan)
         self._step_s = time.monotonic() - began_at if self.constrained else 0.0
-        work, leaders = list[tuple[int, int]](), list[Sequence]()
+        work, drafted, leaders = list[tuple[int, int]](), list[tuple[int, int]](), list[Sequence]()
         advanced, num_tokens, recomputed = dict.fromkeys(searched), 0, 0
         for seq, accepted in outcome.items():
             if accepted.computed:
@@ -367,6 +343,7 @@ class Engine:
             if accepted.tokens and seq in plan.drafts:
                 accepted.num_drafts = len(plan.drafts[seq])
                 accepted.num_predicted = accepted.num_drafts if seq in plan.predicted else 0
+                drafted.append((accepted.num_drafts, len(accepted.tokens) - 1))
             seq.kv.mark_computed(accepted.computed)
             seq.kv.register_full_blocks(self.pool)
             num_tokens += len(accepted.tokens)
@@ -380,21 +357,9 @@ class Engine:
                 accepted.finish_reason = seq.output.finish_reason()
                 if seq.output.constraint is not None:
                     self._unasked.append(seq)
-        return StepResult(
-            advanced=[*advanced],
-            outcome=outcome,
-            num_tokens=num_tokens,
-            idle=not (advanced or schedule.preempted or schedule.resumed or schedule.swap_in),
-            preempted=len(schedule.preempted),
-            resumed=schedule.resumed,
-            swapped_out=len(schedule.swap_out),
-            swapped_in=len(schedule.swap_in),
-            swap_seconds=swap_seconds,
-            recomputed=recomputed,
-            work=work,
-            drafted=[(one.num_drafts, len(one.tokens) - 1) for one in outcome.values() if one.num_drafts],
-            storing_paused=schedule.storing_paused,
-        )
+        idle = not (advanced or schedule.preempted or schedule.resumed or schedule.swap_in)
+        done = [*advanced], outcome, schedule, swap_seconds
+        return StepResult(*done, recomputed, work, drafted, num_tokens, idle)
 
     def ask_for_masks(self) -> None:
         """Ask for the masks of sequences that got tokens and are still here. At the latest, the next step does so."""

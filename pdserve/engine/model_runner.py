@@ -45,6 +45,11 @@ log = logging.getLogger(__name__)
 TokenIds = npt.NDArray[np.uint32]
 Arrays: TypeAlias = "SequenceABC[npt.NDArray[np.integer[Any]]]"
 MAX_STATE_ERROR = 1e-3  # of the largest logit, in float32, where products are torch's
+LACKS = {  # what is said of a kernel without a capability that a model needs
+    "latent": "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow",
+    "sinks": "it knows no attention sinks; use --kernel auto",
+    "states": "it computes no states of recurrent layers; use --device cpu with --kernel cpu",
+}
 ALIGNMENT = 4  # elements of a packed array: kernels read 16 bytes at a time
 
 
@@ -422,23 +427,17 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
         kernel = select_kernel(config.kernel, checkpoint.device, batch_invariant, kv)
     except KernelUnavailable as error:
         raise SetupError(str(error)) from error
-    if any(section.latent for section in sections) and not kernel.CAPABILITIES.latent:
-        raise SetupError(
-            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
-            "latent rows of all heads are too wide for it; use --device cpu, or --kernel reference, which is slow"
-        )
-    if sinks and not kernel.CAPABILITIES.sinks:
-        raise SetupError(
-            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
-            "it knows no attention sinks; use --kernel auto"
-        )
     if checkpoint.kv_dtype == torch.int8 and not kernel.CAPABILITIES.byte_kv:
         raise SetupError(f"--kv-cache-dtype int8: not with the kernel {kernel.NAME}; use --device cpu, or auto")
-    if checkpoint.spec.states and not kernel.CAPABILITIES.states:
-        raise SetupError(
-            f"architecture {type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}: "
-            "it computes no states of recurrent layers; use --device cpu with --kernel cpu"
-        )
+    needs = {
+        "latent": any(section.latent for section in sections),
+        "sinks": sinks,
+        "states": bool(checkpoint.spec.states),
+    }
+    for capability in (name for name, is_needed in needs.items() if is_needed):
+        if not getattr(kernel.CAPABILITIES, capability):
+            problem = f"{type(checkpoint.model).__name__} is not supported by the kernel {kernel.NAME}"
+            raise SetupError(f"architecture {problem}: {LACKS[capability]}")
     return kernel
 
 

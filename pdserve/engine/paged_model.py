@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from pdserve.engine.kv_probe import KVProbe, UnsupportedAttention
-from pdserve.kernels.batch import PagedBatch
+from pdserve.kernels.batch import PagedBatch, Scores
 from pdserve.kernels.reference import SCALE_BYTES
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def attention_forward(
         paged.kernel.write_kv(cache_N2GBD, k_TGD, v_TGD, paged.slots_T)
         if on_layer is not None:
             on_layer(layer)
-    sinks = () if s_aux is None else (s_aux,)
-    y_THD = paged.kernel.attend(q_THD, cache_N2GBD, paged, scale, sliding_window, softcap, *sinks)
+    y_THD = paged.kernel.attend(q_THD, cache_N2GBD, paged, Scores(scale, sliding_window, softcap, s_aux))
     y_1THD = y_THD.expand(q_1HTD.shape[2], -1, -1)[None]
     return y_1THD if absorbed is None else absorbed.values(y_1THD), None

@@ -6,7 +6,7 @@ end. Plain data: only methods of these classes change it; other modules call the
 
 from array import array
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.adapters import Adapter
@@ -19,31 +19,11 @@ from pdserve.logits_processors import LogitsProcessor
 from pdserve.reasoning import ReasoningTracker
 from pdserve.request import NO_TENANT, SamplingParams, Tenant
 
+if TYPE_CHECKING:
+    from pdserve.engine.grammar import GrammarConstraint
+
 MIN_TOKENS_BETWEEN = 32  # that a sequence gets before it gives way to other tenants again
 TURN = 16  # tokens that a sequence gets in a row where a step is too short for all of its tenant
-
-
-class Constraint(Protocol):
-    """Restricts the next token of a sequence. Implemented by `GrammarConstraint` in `engine/grammar.py`."""
-
-    @property
-    def failure(self) -> RequestError | None: ...
-
-    @property
-    def is_late(self) -> bool: ...
-
-    @property
-    def follower(self) -> Any: ...
-
-    def sibling(self) -> "Constraint": ...
-
-    def follow(self, output: Tokens) -> None: ...
-
-    def try_out(self, drafts: list[int]) -> None: ...
-
-    def mask(self, num_tokens: int) -> bytes | None: ...
-
-    def end(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -66,7 +46,7 @@ class SequenceOutput:
     num_prompt: int
     sampling: InitVar[SamplingParams]
     stop_token_ids: frozenset[int] = frozenset()
-    constraint: Constraint | None = None
+    constraint: "GrammarConstraint | None" = None
     processors: list[LogitsProcessor] = field(default_factory=list)
     failure: RequestError | None = None
 
@@ -79,7 +59,9 @@ class SequenceOutput:
         """Why it cannot be continued: a plug-in or its grammar has failed. Then its last token counts for nothing."""
         return self.failure or (None if self.constraint is None else self.constraint.failure)
 
-    def copy(self, tokens: Tokens, sampling: SamplingParams, constraint: Constraint | None) -> "SequenceOutput":
+    def copy(
+        self, tokens: Tokens, sampling: SamplingParams, constraint: "GrammarConstraint | None"
+    ) -> "SequenceOutput":
         """Return the output so far as that of another sequence, of which `tokens` is a copy."""
         return replace(self, tokens=tokens, sampling=sampling, constraint=constraint)
 
@@ -141,10 +123,6 @@ class SequenceOutput:
     def retract(self, count: int) -> None:
         """Remove the last tokens, which were appended for a while only."""
         del self.tokens[len(self.tokens) - count :]
-
-    def process(self, processors: list[LogitsProcessor]) -> None:
-        """Have plug-ins change its logits."""
-        self.processors = processors
 
     def fail(self, failure: RequestError) -> None:
         """Record that it cannot be continued."""
@@ -276,31 +254,25 @@ class Sequence:
         block_size: int,
         *,
         stop_token_ids: frozenset[int] = frozenset(),
-        constraint: Constraint | None = None,
-        chain: KeyChain | None = None,
-        keys: list[bytes] | None = None,
         block_ids: "BlockTable | None" = None,
         num_computed: int = 0,
         rank: int = 0,
         tenant: Tenant = NO_TENANT,
         features: tuple[Feature, ...] = (),
-        adapter: Adapter | None = None,
     ) -> "Sequence":
-        """Return the sequence of a request.
+        """Return a sequence that needs no engine, as those of the warm-up.
 
         Args:
             tokens: the prompt, and the output that another instance has generated.
             num_prompt, num_initial: how many tokens the prompt has, and how many there are.
-            root: of the keys, unless a chain is given.
-            keys: of the blocks of these tokens, a partial last block included; None: they are computed.
+            root: of the keys.
         """
+        chain = KeyChain(root)
+        keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
         table = array("q") if block_ids is None else block_ids
-        chain = chain or KeyChain(root)
-        if keys is None:
-            keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
         kv = SequenceKV(tokens, block_size, num_initial, chain, keys, table, num_computed=num_computed)
-        output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids, constraint)
-        return cls(request_id, sampling, kv, output, rank, tenant, features=features, adapter=adapter)
+        output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids)
+        return cls(request_id, sampling, kv, output, rank, tenant, features=features)
 
     def __len__(self) -> int:
         return len(self.output.tokens)
@@ -349,14 +321,6 @@ class Sequence:
         """Become the first beam of a search."""
         self.group = BeamGroup(search, self, [self])
 
-    def predict(self, prediction: Tokens) -> None:
-        """Set the answer that its client has predicted."""
-        self.prediction = prediction
-
-    def leave_nothing(self) -> None:
-        """Have its answer not kept for drafts of later requests."""
-        self.leaves_nothing = True
-
     def let_pass(self) -> None:
         """Record that a shorter prompt goes first while this one lacks blocks."""
         self.overtaken += 1
@@ -365,7 +329,7 @@ class Sequence:
         """Record that its role stores its KV as it is computed, so that the scheduler may pause it."""
         self.stores_kv = True
 
-    def sibling(self, request_id: str, sampling: SamplingParams, constraint: Constraint | None) -> "Sequence":
+    def sibling(self, request_id: str, sampling: SamplingParams, constraint: "GrammarConstraint | None") -> "Sequence":
         """Return another sequence of the same tokens, which has no KV yet."""
         tokens = self.output.tokens[:]
         kv, output = self.kv.for_sibling(tokens), self.output.copy(tokens, sampling, constraint)

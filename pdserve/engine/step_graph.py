@@ -15,11 +15,12 @@ Shape legend: see kernels/batch.py; V vocabulary.
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -39,45 +40,53 @@ _HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) 
 Model = Callable[[torch.Tensor, torch.Tensor, PagedBatch], torch.Tensor]
 
 
-class Graphs(Protocol):
+class Graphs(ABC):
     """Recorded decode steps of one model.
+
+    Args:
+        model: computes the logits [S, V] of ids [1, S], positions [1, S] and a batch of one new token each.
 
     Attributes:
         num_replayed: number of steps whose logits came from a replay.
     """
 
-    num_replayed: int
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._graphs: dict[Any, Any] = {}
+        self._enabled = True
+        self.num_replayed = 0
 
     def extra_seconds(self, size: int) -> float:
-        """Return by how much a step of so many sequences takes longer than one that is replayed."""
+        """Return by how much a step of so many sequences takes longer than one that is replayed; 0 if none ever is."""
+        return 0.0
 
+    @abstractmethod
     def logits(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Return the logits [S, V] of one decode step. The next call may overwrite them."""
+
+    def _disable(self, reason: str) -> None:
+        log.warning("decode steps are slower, since each runs the model's Python: %s", reason)
+        self._enabled = False
+        self._graphs.clear()
 
 
 class ReplayMismatch(Exception):
     """A replay read a different host value than the recording, or produced a result of another shape."""
 
 
-class StepGraphs:
+class StepGraphs(Graphs):
     """Graphs of one model, by batch size, least recently used first.
 
     Args:
-        model: computes the logits [S, V] of ids [1, S], positions [1, S] and a batch of one new token each.
         max_blocks_per_seq: width of the recorded block tables.
-
-    Attributes:
-        num_replayed: number of steps whose logits came from a replay.
     """
 
     def __init__(self, model: Model, max_blocks_per_seq: int) -> None:
-        self._model = model
+        super().__init__(model)
         self._max_blocks_per_seq = max_blocks_per_seq
         self._graphs: dict[int, StepGraph] = {}
         self._num_steps: Counter[int] = Counter()  # by batch size, before recording
-        self._enabled = True
         self._saved_seconds = 0.0  # of this thread, by the last replay that was compared with the model
-        self.num_replayed = 0
 
     @property
     def verified(self) -> set[int]:
@@ -85,15 +94,14 @@ class StepGraphs:
         return {size for size, graph in self._graphs.items() if graph.verified}
 
     def extra_seconds(self, size: int) -> float:
-        """Return by how much a step of so many sequences takes longer than one that is replayed; 0 if none ever is."""
-        return 0.0 if size in self._graphs and self._graphs[size].verified else self._saved_seconds
+        is_replayed = not self._enabled or (size in self._graphs and self._graphs[size].verified)
+        return 0.0 if is_replayed else self._saved_seconds
 
     @property
     def nbytes(self) -> int:
         return sum(graph.nbytes for graph in self._graphs.values())
 
     def logits(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """Return the logits [S, V] of one decode step. The next call may overwrite them."""
         size = ids_1S.shape[1]
         graph = self._graphs.pop(size, None)
         if graph is not None:
@@ -132,11 +140,6 @@ class StepGraphs:
         if not graph.verified:
             self._disable("a replayed step gives other logits than the model")
         return expected_SV
-
-    def _disable(self, reason: str) -> None:
-        log.warning("decode steps are slower, since each runs the model's Python: %s", reason)
-        self._enabled, self._saved_seconds = False, 0.0
-        self._graphs.clear()
 
     def _evict(self) -> None:
         while self.nbytes > MAX_BYTES:

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from io import BufferedReader
+from typing import TypeVar
 
 from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex, check_grammar
@@ -25,6 +26,7 @@ STARTED, OK, ERROR = b".", b"+", b"-"
 LENGTH_BYTES = 4
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class GrammarCompiler:
@@ -60,7 +62,8 @@ class GrammarCompiler:
             RequestError: the compile server does not start.
         """
         check_grammar(spec)
-        status, content = self._answer(spec)
+        limit_s = self._limits.elapsed_s + GRACE_S
+        status, content = self._ask(lambda server: server.answer(spec, limit_s))
         if status == OK:
             return content
         if status == ERROR:
@@ -75,22 +78,15 @@ class GrammarCompiler:
         Raises:
             RequestError: the compile server does not start.
         """
-        for _ in range(2):  # the second time if the server has died since the last grammar
+        return self._ask(lambda server: server.connect(MASKS))
+
+    def _ask(self, ask: "Callable[[_CompileServer], T | None]") -> T:
+        """Return what the server answers, or another one if it has died since the last grammar."""
+        for _ in range(2):
             server = self._running_server()
             with suppress(OSError):
-                return server.connect(MASKS)
-            server.kill()
-        raise RequestError("the compile server for grammars does not answer", kind="internal_error")
-
-    def _answer(self, spec: str) -> tuple[bytes, bytes]:
-        """Return a status, empty if a limit was exceeded, and the grammar or an error message."""
-        for _ in range(2):  # the second time if the server has died since the last grammar
-            server = self._running_server()
-            try:
-                if (answer := server.answer(spec, self._limits.elapsed_s + GRACE_S)) is not None:
+                if (answer := ask(server)) is not None:
                     return answer
-            except ConnectionError:
-                pass
             server.kill()
         raise RequestError("the compile server for grammars does not answer", kind="internal_error")
 

@@ -104,14 +104,9 @@ class Instance:
         pool = self.engine.runner.kv.pool_NX
         self._ranks = ranks
         self.connector = self._attach(connector, config.connector)
-        self.transfers = Transfers(
-            self.engine.pool,
-            self.connector,
-            self,
-            _max_blocks(config, self.engine),
-            self.engine.layout.groups[0].block_bytes,
-        )
-        self.transfers.group_bytes = [group.block_bytes for group in self.engine.layout.groups]
+        group_bytes = [group.block_bytes for group in self.engine.layout.groups]
+        most = _max_blocks(config, self.engine)
+        self.transfers = Transfers(self.engine.pool, self.connector, self, most, group_bytes)
         self.fetcher = fetcher = Fetcher(self.engine, self.connector, self.transfers, self)
         self.prefiller = Prefiller(self.engine, self.transfers, fetcher, self, config.lease_seconds)
         converts = config.convert_kv or config.allow_inexact
@@ -274,7 +269,7 @@ class Instance:
         started = self._turn_began_at = self.now()
         result = self.engine.step(pause_storing=self.transfers.has_waiting_stores)
         stopped, generated = self.now(), 0
-        for seq in result.resumed:
+        for seq in result.schedule.resumed:
             job = self._by_sequence[seq]
             self._roles[job.phase].on_resumed(job)
         for seq in result.advanced:
@@ -329,20 +324,11 @@ class Instance:
                     raise RequestError(reason, kind="beams_do_not_fit")
             seq = self.engine.new_sequence(
                 message.request_id,
-                request.prompt,
-                sampling,
-                request.salt,
+                request,
                 message.output,
-                request.priority,
-                request.tenant,
-                request.packed_keys,
-                request.adapter,
-                request.adapter_start,
+                prediction=unpack_tokens(message.prediction) if message.prediction else None,
+                leaves_nothing=message.leaves_nothing,
             )
-            if message.prediction:
-                self.engine.predict(seq, unpack_tokens(message.prediction))
-            if message.leaves_nothing:
-                seq.leave_nothing()
             converted = self.layout_converter.open_prompt(seq, message.writer) if message.HasField("writer") else None
         except (ValueError, RequestError) as error:
             refusal = error if isinstance(error, RequestError) else RequestError(str(error), kind="rejected")

@@ -88,7 +88,7 @@ class Reporter:
         """Add an engine step to the counters and cost models. `seconds` excludes the time for swapping."""
         if result.advanced:
             self.count("engine_steps", 1)
-        if result.storing_paused:
+        if result.schedule.storing_paused:
             self.count("prefill_steps_held_back", 1)
         for drafted, accepted in result.drafted:
             self.count("spec_decode_num_drafts", 1)
@@ -98,10 +98,10 @@ class Reporter:
                 self.count("spec_decode_num_accepted_tokens_per_pos", 1, position=str(position))
         if result.work:
             self.meter.record_step(result.work, result.num_tokens > 0, seconds, now)
-        for direction, blocks in (("out", result.swapped_out), ("in", result.swapped_in)):
-            if blocks:
-                self.meter.record_swap(blocks, result.swap_seconds, now)
-                self.count("swapped_blocks", blocks, direction=direction)
+        for direction, pairs in (("out", result.schedule.swap_out), ("in", result.schedule.swap_in)):
+            if pairs:
+                self.meter.record_swap(len(pairs), result.swap_seconds, now)
+                self.count("swapped_blocks", len(pairs), direction=direction)
                 self.count("swap_seconds", result.swap_seconds)
         if result.recomputed:
             self.count("recomputed_tokens", result.recomputed)

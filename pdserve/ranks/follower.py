@@ -26,7 +26,7 @@ from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
 from pdserve.keys import Layout, Section
 from pdserve.kv_transfer.batched import SWITCH_INTERVAL_S
-from pdserve.kv_transfer.connector import Connector, Result, request_cancel
+from pdserve.kv_transfer.connector import Result, request_cancel
 from pdserve.kv_transfer.grouped import attach_groups
 from pdserve.kv_transfer.registry import connect
 from pdserve.parent import end_with_parent
@@ -35,24 +35,19 @@ from pdserve.ranks.messages import (
     Alive,
     Attach,
     Cancel,
-    ClearTail,
     Close,
     Convert,
-    CopyBlocks,
     Failed,
-    Follow,
-    Load,
     Match,
     Matched,
-    Prolong,
+    OnLeases,
+    OnMemory,
     Ready,
-    Release,
     ReleaseConverted,
     Released,
     Reply,
     Step,
-    Store,
-    Swap,
+    Transfer,
     Transferred,
     decode_command,
     encode,
@@ -78,7 +73,7 @@ class Follower:
         self._sending = threading.Lock()
         self._transfers: dict[int, Future[Any]] = {}
         self._loaders: dict[bytes, SourceLoader] = {}  # by namespace of the source layout of a group
-        self._connector: Connector | None = None
+        self._connector: Any = None  # a `Connector`, once it is told to attach
         threading.Thread(target=self._report_alive, daemon=True).start()
         self._config = config_of_rank(config, rank)
         use_threads(config)
@@ -104,12 +99,8 @@ class Follower:
         match command:
             case Step():
                 self._runner.follow(command)
-            case CopyBlocks(pairs):
-                self._runner.kv.copy_blocks(pairs)
-            case Swap(swap_out, swap_in):
-                self._runner.kv.swap(swap_out, swap_in)
-            case ClearTail(block, used):
-                self._runner.kv.clear_tail(block, used)
+            case OnMemory(method, arguments):
+                getattr(self._runner.kv, method)(*arguments)
             case Attach():
                 make = partial(connect, self._config.connector)
                 self._connector = attach_groups(make(), make, self._runner.kv, self._layout)
@@ -122,24 +113,13 @@ class Follower:
             case Cancel(operation):
                 if (future := self._transfers.get(operation)) is not None:
                     request_cancel(future)
-            case _:
-                assert self._connector is not None
-                self._transfer(self._connector, command)
-
-    def _transfer(self, connector: Connector, command: Any) -> None:
-        match command:
-            case Store(operation, keys, blocks, lease_s):
-                self._watch(operation, connector.store(keys, blocks, lease_s=lease_s))
-            case Load(operation, keys, blocks, tickets):
-                self._watch(operation, connector.load(keys, blocks, tickets=tickets))
-            case Follow(operation, keys, blocks, patience_s):
-                self._watch(operation, connector.follow(keys, blocks, patience_s=patience_s))
+            case Transfer(operation, method, keys, blocks, options):
+                self._watch(operation, getattr(self._connector, method)(keys, blocks, **options))
             case Match(operation, keys):
-                when_done(connector.match(keys), lambda stored: self.reply(Matched(operation, stored)))
-            case Release(keys, tickets):
-                connector.release(keys, tickets=tickets)
-            case Prolong(keys, lease_s, tickets):
-                connector.prolong(keys, lease_s=lease_s, tickets=tickets)
+                stored: Future[int] = self._connector.match(keys)
+                when_done(stored, lambda count: self.reply(Matched(operation, count)))
+            case OnLeases(method, keys, options):
+                getattr(self._connector, method)(keys, **options)
             case other:
                 raise AssertionError(f"unknown command {other}")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from pdserve.engine.memory.blocks import BlockPairs
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.ranks.table_changes import TableChange
 
@@ -37,43 +36,25 @@ class Step(Message):
     tails: list[list[TableChange]] = []
 
 
-class CopyBlocks(Message):
-    pairs: BlockPairs
+class OnMemory(Message):
+    """Call a method of the KV memory as rank 0 does, such as `copy_blocks`."""
 
-
-class Swap(Message):
-    swap_out: BlockPairs
-    swap_in: BlockPairs
-
-
-class ClearTail(Message):
-    block: int
-    used: int
+    method: str
+    arguments: list[Any]
 
 
 class Attach(Message):
     """Connect to the KV store."""
 
 
-class Store(Message):
+class Transfer(Message):
+    """Move slices of blocks by a method of the connector: store, load or follow."""
+
     operation: int
+    method: str
     keys: list[bytes]
     blocks: list[int]
-    lease_s: float
-
-
-class Load(Message):
-    operation: int
-    keys: list[bytes]
-    blocks: list[int]
-    tickets: list[bytes]
-
-
-class Follow(Message):
-    operation: int
-    keys: list[bytes]
-    blocks: list[int]
-    patience_s: float
+    options: dict[str, Any]
 
 
 class Match(Message):
@@ -81,15 +62,12 @@ class Match(Message):
     keys: list[bytes]
 
 
-class Release(Message):
-    keys: list[bytes]
-    tickets: list[bytes]
+class OnLeases(Message):
+    """Call a method of the connector that moves nothing: release or prolong."""
 
-
-class Prolong(Message):
+    method: str
     keys: list[bytes]
-    lease_s: float
-    tickets: list[bytes]
+    options: dict[str, Any]
 
 
 class Convert(Message):
@@ -120,23 +98,7 @@ class Close(Message):
     """End."""
 
 
-Command = (
-    Step
-    | CopyBlocks
-    | Swap
-    | ClearTail
-    | Attach
-    | Store
-    | Load
-    | Follow
-    | Match
-    | Release
-    | Prolong
-    | Convert
-    | ReleaseConverted
-    | Cancel
-    | Close
-)
+Command = Step | OnMemory | Attach | Transfer | Match | OnLeases | Convert | ReleaseConverted | Cancel | Close
 
 
 class Alive(Message):

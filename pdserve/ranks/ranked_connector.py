@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from pdserve.kv_transfer.connector import (
     Capabilities,
@@ -21,10 +21,9 @@ from pdserve.kv_transfer.forwarding import ForwardingConnector
 from pdserve.kv_transfer.grouped import joined_held, when_all
 from pdserve.kv_transfer.tickets import join_tickets, tickets_of_rank
 from pdserve.ranks.followers import Followers
-from pdserve.ranks.messages import Cancel, Follow, Load, Match, Prolong, Release, Store
+from pdserve.ranks.messages import Cancel, Match, OnLeases, Transfer
 
-T = TypeVar("T")
-R = TypeVar("R")
+Options = Callable[[int], dict[str, Any]]  # keyword arguments of a connector's method, by rank
 
 
 class RankedConnector(ForwardingConnector):
@@ -45,30 +44,23 @@ class RankedConnector(ForwardingConnector):
         raise AssertionError("the constructor attaches")
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        sent = self._followers.transfer(lambda operation, _: Store(operation, list(keys), list(block_ids), lease_s))
-        return self._joined("store", super().store(keys, block_ids, lease_s=lease_s), *sent)
+        return self._transfer("store", keys, block_ids, lambda _: {"lease_s": lease_s})
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        sent = self._followers.transfer(
-            lambda operation, rank: Load(operation, list(keys), list(block_ids), self._tickets(tickets, rank))
-        )
-        return self._joined("load", super().load(keys, block_ids, tickets=self._tickets(tickets, 0)), *sent)
+        return self._transfer("load", keys, block_ids, lambda rank: {"tickets": self._tickets(tickets, rank)})
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
-        sent = self._followers.transfer(lambda operation, _: Follow(operation, list(keys), list(block_ids), patience_s))
-        return self._joined("load", super().follow(keys, block_ids, patience_s=patience_s), *sent)
+        return self._transfer("follow", keys, block_ids, lambda _: {"patience_s": patience_s})
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         others = self._followers.match(lambda operation: Match(operation, list(keys)))
         return when_all([super().match(keys), *others], min, Future())
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        self._followers.send_each(lambda rank: Release(list(keys), self._tickets(tickets, rank)))
-        super().release(keys, tickets=self._tickets(tickets, 0))
+        self._on_leases("release", keys, lambda rank: {"tickets": self._tickets(tickets, rank)})
 
     def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
-        self._followers.send_each(lambda rank: Prolong(list(keys), lease_s, self._tickets(tickets, rank)))
-        super().prolong(keys, lease_s=lease_s, tickets=self._tickets(tickets, 0))
+        self._on_leases("prolong", keys, lambda rank: {"lease_s": lease_s, "tickets": self._tickets(tickets, rank)})
 
     def stats(self) -> Stats:
         """Return the counters of rank 0, with the bytes of all ranks, which move as many."""
@@ -80,9 +72,17 @@ class RankedConnector(ForwardingConnector):
     def _tickets(self, tickets: Sequence[bytes], rank: int) -> list[bytes]:
         return tickets_of_rank(tickets, rank, 1 + len(self._followers))
 
-    def _joined(
-        self, direction: str, own: Future[Result], operation: int, others: list[Future[Result]]
+    def _on_leases(self, method: str, keys: Sequence[bytes], options: Options) -> None:
+        self._followers.send_each(lambda rank: OnLeases(method, list(keys), options(rank)))
+        getattr(self._inner, method)(keys, **options(0))
+
+    def _transfer(
+        self, method: str, keys: Sequence[bytes], block_ids: Sequence[int], options: Options
     ) -> Future[Result]:
+        direction, blocks = "store" if method == "store" else "load", (list(keys), list(block_ids))
+        sent = self._followers.transfer(lambda operation, rank: Transfer(operation, method, *blocks, options(rank)))
+        own: Future[Result] = getattr(self._inner, method)(keys, block_ids, **options(0))
+
         def join(results: list[Result]) -> Result:
             result = join_results(results)
             with self._lock:
@@ -91,7 +91,7 @@ class RankedConnector(ForwardingConnector):
                         self._lost.count_failures(direction, outcome, 1)
             return result
 
-        return join_transfers(self._followers, own, operation, others, join)
+        return join_transfers(self._followers, own, *sent, join)
 
 
 def join_transfers(

@@ -14,7 +14,7 @@ from pdserve.engine.memory.groups import BlockTable
 from pdserve.engine.memory.kv_memory import KVMemory
 from pdserve.engine.model_runner import ModelRunner, StepInputs, TokenIds
 from pdserve.kernels.batch import Kernel
-from pdserve.ranks.messages import ClearTail, CopyBlocks, Step, Swap
+from pdserve.ranks.messages import OnMemory, Step
 from pdserve.ranks.table_changes import ReceivedTables, SentTables, pack_ids, unpack_ids
 
 if TYPE_CHECKING:
@@ -60,15 +60,15 @@ class _LeadingMemory(KVMemory):
         self._followers = followers
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
-        self._followers.send(CopyBlocks(pairs))
+        self._followers.send(OnMemory("copy_blocks", [pairs]))
         super().copy_blocks(pairs)
 
     def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
-        self._followers.send(Swap(swap_out, swap_in))
+        self._followers.send(OnMemory("swap", [swap_out, swap_in]))
         return super().swap(swap_out, swap_in)
 
     def clear_tail(self, block: int, used: int) -> None:
-        self._followers.send(ClearTail(block, used))
+        self._followers.send(OnMemory("clear_tail", [block, used]))
         super().clear_tail(block, used)
 
 

@@ -96,6 +96,10 @@ class _Transfer:
 class Transfers:
     """Queue between an instance's pool and its connector. Runs on the engine thread.
 
+    Args:
+        max_blocks: limit of the blocks in flight.
+        sizes: bytes of a block of each group of the pool.
+
     Attributes:
         max_transfer_blocks: recommended limit of one transfer, so that others can interleave.
         in_flight: blocks that the connector is moving.
@@ -104,20 +108,18 @@ class Transfers:
         ranges: number of ranges of layers by which blocks are stored while they are computed; less than 2: as a whole.
         follows: loads can start while the blocks are still being stored.
         in_place: peers read the pool's rows directly, with a ticket.
-        group_bytes: of a block of each group of the pool.
         listener: None: none is told what the store has.
         num_holding: transfers that hold blocks. A transfer that peers read in place may outlive its request.
     """
 
     def __init__(
-        self, pool: BlockPool, connector: Connector, context: InstanceContext, max_blocks: int, block_bytes: int
+        self, pool: BlockPool, connector: Connector, context: InstanceContext, max_blocks: int, sizes: list[int]
     ) -> None:
         self._pool = pool
         self._connector = connector
         self._context = context
         self._max_blocks = max_blocks
-        self._block_bytes = block_bytes
-        self.group_bytes: Sequence[int] = (block_bytes,)
+        self._group_bytes, self._block_bytes = sizes, sizes[0]
         self._waiting: deque[_Transfer] = deque()
         self._active: set[_Transfer] = set()
         self.max_transfer_blocks = max(1, max_blocks // 2)
@@ -125,7 +127,9 @@ class Transfers:
         self.in_flight = 0
         self.waiting = 0
         self.has_waiting_stores = False
-        self.ranges = min(STORE_RANGES, block_bytes // MIN_RANGE_BYTES) if connector.capabilities.stores_growing else 0
+        self.ranges = (
+            min(STORE_RANGES, self._block_bytes // MIN_RANGE_BYTES) if connector.capabilities.stores_growing else 0
+        )
         self.in_place = connector.in_place
         self.follows = connector.follows
         self.listener: StoreListener | None = None
@@ -298,7 +302,7 @@ class Transfers:
         """Return the bytes of the blocks that were moved."""
         first_ids = [group.first_id for group in self._pool.groups]
         moved = (block for block, outcome in zip(blocks, result.outcomes, strict=True) if outcome is Outcome.OK)
-        return sum(self.group_bytes[bisect_right(first_ids, block) - 1] for block in moved)
+        return sum(self._group_bytes[bisect_right(first_ids, block) - 1] for block in moved)
 
     def _fail(self, transfers: Iterable[_Transfer]) -> None:
         """End transfers as UNAVAILABLE, asynchronously: a caller that has just queued one expects its callback later."""

@@ -13,7 +13,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError, SetupError
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from tests.low_rank import Made, make_adapter, merge, modules, six_adapters, with_settings
 
 TOKENS = 12
@@ -49,7 +49,8 @@ def run(engine: Engine, work: list[Work], max_tokens: int = TOKENS) -> list[list
     of_name = {"": b"", **digests(engine)}
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     seqs = [
-        engine.new_sequence(str(i), one.prompt, sampling, adapter=of_name[one.adapter]) for i, one in enumerate(work)
+        engine.new_sequence(str(i), Request(prompt=one.prompt, sampling=sampling, adapter=of_name[one.adapter]))
+        for i, one in enumerate(work)
     ]
     waiting = [*seqs]
     while waiting or engine.has_work:
@@ -113,7 +114,9 @@ def test_bits_do_not_depend_on_the_mix(
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
         of_name, found = {"": b"", **digests(engine)}, dict[Sequence, list[float]]()
         for i, one in enumerate(work):
-            seq = engine.new_sequence(str(i), one.prompt, sampling, salt=str(i), adapter=of_name[one.adapter])
+            seq = engine.new_sequence(
+                str(i), Request(prompt=one.prompt, sampling=sampling, salt=str(i), adapter=of_name[one.adapter])
+            )
             assert seq.adapter is None or (engine.adapters is not None and engine.adapters.acquire(seq))
             found[seq] = []
             engine.add(seq)
@@ -161,7 +164,9 @@ def tiny(
 
 def new(engine: Engine, adapter: str, prompt: list[int] | None = None) -> Sequence:
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    return engine.new_sequence("", prompt or [1, 2, 3], sampling, adapter=digests(engine)[adapter])
+    return engine.new_sequence(
+        "", Request(prompt=prompt or [1, 2, 3], sampling=sampling, adapter=digests(engine)[adapter])
+    )
 
 
 def test_slots(tiny: Callable[..., Engine]) -> None:
@@ -288,7 +293,7 @@ def test_adapters_that_cannot_be_used(
     engine = make_engine("gemma4", {})
     assert engine.adapters is None
     with pytest.raises(RequestError, match="no adapters"):
-        engine.new_sequence("", [1], SamplingParams(), adapter=bytes(16))
+        engine.new_sequence("", Request(prompt=[1], sampling=SamplingParams(), adapter=bytes(16)))
     with pytest.raises(SetupError, match="--max-lora-rank is 4"):
         make_engine("llama", {"x": Made(wide, {})}, max_lora_rank=4)
     with pytest.raises(SetupError, match="not supported with --async-scheduling on"):

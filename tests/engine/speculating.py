@@ -14,7 +14,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepPlan
 from pdserve.reasoning import ReasoningSpan
-from pdserve.request import SamplingParams, TokenLogprobs
+from pdserve.request import Request, SamplingParams, TokenLogprobs
 
 TOKENS = 40  # of each output, at most
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
@@ -127,7 +127,7 @@ class Runs:
     def answers(self, migrate_after: int = 0) -> list[Answer]:
         """Return the outputs, with their log probabilities. After some steps, all go on in the engine as if they were new."""
         engine, params = self.engine, samplings()
-        seqs = [engine.new_sequence(str(i), PROMPTS[i], one) for i, one in enumerate(params)]
+        seqs = [engine.new_sequence(str(i), Request(prompt=PROMPTS[i], sampling=one)) for i, one in enumerate(params)]
         found: list[Answer] = [([], []) for _ in seqs]
         unfinished = set(seqs)
         for seq in seqs:
@@ -153,7 +153,9 @@ class Runs:
                 for seq in list(unfinished):
                     engine.remove(seq)
                     i = int(seq.request_id)
-                    moved = engine.new_sequence(str(i), PROMPTS[i], params[i], output=found[i][0])
+                    moved = engine.new_sequence(
+                        str(i), Request(prompt=PROMPTS[i], sampling=params[i]), output=found[i][0]
+                    )
                     unfinished.remove(seq)
                     unfinished.add(moved)
                     engine.add(moved)

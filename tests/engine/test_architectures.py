@@ -15,7 +15,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.errors import SetupError
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 NEW_TOKENS = 12
 LENGTHS = [1, 16, 17, 33, 33, 100, 100]
@@ -30,7 +30,7 @@ def prompts() -> list[list[int]]:
 
 def run(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
     greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-    seqs = [engine.new_sequence(str(i), text, greedy) for i, text in enumerate(texts)]
+    seqs = [engine.new_sequence(str(i), Request(prompt=text, sampling=greedy)) for i, text in enumerate(texts)]
     for seq in seqs:
         engine.add(seq)
     while engine.has_work:

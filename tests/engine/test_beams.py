@@ -18,7 +18,7 @@ from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 PROMPTS = [[i * 7 % 90 + seed for i in range(length)] for seed, length in enumerate((1, 5, 16, 31, 40))]
 
@@ -51,7 +51,10 @@ def reference(path: Path, prompt: list[int], eos: list[int], **settings: Any) ->
 
 def search(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Sequence]:
     """Run the searches side by side, and return their sequences."""
-    seqs = [engine.new_sequence(str(i), prompt, sampling) for i, (prompt, sampling) in enumerate(requests)]
+    seqs = [
+        engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling))
+        for i, (prompt, sampling) in enumerate(requests)
+    ]
     for seq in seqs:
         engine.add(seq)
     for _ in range(5000):
@@ -145,7 +148,9 @@ def test_equals_generate_while_preempting(
 def test_beams_share_blocks(checkpoint: Callable[..., Path]) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=200, max_num_batched_tokens=256))
     prompt = [i % 90 for i in range(165)]
-    seq = engine.new_sequence("r", prompt, SamplingParams(max_tokens=20, beam_width=6, ignore_eos=True))
+    seq = engine.new_sequence(
+        "r", Request(prompt=prompt, sampling=SamplingParams(max_tokens=20, beam_width=6, ignore_eos=True))
+    )
     engine.add(seq)
     held = []
     while seq.group is not None and not seq.group.search.is_over:

@@ -9,7 +9,7 @@ import pytest
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.step import Drafter, StepPlan
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from tests.oracle import Oracle
 
 Answers = list[list[int]]
@@ -17,7 +17,7 @@ Answers = list[list[int]]
 
 def run(engine: Engine, prompts: Answers, sampling: SamplingParams) -> tuple[Answers, list[int]]:
     """Return the outputs, and how many tokens each sequence got in each step in which it got some."""
-    seqs = [engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+    seqs = [engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling)) for i, prompt in enumerate(prompts)]
     accepted = []
     for seq in seqs:
         engine.add(seq)

@@ -14,7 +14,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.features import PromptScores, find
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 
@@ -22,7 +22,10 @@ Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 def run(
     engine: Engine, prompts: list[list[int]], sampling: list[SamplingParams], expected_held: int = 0
 ) -> list[list[int]]:
-    seqs = [engine.new_sequence(str(i), p, s) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
+    seqs = [
+        engine.new_sequence(str(i), Request(prompt=p, sampling=s))
+        for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))
+    ]
     for seq in seqs:
         engine.add(seq)
     finish(engine, expected_held)
@@ -76,7 +79,7 @@ def test_longrope_context_is_limited_to_the_original_positions(
     assert engine.max_model_len == 64 and "the context is 64 of the model's 1024" in caplog.text
     assert run(engine, prompts, [greedy(16)] * len(prompts)) == generate(path, prompts, 16)
     with pytest.raises(ValueError, match="64 that fit"):
-        engine.new_sequence("long", list(range(60)), greedy(5))
+        engine.new_sequence("long", Request(prompt=list(range(60)), sampling=greedy(5)))
 
 
 def test_equals_generate_with_blocks_of_one_token(
@@ -102,10 +105,13 @@ def test_one_token_of_each_sequence_is_no_decode_step_if_one_belongs_to_a_scored
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), **settings))
     engine.scheduler.costs = Costs()  # a decode step is forecast to take 10 ms: prompts get one token beside it
     prompt = [9, 8, 7, 100, 200, 250, 40, 50, 60, 70]
-    alone = engine.new_sequence("alone", prompt, greedy(1, prompt_logprobs=2))
+    alone = engine.new_sequence("alone", Request(prompt=prompt, sampling=greedy(1, prompt_logprobs=2)))
     engine.add(alone)
     finish(engine)
-    decoding, scored = engine.new_sequence("d", [5, 44], greedy(40)), engine.new_sequence("s", prompt, alone.sampling)
+    decoding, scored = (
+        engine.new_sequence("d", Request(prompt=[5, 44], sampling=greedy(40))),
+        engine.new_sequence("s", Request(prompt=prompt, sampling=alone.sampling)),
+    )
     for seq in (decoding, scored):
         engine.add(seq)
         engine.step()
@@ -173,7 +179,7 @@ def test_blocks_outside_of_a_window_are_released(
     path, prompt = checkpoint(architecture), next(prompt for prompt in prompts if len(prompt) == 100)
     (expected,) = generate(path, [prompt], 80)
     engine = Engine(EngineConfig(model=str(path), num_blocks=24, max_num_batched_tokens=64))
-    seq = engine.new_sequence("r", prompt, greedy(80))
+    seq = engine.new_sequence("r", Request(prompt=prompt, sampling=greedy(80)))
     engine.add(seq)
     while len(seq) < 170:
         engine.step()
@@ -226,7 +232,7 @@ def test_continuation_counts_as_output(checkpoint: Callable[..., Path], generate
     prompt = [5, 6, 7] * 9
     (expected,) = generate(path, [prompt], 20)
     engine = Engine(EngineConfig(model=str(path), num_blocks=64))
-    seq = engine.new_sequence("r", prompt, greedy(20), output=expected[:12])
+    seq = engine.new_sequence("r", Request(prompt=prompt, sampling=greedy(20)), output=expected[:12])
     engine.add(seq)
     finish(engine)
     assert seq.output.tokens.tolist() == prompt + expected
@@ -237,7 +243,7 @@ def test_step_without_progress_is_idle(checkpoint: Callable[..., Path]) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=8))
     assert engine.step().idle
     taken = engine.pool.allocate(8)
-    engine.add(engine.new_sequence("r", [1, 2, 3], greedy(2)))
+    engine.add(engine.new_sequence("r", Request(prompt=[1, 2, 3], sampling=greedy(2))))
     assert engine.has_work and engine.step().idle
     engine.pool.release(taken)
     assert not engine.step().idle
@@ -252,7 +258,7 @@ def test_forks_continue_like_their_parent_and_independently(
     prompt = max(prompts, key=len)[:61]
     (expected,) = generate(path, [prompt], 32)
     engine = Engine(EngineConfig(model=str(path), num_blocks=num_blocks))
-    parent = engine.new_sequence("parent", prompt, greedy(32))
+    parent = engine.new_sequence("parent", Request(prompt=prompt, sampling=greedy(32)))
     engine.add(parent)
     greedy_forks, sampled = [], []
     for i in range(9):

@@ -21,7 +21,7 @@ from pdserve.engine.sequence import Feature, Sequence
 from pdserve.keys import token_array
 from pdserve.pooling import Pooling
 from pdserve.reasoning import ReasoningSpan
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 # Fields with which a token depends on its logits and its position alone, and those that only refine another field.
 PLAIN = {"max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos"}
@@ -144,7 +144,8 @@ def test_a_feature_from_outside(checkpoint: Callable[..., Path], generate: Calla
     path = checkpoint("llama")
     engine = Engine(EngineConfig(model=str(path), block_size=4, num_blocks=40, max_num_batched_tokens=5))
     plain, seen, silent = (
-        engine.new_sequence(name, PROMPT, SamplingParams(temperature=0, max_tokens=6)) for name in ("p", "s", "x")
+        engine.new_sequence(name, Request(prompt=PROMPT, sampling=SamplingParams(temperature=0, max_tokens=6)))
+        for name in ("p", "s", "x")
     )
     watcher, instead = Watcher(has_output=True), Watcher(has_output=False)
     seen, silent = replace(seen, features=(watcher,)), replace(silent, features=(instead,))
@@ -173,7 +174,9 @@ def test_a_step_without_features_calls_none(checkpoint: Callable[..., Path]) -> 
             called.add(frame.f_code.co_name)
 
     def run(**sampling: Any) -> None:
-        seq = engine.new_sequence("r", PROMPT, SamplingParams(temperature=0, max_tokens=3, **sampling))
+        seq = engine.new_sequence(
+            "r", Request(prompt=PROMPT, sampling=SamplingParams(temperature=0, max_tokens=3, **sampling))
+        )
         engine.add(seq)
         sys.setprofile(record)
         try:

@@ -23,7 +23,7 @@ from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.grammars.mask_client import MaskService
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -104,7 +104,7 @@ def test_outputs_follow_their_grammars_before_and_after_migration(
     specs = [None, *SPECS, None, *SPECS]
 
     def new(i: int, output: Tokens[int] = ()) -> Sequence:
-        return engine.new_sequence(str(i), [7, i], sampling(i, specs[i]), output=output)
+        return engine.new_sequence(str(i), Request(prompt=[7, i], sampling=sampling(i, specs[i])), output=output)
 
     outputs = run(engine, [new(i) for i in range(len(specs))])
     for i, spec in enumerate(specs):
@@ -126,13 +126,13 @@ def test_outputs_follow_their_grammars_before_and_after_migration(
     ],
 )
 def test_invalid_grammar_is_reported(engine: Engine, spec: dict[str, Any], message: str) -> None:
-    seq = engine.new_sequence("r", [7], sampling(0, spec))
+    seq = engine.new_sequence("r", Request(prompt=[7], sampling=sampling(0, spec)))
     run(engine, [seq])
     assert seq.output.constraint is not None and str(seq.output.constraint.failure).startswith(message)
 
 
 def test_output_that_breaks_the_grammar_fails(engine: Engine) -> None:
-    seq = engine.new_sequence("r", [7], sampling(0, SPECS[1]), output=[200, 200])
+    seq = engine.new_sequence("r", Request(prompt=[7], sampling=sampling(0, SPECS[1])), output=[200, 200])
     run(engine, [seq])
     assert seq.output.constraint is not None and "does not follow the grammar" in str(seq.output.constraint.failure)
 
@@ -147,9 +147,9 @@ def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pyt
         return compile_grammar(compiler, spec)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)
-    late = engine.new_sequence("r", [7], sampling(0, {"choice": ["compiled late"]}))
-    cached = engine.new_sequence("s", [7], sampling(1, SPECS[1]))
-    plain = engine.new_sequence("t", [7], sampling(1, None))
+    late = engine.new_sequence("r", Request(prompt=[7], sampling=sampling(0, {"choice": ["compiled late"]})))
+    cached = engine.new_sequence("s", Request(prompt=[7], sampling=sampling(1, SPECS[1])))
+    plain = engine.new_sequence("t", Request(prompt=[7], sampling=sampling(1, None)))
     try:
         assert compiling.wait(600)
         engine.add(late)
@@ -181,7 +181,9 @@ def test_a_slow_mask_delays_its_own_sequence_only(engine: Engine, stopped: Calla
 
     def new(i: int, spec: dict[str, Any] | None, max_tokens: int = 200) -> Sequence:
         params = sampling(i, spec)
-        return engine.new_sequence(str(i), [7, i], structs.replace(params, max_tokens=max_tokens, ignore_eos=not spec))
+        return engine.new_sequence(
+            str(i), Request(prompt=[7, i], sampling=structs.replace(params, max_tokens=max_tokens, ignore_eos=not spec))
+        )
 
     specs = [SPECS[0], SPECS[1], SPECS[4]]  # whose answers are not over so soon
     expected = run(engine, [new(i, spec) for i, spec in enumerate(specs)])
@@ -209,7 +211,13 @@ def test_a_slow_mask_delays_its_own_sequence_only(engine: Engine, stopped: Calla
 def test_drafts_are_accepted_as_far_as_their_masks_are_there(
     checkpoint: Callable[..., Path], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run(engine, [engine.new_sequence(str(i), [7, i], sampling(i, spec)) for i, spec in enumerate(SPECS)])
+    expected = run(
+        engine,
+        [
+            engine.new_sequence(str(i), Request(prompt=[7, i], sampling=sampling(i, spec)))
+            for i, spec in enumerate(SPECS)
+        ],
+    )
 
     class Oracle(Drafter):
         def propose(self, plan: StepPlan) -> dict[Sequence, list[int]]:
@@ -223,7 +231,10 @@ def test_drafts_are_accepted_as_far_as_their_masks_are_there(
         accepted = list[int]()
         if not is_known:
             monkeypatch.setattr(MaskService, "try_out", lambda *_: None)
-        seqs = [drafting.new_sequence(str(i), [7, i], sampling(i, spec)) for i, spec in enumerate(SPECS)]
+        seqs = [
+            drafting.new_sequence(str(i), Request(prompt=[7, i], sampling=sampling(i, spec)))
+            for i, spec in enumerate(SPECS)
+        ]
         assert run(drafting, seqs, accepted) == expected
         assert any(accepted) or not is_known
         assert set(accepted) <= {0, 1} or is_known, "the first of them needs the mask that is there"
@@ -233,7 +244,7 @@ def test_a_grammar_whose_masks_are_too_expensive_fails_its_sequence(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mask_client, "mask_budget_s", lambda num_tokens: -1.0 if num_tokens > 2 else 1e9)
-    seq = engine.new_sequence("r", [7], sampling(0, SPECS[1]))
+    seq = engine.new_sequence("r", Request(prompt=[7], sampling=sampling(0, SPECS[1])))
     run(engine, [seq])
     assert seq.output.constraint is not None and isinstance(seq.output.constraint.failure, GrammarTooComplex)
     assert "of CPU time for 3 tokens" in str(seq.output.constraint.failure)
@@ -250,5 +261,5 @@ def test_a_grammar_is_compiled_once_while_it_is_cached(engine: Engine, monkeypat
     monkeypatch.setattr(GrammarCompiler, "compile", record)
     spec = {"choice": ["compiled once"]}
     for _ in range(2):
-        run(engine, [engine.new_sequence(str(i), [7], sampling(i, spec)) for i in range(3)])
+        run(engine, [engine.new_sequence(str(i), Request(prompt=[7], sampling=sampling(i, spec))) for i in range(3)])
     assert compiled == [json.dumps(spec)]

@@ -12,7 +12,7 @@ import torch
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.keys import KeyChain, root_key, token_array
-from pdserve.request import SamplingParams, TokenLogprobs
+from pdserve.request import Request, SamplingParams, TokenLogprobs
 from tests.engine.speculating import KINDS, PROMPTS, TOKENS, Runs
 
 PROPOSERS = ("ngram", "suffix", "auto", "random", "oracle", "erring")
@@ -113,7 +113,8 @@ def test_right_drafts_are_all_accepted(runs: Runs, length: int) -> None:
     engine = runs.use("oracle", length)
     for i, (tokens, _) in enumerate(runs.expected):
         seq = engine.new_sequence(
-            str(i), PROMPTS[i], SamplingParams(max_tokens=TOKENS, **{"ignore_eos": True} | KINDS[i])
+            str(i),
+            Request(prompt=PROMPTS[i], sampling=SamplingParams(max_tokens=TOKENS, **{"ignore_eos": True} | KINDS[i])),
         )
         if seq.output.constraint is not None or len(tokens) < TOKENS:
             continue

@@ -23,7 +23,7 @@ from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import cpu, native, reference
 from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch, layer_caches
 from pdserve.kernels.gpu import memory
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 if not native.is_available():
     pytest.skip("no C++ kernels", allow_module_level=True)
@@ -44,7 +44,10 @@ def decode_logits(engine: Engine, counts: list[int]) -> list[torch.Tensor]:
     setattr(engine.runner, "forward", record)  # noqa: B010 - mypy takes no assignment to a method
     seqs = [
         engine.new_sequence(
-            str(i), list(range(7 + 5 * i)), SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+            str(i),
+            Request(
+                prompt=list(range(7 + 5 * i)), sampling=SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+            ),
         )
         for i, count in enumerate(counts)
     ]

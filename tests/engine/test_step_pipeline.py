@@ -18,7 +18,7 @@ from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.errors import SetupError
 from pdserve.keys import token_array
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 BLOCK = 4
@@ -161,7 +161,10 @@ def run(
     engine: Engine, prompts: list[list[int]], sampling: SequenceABC[SamplingParams], every: int = 3
 ) -> list[list[int]]:
     """Return the outputs of requests of which one arrives every few steps."""
-    seqs = [engine.new_sequence(str(i), p, s) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
+    seqs = [
+        engine.new_sequence(str(i), Request(prompt=p, sampling=s))
+        for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))
+    ]
     arriving = seqs[:]
     for step in range(10_000):
         if arriving and step % every == 0:

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 
 @pytest.mark.parametrize(("flag", "value"), [("quantization", "int4"), ("kv_cache_dtype", "int8")])
@@ -27,7 +27,9 @@ def test_split_answers_have_the_bits_of_one_engine(
     def alone(**settings: Any) -> list[list[int]]:
         engine = Engine(EngineConfig(model=str(path), num_blocks=1024, **settings))
         greedy = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
-        seqs = [engine.new_sequence(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
+        seqs = [
+            engine.new_sequence(str(i), Request(prompt=prompt, sampling=greedy)) for i, prompt in enumerate(prompts)
+        ]
         for seq in seqs:
             engine.add(seq)
         while any(seq.output.num_generated < 32 for seq in seqs):

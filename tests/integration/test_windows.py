@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.output import Output, Stored
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from tests.outputs import is_stored
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
@@ -126,7 +126,9 @@ def test_prompt_is_computed_if_a_block_of_its_window_is_missing(
     )
     pair.store()
     for prompt in PROMPTS:
-        seq = pair.prefill.instance.engine.new_sequence("", prompt, SamplingParams(max_tokens=1))
+        seq = pair.prefill.instance.engine.new_sequence(
+            "", Request(prompt=prompt, sampling=SamplingParams(max_tokens=1))
+        )
         (name,) = (name for name in values if name.endswith(seq.kv.full_keys()[lost].hex()))
         del values[name]
     pair.submit()

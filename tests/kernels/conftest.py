@@ -13,8 +13,8 @@ from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
 from pdserve.kernels import cpu, native, reference
-from pdserve.kernels.batch import Kernel, PagedBatch, layer_caches
-from pdserve.request import SamplingParams
+from pdserve.kernels.batch import Kernel, PagedBatch, Scores, layer_caches
+from pdserve.request import Request, SamplingParams
 
 LAYERS, LAYER = 3, 1
 
@@ -41,7 +41,9 @@ class Case:
     def expected(self, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
         cache_N2GBD = self.cache_N2GBD.float()
         reference.write_kv(cache_N2GBD, self.k_TGD.float(), self.v_TGD.float(), self.batch.slots_T)
-        return reference.attend(self.q_THD.float(), cache_N2GBD, self.batch, scale, window, softcap, self.sinks_H)
+        return reference.attend(
+            self.q_THD.float(), cache_N2GBD, self.batch, Scores(scale, window, softcap, self.sinks_H)
+        )
 
     def attend_spans(
         self, spans: list[tuple[int, int]], scale: float, window: int | None, softcap: float | None
@@ -57,7 +59,7 @@ class Case:
             tables_SM=self.batch.tables_SM.expand(len(spans), -1),
         )
         q_THD = torch.cat([self.q_THD[first:end] for first, end in spans])
-        return batch.kernel.attend(q_THD, self.cache_N2GBD, batch, scale, window, softcap, self.sinks_H)
+        return batch.kernel.attend(q_THD, self.cache_N2GBD, batch, Scores(scale, window, softcap, self.sinks_H))
 
     def poison_out_of_window(self, window: int | None) -> None:
         """Overwrite KV outside of every new token's window with NaN, as if the blocks had been reused."""
@@ -143,7 +145,7 @@ def cpu_kernel() -> Kernel:
 
 def continue_greedily(engine: Engine, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     greedy = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    seqs = [engine.new_sequence(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
+    seqs = [engine.new_sequence(str(i), Request(prompt=prompt, sampling=greedy)) for i, prompt in enumerate(prompts)]
     for seq in seqs:
         engine.add(seq)
     while engine.has_work:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pdserve.kernels import cpu, reference
-from pdserve.kernels.batch import Kernel
+from pdserve.kernels.batch import Kernel, Scores
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 DTYPES = list(TOLERANCE)
@@ -29,10 +29,12 @@ def check(case: Any, window: int | None, softcap: float | None) -> None:
     cpu.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     case.poison_out_of_window(window)
     for use_amx in (False, True):
-        got = cpu.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, case.sinks_H, use_amx)
+        got = cpu.attend(
+            case.q_THD, case.cache_N2GBD, case.batch, Scores(scale, window, softcap, case.sinks_H), use_amx
+        )
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    again = reference.attend(case.q_THD, case.cache_N2GBD, case.batch, scale, window, softcap, case.sinks_H)
+    again = reference.attend(case.q_THD, case.cache_N2GBD, case.batch, Scores(scale, window, softcap, case.sinks_H))
     torch.testing.assert_close(again.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -83,15 +85,12 @@ def test_kv_in_bytes_has_the_bits_of_its_values(
     cpu.write_kv(in_bytes, case.k_TGD, case.v_TGD, case.batch.slots_T)
     reference.write_kv(expected, case.k_TGD, case.v_TGD, case.batch.slots_T)
     assert torch.equal(in_bytes, expected)
-    values = reference.dequantize(in_bytes, dtype)
+    values, scores = reference.dequantize(in_bytes, dtype), Scores(size**-0.5, window, softcap, case.sinks_H)
     for use_amx in (False, True):
-        got, plain = (
-            cpu.attend(case.q_THD, cache, case.batch, size**-0.5, window, softcap, case.sinks_H, use_amx)
-            for cache in (in_bytes, values)
-        )
+        got, plain = (cpu.attend(case.q_THD, cache, case.batch, scores, use_amx) for cache in (in_bytes, values))
         assert torch.equal(got, plain) and got.abs().max() > 0
-    again = reference.attend(case.q_THD, in_bytes, case.batch, size**-0.5, window, softcap, case.sinks_H)
-    plain = reference.attend(case.q_THD, values, case.batch, size**-0.5, window, softcap, case.sinks_H)
+    again = reference.attend(case.q_THD, in_bytes, case.batch, scores)
+    plain = reference.attend(case.q_THD, values, case.batch, scores)
     assert torch.equal(again, plain)
 
 

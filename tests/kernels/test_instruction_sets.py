@@ -1,6 +1,6 @@
 """The kernels' tests on other instruction sets than this processor's best one, each in a process of its own.
 
-AMX is emulated (kernels/amx_emulation.h): its rounding and the code around it are tested, its speed is not.
+AMX is emulated (amx_emulation.h): its rounding and the code around it are tested, its speed is not.
 """
 
 import os
@@ -14,6 +14,7 @@ import pytest
 from pdserve.kernels import native
 
 FOLDER = Path(__file__).parent
+EMULATE_AMX = f"-DPDSERVE_EMULATE_AMX -I{FOLDER}"
 X86 = platform.machine() == "x86_64"
 NEEDS_AVX512 = pytest.mark.skipif("avx512_bf16" not in native.cpu_features(), reason="no AVX-512 with bfloat16")
 
@@ -44,7 +45,7 @@ def test_vector_widths(march: str) -> None:
 def test_amx() -> None:
     selected = "bfloat16 or dtype0 or dtype1 or product or leading or gated"
     files = [str(FOLDER / name) for name in ("test_cpu.py", "test_linear.py")]
-    summary = run_tests("-DPDSERVE_EMULATE_AMX", "-k", selected, *files)
+    summary = run_tests(EMULATE_AMX, "-k", selected, *files)
     assert "passed" in summary and "skipped" not in summary
 
 
@@ -54,7 +55,7 @@ def test_amx() -> None:
     [
         ("-march=x86-64-v3", "AVX2", "avx2", "AVX2"),
         ("-march=skylake-avx512", "AVX512_CORE", "avx512", "AVX512"),
-        ("-DPDSERVE_EMULATE_AMX", "AVX512_CORE_BF16", "avx512", "AVX512"),
+        (EMULATE_AMX, "AVX512_CORE_BF16", "avx512", "AVX512"),
         ("", "ALL", "default", "SSE4_2"),
     ],
 )

@@ -118,11 +118,11 @@ assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory)
 logging.basicConfig(format="%(message)s")
 import torch
 from pdserve.kernels import cpu
-from pdserve.kernels.batch import PagedBatch, layer_caches
+from pdserve.kernels.batch import PagedBatch, Scores, layer_caches
 pool = torch.ones((1, 1, 2, 1, 8, 32), dtype=torch.bfloat16)
 one = torch.tensor([[0]])
 batch = PagedBatch(layer_caches(pool), one[0], one, [5], [5], torch.tensor([5]), torch.tensor([0, 5]), cpu)
-print(cpu.attend(torch.ones((5, 2, 32), dtype=torch.bfloat16), batch.caches[0], batch, 1.0, None, None).unique().tolist())
+print(cpu.attend(torch.ones((5, 2, 32), dtype=torch.bfloat16), batch.caches[0], batch, Scores(1.0)).unique().tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[1.0]\n"

@@ -13,7 +13,7 @@ from pdserve import plugins
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.kernels.attention import KernelUnavailable, explain_kernels, select_kernel
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 
 @pytest.fixture
@@ -42,7 +42,9 @@ def test_it_serves_a_model(
     path = checkpoint(architecture, dtype="float32")
     engine = Engine(EngineConfig(model=str(path), kernel="loud", num_blocks=200))
     seqs = [
-        engine.new_sequence(str(i), prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        engine.new_sequence(
+            str(i), Request(prompt=prompt, sampling=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        )
         for i, prompt in enumerate(prompts[:6])
     ]
     for seq in seqs:

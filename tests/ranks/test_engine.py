@@ -18,7 +18,7 @@ from pdserve.engine.memory.kv_memory import section_views
 from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.engine.parallel.shard import Shard
 from pdserve.errors import SetupError
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 MakeEngine = Callable[..., Engine]
@@ -26,7 +26,7 @@ MakeEngine = Callable[..., Engine]
 
 def run(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    seqs = [engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+    seqs = [engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling)) for i, prompt in enumerate(prompts)]
     for seq in seqs:
         engine.add(seq)
     while engine.has_work:

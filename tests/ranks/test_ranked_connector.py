@@ -20,7 +20,7 @@ from pdserve.kv_transfer.connector import (
 )
 from pdserve.kv_transfer.tickets import join_tickets, tickets_of_rank
 from pdserve.ranks.followers import Followers
-from pdserve.ranks.messages import Cancel, Load, Release, Store
+from pdserve.ranks.messages import Cancel, OnLeases, Transfer
 from pdserve.ranks.ranked_connector import RankedConnector
 
 OK, MISSING, FULL = Outcome.OK, Outcome.MISSING, Outcome.FULL
@@ -106,7 +106,7 @@ Parts = tuple[RankedConnector, Own, OneFollower]
 def test_a_block_is_stored_if_all_slices_are(parts: Parts) -> None:
     connector, own, follower = parts
     future = connector.store(KEYS, [4, 5, 6], lease_s=60)
-    assert follower.sent == [Store(7, KEYS, [4, 5, 6], 60)]
+    assert follower.sent == [Transfer(7, "store", KEYS, [4, 5, 6], {"lease_s": 60})]
     own.future.set_result(Result([OK, OK, FULL], 0.5))
     assert not future.done()
     follower.replies[0].set_result(Result([OK, FULL, OK], 0.25))
@@ -150,7 +150,8 @@ def test_tickets_are_joined_and_divided(parts: Parts) -> None:
     connector.load(KEYS[:1], [1], tickets=[result.ticket, b"broken"])
     connector.release([], tickets=[join_tickets([b"mine", b"yours"])])
     assert own.calls == [[b"first"], [b"mine"]]
-    assert follower.sent[1:] == [Load(7, KEYS[:1], [1], [b"second"]), Release([], [b"yours"])]
+    load, release = Transfer(7, "load", KEYS[:1], [1], {"tickets": [b"second"]}), {"tickets": [b"yours"]}
+    assert follower.sent[1:] == [load, OnLeases("release", [], release)]
 
 
 def test_errors_are_passed_on(parts: Parts) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 
 @pytest.mark.parametrize(("architecture", "is_fused"), [("llama", True), ("qwen3", True), ("olmo2", False)])
@@ -24,7 +24,7 @@ def test_two_ranks_say_what_one_says(
         layer = engine.checkpoint.model.get_submodule("model.layers.0")
         assert ("forward" in vars(layer)) == is_fused, "OLMo 2 has its norms behind attention and MLP"
         sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-        seq = engine.new_sequence("r", list(range(3, 40)), sampling)
+        seq = engine.new_sequence("r", Request(prompt=list(range(3, 40)), sampling=sampling))
         engine.add(seq)
         while seq.output.finish_reason() is None:
             engine.step()

@@ -17,7 +17,7 @@ from pdserve.kv_transfer.connector import Capabilities, Connector, Outcome, Pool
 from pdserve.kv_transfer.grouped import attach_groups
 from pdserve.prefill.prefiller import Prefiller
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from pdserve.roles.job import Job
 from pdserve.roles.transfers import Fetcher, Transfers
 
@@ -153,7 +153,9 @@ class RoleInstance:
         self.stores = [FakeStore(rows, follows) for _ in layout.groups]
         self.store, *others = self.stores
         connector = attach_groups(self.store, iter(others).__next__, self.engine.runner.kv, layout)
-        self.transfers = Transfers(self.engine.pool, connector, self.context, 16, layout.groups[0].block_bytes)
+        self.transfers = Transfers(
+            self.engine.pool, connector, self.context, 16, [group.block_bytes for group in layout.groups]
+        )
         self.transfers.group_bytes = [group.block_bytes for group in layout.groups]
         self.fetcher = Fetcher(self.engine, connector, self.transfers, self.context)
         self.prefiller = Prefiller(self.engine, self.transfers, self.fetcher, self.context, 30.0)
@@ -164,7 +166,7 @@ class RoleInstance:
 
     def submit(self, phase: "pb.Phase", prompt: list[int], max_tokens: int, *, multi_turn: bool = False) -> Job:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        seq = self.engine.new_sequence(str(len(self.jobs)), prompt, sampling)
+        seq = self.engine.new_sequence(str(len(self.jobs)), Request(prompt=prompt, sampling=sampling))
         job = self.jobs[seq] = Job("router", seq, phase, multi_turn=multi_turn)
         (self.prefiller if phase == pb.PREFILL else self.decoder).submit(job)
         self.run_callbacks()
@@ -173,7 +175,7 @@ class RoleInstance:
     def submit_choices(self, phase: "pb.Phase", prompt: list[int], sampling: SamplingParams, n: int) -> list[Job]:
         """Submit a request for n choices, whose seeds are those after that of `sampling`."""
         name = f"{len(self.jobs)}-"
-        first = self.engine.new_sequence(f"{name}0", prompt, sampling)
+        first = self.engine.new_sequence(f"{name}0", Request(prompt=prompt, sampling=sampling))
         members = [(f"{name}{i}", sampling.seed + i) for i in range(1, n)]
         jobs = [Job("router", seq, phase) for seq in (first, *self.engine.new_siblings(first, members))]
         self.jobs.update({job.seq: job for job in jobs})

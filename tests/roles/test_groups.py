@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from tests.instance import hash_model
 from tests.roles.pair import TOKENS, answer, hand_over, run
 
@@ -77,7 +77,7 @@ def test_a_prompt_of_which_a_block_is_lost_is_computed(
     instance: Instance, expected: Expected, rows: dict[bytes, Any], lost: str
 ) -> None:
     prompt, decode, prefill = PROMPTS[330], instance(), instance()
-    keys = prefill.engine.new_sequence("", prompt, SamplingParams(max_tokens=1)).kv.full_keys()
+    keys = prefill.engine.new_sequence("", Request(prompt=prompt, sampling=SamplingParams(max_tokens=1))).kv.full_keys()
     windows = [key for key in keys]
 
     def lose() -> None:

@@ -88,7 +88,7 @@ def new_job() -> Job:
 class Harness:
     def __init__(self, max_blocks: int) -> None:
         self.pool, self.connector, self.context = BlockPool(POOL, 16), ManualConnector(), FakeContext()
-        self.transfers = Transfers(self.pool, self.connector, self.context, max_blocks, 1)
+        self.transfers = Transfers(self.pool, self.connector, self.context, max_blocks, [1])
         self.results: list[Result] = []
 
     def store(self, job: Job, count: int) -> None:

@@ -77,7 +77,7 @@ def test_short_answers_are_not_looked_at_unless_they_are_predicted() -> None:
         assert seq not in speculator.followed
     assert asked.times <= 9 * 15 / LEAST + 1
     seq = Sequence.new("a", token_array([0]), 1, 1, SamplingParams(max_tokens=99), b"", 16)
-    seq.predict(token_array(range(5, 50)))
+    seq.prediction = token_array(range(5, 50))
     for token in (5, 6):
         seq.output.append(token)
         seq.kv.mark_computed(1)
@@ -88,7 +88,7 @@ def test_short_answers_are_not_looked_at_unless_they_are_predicted() -> None:
 def test_an_answer_may_be_longer_than_predicted() -> None:
     speculator = speculator_of("auto")
     seq = Sequence.new("a", token_array([0]), 1, 1, SamplingParams(max_tokens=999), b"", 16)
-    seq.predict(token_array(range(5, 25)))
+    seq.prediction = token_array(range(5, 25))
     for token in range(5, 60):
         seq.output.append(token)
         seq.kv.mark_computed(len(seq) - 1 - seq.kv.num_computed)
@@ -100,7 +100,7 @@ def test_a_prediction_comes_before_own_tokens_and_is_told_apart(method: str) -> 
     speculator = speculator_of(method)
     answer = [*[5, 6, 7, 8] * 8, *range(50, 80)]
     seq = Sequence.new("a", token_array([0]), 1, 1, SamplingParams(max_tokens=999), b"", 16)
-    seq.predict(token_array([*answer[:16], 9, *answer[17:]]))
+    seq.prediction = token_array([*answer[:16], 9, *answer[17:]])
     kinds = set()
     for at, token in enumerate(answer[:-1]):
         seq.output.append(token)
@@ -185,7 +185,7 @@ def test_finished_answers_are_found_by_their_owner_alone(method: str) -> None:
     for tenant, root, leaves_nothing in [(mine, salt, False), (Tenant(2, 1.0), b"", True)]:
         seq = sampled(answer, tenant=tenant, root=root)
         if leaves_nothing:
-            seq.leave_nothing()
+            seq.leaves_nothing = True
         speculator.propose(StepPlan({seq: 1}))
         speculator.end(seq)
     found = {}

@@ -7,11 +7,10 @@ Candidates are found by trial, not by name: models differ in where they round, i
 from collections.abc import Callable
 from inspect import signature
 from types import FunctionType, MethodType, ModuleType
-from typing import cast
 
 import torch
 
-from pdserve.engine.cpu_fusion.linear_method import Linear, PackedMethod
+from pdserve.engine.cpu_fusion.linear_method import Linear, PackedMethod, replace_children
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES, nearly_equal
 from pdserve.kernels import elementwise, linear
 
@@ -47,14 +46,7 @@ def fuse_norms(model: torch.nn.Module, kernels: ModuleType = elementwise) -> int
     Returns:
         The number of norms replaced.
     """
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            fused = _fused_norm(child, kernels)
-            if fused is not None:
-                setattr(parent, name, fused)
-                count += 1
-    return count
+    return replace_children(model, lambda child: _fused_norm(child, kernels))
 
 
 def _fused_norm(norm: torch.nn.Module, kernels: ModuleType) -> FusedNorm | None:
@@ -114,10 +106,15 @@ def _fused_rotary(forward: FunctionType, dtype: torch.dtype) -> FunctionType | N
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)  # type: ignore[no-any-return]
         return _kernel_rotary(q, k, cos, sin, unsqueeze_dim)
 
-    new_globals = {**forward.__globals__, ROTARY: rotary}
-    fused = FunctionType(forward.__code__, new_globals, forward.__name__, forward.__defaults__, forward.__closure__)
-    fused.__kwdefaults__ = forward.__kwdefaults__
-    return fused
+    return with_rotary(forward, rotary)
+
+
+def with_rotary(forward: FunctionType, rotary: Rotary) -> FunctionType:
+    """Return the same code, which calls another rotary function."""
+    names = {**forward.__globals__, ROTARY: rotary}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 def _kernel_rotary(
@@ -186,9 +183,10 @@ class FusedMLP(torch.nn.Module):
 def _packed(layer: torch.nn.Module) -> linear.PackedWeight | None:
     """Return the weight of a layer that the gated kernel computes: packed, in bfloat16, with nothing added."""
     method = layer.method if isinstance(layer, Linear) and layer.delta is None else None
-    is_plain = isinstance(method, PackedMethod) and method.bias is None and type(method.weight) is linear.PackedWeight
-    is_plain = is_plain and cast(PackedMethod, method).weight.dtype == torch.bfloat16
-    return cast(PackedMethod, method).weight if is_plain else None
+    if not isinstance(method, PackedMethod) or method.bias is not None:
+        return None
+    is_plain = type(method.weight) is linear.PackedWeight and method.weight.dtype == torch.bfloat16
+    return method.weight if is_plain else None
 
 
 @torch.inference_mode()
@@ -202,16 +200,7 @@ def fuse_mlps(model: torch.nn.Module, kernels: ModuleType = elementwise) -> int:
         The number of MLPs replaced.
     """
     dtype = next(model.parameters()).dtype
-    if dtype not in FUSED_DTYPES:
-        return 0
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            fused = _fused_mlp(child, dtype, kernels)
-            if fused is not None:
-                setattr(parent, name, fused)
-                count += 1
-    return count
+    return replace_children(model, lambda child: _fused_mlp(child, dtype, kernels)) if dtype in FUSED_DTYPES else 0
 
 
 def _fused_mlp(mlp: torch.nn.Module, dtype: torch.dtype, kernels: ModuleType) -> FusedMLP | None:

@@ -9,7 +9,7 @@ On CPUs, 16-bit weights are packed once in the order that our kernels read. Floa
 `torch.nn.functional.linear`, bit for bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -121,6 +121,18 @@ def packed_weight(parameter: torch.nn.Parameter, *, transposed: bool) -> PackedW
     return weight
 
 
+def replace_children(model: torch.nn.Module, make: Callable[[Any], torch.nn.Module | None]) -> int:
+    """Replace in place the submodules in whose stead `make` returns another one, and return how many these are."""
+    count = 0
+    for parent in list(model.modules()):
+        children: Iterator[tuple[str, Any]] = parent.named_children()
+        for name, child in children:
+            if (other := make(child)) is not None:
+                setattr(parent, name, other)
+                count += 1
+    return count
+
+
 def prepack(model: torch.nn.Module) -> int:
     """Replace in place the linear layers of a model on the CPU that are in 16 bits.
 
@@ -130,14 +142,15 @@ def prepack(model: torch.nn.Module) -> int:
         The number of layers replaced.
     """
     packed: list[PackedMethod] = []
-    for parent in list(model.modules()):
-        children: Iterator[tuple[str, Any]] = parent.named_children()
-        for name, child in children:
-            if type(child) in (torch.nn.Linear, Conv1D) and child.weight.dtype in FUSED_DTYPES:
-                weight = packed_weight(child.weight, transposed=type(child) is Conv1D)
-                packed.append(PackedMethod(weight, child.bias))
-                setattr(parent, name, Linear(packed[-1]))
+
+    def pack(layer: Any) -> Linear | None:
+        if type(layer) not in (torch.nn.Linear, Conv1D) or layer.weight.dtype not in FUSED_DTYPES:
+            return None
+        packed.append(PackedMethod(packed_weight(layer.weight, transposed=type(layer) is Conv1D), layer.bias))
+        return Linear(packed[-1])
+
+    count = replace_children(model, pack)
     for method in packed:  # after all are allocated: neighbours share pages
         for tensor in method.weight.tensors():
             memory.huge_pages(tensor, written=True)
-    return len(packed)
+    return count

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pdserve.engine.step_graph import Model
+from pdserve.engine.step_graph import Graphs, Model
 from pdserve.kernels.batch import PagedBatch
 
 log = logging.getLogger(__name__)
@@ -26,34 +26,26 @@ REPLAY_TOLERANCE = 0.01  # relative: cuBLAS may choose another kernel while it r
 Record = Callable[[Callable[[], torch.Tensor]], Callable[[], object]]
 
 
-class PaddedGraphs:
+class PaddedGraphs(Graphs):
     """CUDA graphs of one model's decode steps, each for a padded number of sequences and a limit of their lengths.
 
     A step is copied into the tensors of the smallest graph that holds it. What is left of these are sequences of one token,
     which read the first token of block 0 and whose KV is written nowhere; their logits are dropped. Kernels plan for the
     graph's limits (`PagedBatch.kv_lens`), and read the real lengths on the device.
 
+    Sizes are padded to a few, of which the first step records each: none takes longer for good (`extra_seconds`).
+
     Args:
-        model: computes the logits [S, V] of ids [1, S], positions [1, S] and a batch of one new token each.
         max_tokens: of the longest sequence.
         record: see `CudaRecorder`.
-
-    Attributes:
-        num_replayed: number of steps whose logits came from a replay.
     """
 
     def __init__(self, model: Model, max_tokens: int, record: Record | None = None) -> None:
-        self._model = model
+        super().__init__(model)
         self.max_tokens = max_tokens
         self._record = record or CudaRecorder()
         self._graphs: dict[tuple[int, int], _PaddedGraph] = {}
         self._logits_SV: torch.Tensor | None = None  # of the graph that was replayed last
-        self._enabled = True
-        self.num_replayed = 0
-
-    def extra_seconds(self, size: int) -> float:
-        """Return 0: sizes are padded to a few, and the first step of each records it."""
-        return 0.0
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
@@ -61,7 +53,6 @@ class PaddedGraphs:
         return {*self._graphs}
 
     def logits(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """Return the logits [S, V] of one decode step. The next call may overwrite them."""
         count = ids_1S.shape[1]
         if not self._enabled or count > MAX_PADDED_ROWS:
             return self._model(ids_1S, positions_1S, batch)
@@ -96,11 +87,6 @@ class PaddedGraphs:
         if self._logits_SV is None or len(self._logits_SV) < len(like_SV):
             self._logits_SV = torch.empty_like(like_SV)
         return self._logits_SV[: len(like_SV)]
-
-    def _disable(self, reason: str) -> None:
-        log.warning("decode steps are slower, since each runs the model's Python: %s", reason)
-        self._enabled = False
-        self._graphs.clear()
 
 
 class _PaddedGraph:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from pdserve.engine.cpu_fusion.fused_layers import ROTARY, FusedNorm, Rotary
+from pdserve.engine.cpu_fusion.fused_layers import ROTARY, FusedNorm, Rotary, with_rotary
 from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES, nearly_equal
 from pdserve.kernels.gpu import elementwise
 
@@ -88,9 +88,7 @@ def _defer(module: torch.nn.Module, forward: FunctionType, norms: Norms | None) 
     def unchanged(q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return q, k
 
-    new_globals = {**forward.__globals__, ROTARY: unchanged}
-    inner = FunctionType(forward.__code__, new_globals, forward.__name__, forward.__defaults__, forward.__closure__)
-    inner.__kwdefaults__ = forward.__kwdefaults__
+    inner = with_rotary(forward, unchanged)
 
     def deferring(self: torch.nn.Module, *args: Any, position_embeddings: Any, **kwargs: Any) -> Any:
         deferred = Deferred(norms, *position_embeddings)

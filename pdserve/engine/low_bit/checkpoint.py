@@ -140,8 +140,9 @@ def _attach(model: torch.nn.Module, layers: Layers, found: formats.Format, linea
         if owner in linear and part == "weight":
             stored = StoredCodes(layers, found, ((owner,),), parameter.shape)
         elif parameter.dim() == 3 and (names := _experts(owner, part, len(parameter), layers)):
-            stored = StoredCodes(layers, found, names, parameter.shape)
-            if not torch.equal(stored.read().dequantize(parameter.dtype), parameter.data):
+            stored, ends = StoredCodes(layers, found, names, parameter.shape), parameter.data[[0, -1]]
+            first_and_last = replace(stored, names=(names[0], names[-1]), shape=ends.shape)
+            if not torch.equal(first_and_last.read().dequantize(parameter.dtype), ends):
                 continue
         else:
             continue

@@ -14,7 +14,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine.architectures import adapters
 from pdserve.engine.engine import Engine
 from pdserve.errors import SetupError
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 Install = Callable[[dict[str, str]], list[str]]
 
@@ -50,7 +50,9 @@ def test_an_adapter_of_another_package_states_the_kv(
     engine = engine_of(path)
     assert seen == [f"OPTForCausalLM of {path.name}, pooling auto"]
     assert len(engine.checkpoint.spec.groups) == 3, "as the adapter says; without it, the layers show one"
-    seq = engine.new_sequence("r", prompts[8], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    seq = engine.new_sequence(
+        "r", Request(prompt=prompts[8], sampling=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    )
     engine.add(seq)
     while seq.output.finish_reason() is None:
         engine.step()

@@ -15,7 +15,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.features import Embedding, find
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 PROMPTS = [[i * 7 % 90 + length for i in range(length)] for length in (1, 5, 16, 40, 70)]
 
@@ -45,7 +45,10 @@ def vector(seq: Sequence) -> bytes:
 
 
 def probabilities(engine: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
-    seqs = [engine.new_sequence(str(i), one, SamplingParams(max_tokens=1, embed=True)) for i, one in enumerate(prompts)]
+    seqs = [
+        engine.new_sequence(str(i), Request(prompt=one, sampling=SamplingParams(max_tokens=1, embed=True)))
+        for i, one in enumerate(prompts)
+    ]
     for seq in seqs:
         engine.add(seq)
     waiting: list[Sequence] = [*seqs]
@@ -70,7 +73,7 @@ def test_equals_transformers(architecture: str, num_labels: int, classifier: Cal
             expected = logits.sigmoid() if num_labels == 1 else logits.softmax(dim=0)
             torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
     with pytest.raises(ValueError, match="generates nothing"):
-        engine.new_sequence("r", [1], SamplingParams(max_tokens=1))
+        engine.new_sequence("r", Request(prompt=[1], sampling=SamplingParams(max_tokens=1)))
     with pytest.raises(SetupError, match="leave out --pooling mean"):
         Engine(EngineConfig(model=str(path), pooling="mean", num_blocks=8))
 

@@ -21,7 +21,7 @@ from pdserve.engine.kv_probe import UnsupportedAttention
 from pdserve.engine.memory.kv_memory import section_views
 from pdserve.errors import SetupError
 from pdserve.kernels import cpu, reference
-from pdserve.kernels.batch import Capabilities, PagedBatch, layer_caches
+from pdserve.kernels.batch import Capabilities, PagedBatch, Scores, layer_caches
 from pdserve.keys import Layout
 
 SMALL: dict[str, Any] = {
@@ -117,6 +117,6 @@ def test_the_kernel_attends_over_rows_as_wide_as_those_of_deepseek(dtype: torch.
         kernel=cpu,
     )
     q_THD = torch.randn((39, 128, 576), generator=random).to(dtype)
-    got = cpu.attend(q_THD, batch.caches[0], batch, 0.07, None, None)
-    expected = reference.attend(q_THD.float(), batch.caches[0].float(), batch, 0.07, None, None)
+    got = cpu.attend(q_THD, batch.caches[0], batch, Scores(0.07))
+    expected = reference.attend(q_THD.float(), batch.caches[0].float(), batch, Scores(0.07))
     torch.testing.assert_close(got.float(), expected, rtol=0, atol=torch.finfo(dtype).eps)

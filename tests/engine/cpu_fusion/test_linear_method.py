@@ -12,7 +12,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.cpu_fusion.linear_method import Linear, PlainMethod, add_delta, prepack
 from pdserve.engine.engine import Engine
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 LAYERS = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj")
 
@@ -41,7 +41,7 @@ def deltas(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, LowRank]:
 
 def run(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    seqs = [engine.new_sequence(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+    seqs = [engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling)) for i, prompt in enumerate(prompts)]
     for seq in seqs:
         engine.add(seq)
     while engine.has_work:

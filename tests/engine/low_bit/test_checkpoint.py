@@ -16,7 +16,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.low_bit import checkpoint as low_bit_checkpoint
 from pdserve.errors import SetupError
 from pdserve.kernels.low_bit import LowBitWeight
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from tests.engine.low_bit.written import SETTINGS, write
 
 PROMPT = [(i * i + 3 * i) % 250 for i in range(70)]
@@ -25,7 +25,9 @@ PROMPT = [(i * i + 3 * i) % 250 for i in range(70)]
 def answer(path: Path, **settings: Any) -> tuple[list[int], list[float], list[LowBitWeight]]:
     """Return tokens, their log probabilities and the low-bit weights of an engine."""
     engine = Engine(EngineConfig(model=str(path), num_blocks=16, max_num_batched_tokens=32, device="cpu", **settings))
-    seq = engine.new_sequence("", PROMPT, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=0))
+    seq = engine.new_sequence(
+        "", Request(prompt=PROMPT, sampling=SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=0))
+    )
     engine.add(seq)
     logprobs = []
     while seq.output.num_generated < 24:

@@ -9,7 +9,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.engine import Engine
 from pdserve.errors import SetupError
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from tests.engine.low_bit.test_checkpoint import PROMPT
 
 
@@ -18,7 +18,7 @@ def answers(path: Path, **settings: object) -> list[tuple[list[int], list[float]
     options = {"num_blocks": 64, "dtype": "bfloat16", "device": "cpu", "kv_cache_dtype": "int8", **settings}
     engine = Engine(EngineConfig(model=str(path), **options))  # type: ignore[arg-type]
     greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=0)
-    seqs = [engine.new_sequence(str(i), [*PROMPT[: 40 + 15 * i], i], greedy) for i in range(3)]
+    seqs = [engine.new_sequence(str(i), Request(prompt=[*PROMPT[: 40 + 15 * i], i], sampling=greedy)) for i in range(3)]
     for seq in seqs:
         engine.add(seq)
     logprobs: dict[str, list[float]] = {seq.request_id: [] for seq in seqs}

@@ -20,7 +20,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.kernels import noise
 from pdserve.kernels.gpu import elementwise, gumbel
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -115,7 +115,9 @@ def test_fused_models_say_what_plain_ones_say(architecture: str, checkpoint: Cal
 
 
 def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
-    seq = engine.new_sequence("r", prompt, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
+    seq = engine.new_sequence(
+        "r", Request(prompt=prompt, sampling=SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
+    )
     engine.add(seq)
     while seq.output.finish_reason() is None:
         engine.step()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve.kernels.attention import KernelUnavailable, select_kernel
-from pdserve.kernels.batch import KVFormat, PagedBatch
+from pdserve.kernels.batch import KVFormat, PagedBatch, Scores
 from pdserve.kernels.gpu import flash
 from pdserve.kernels.gpu.flash import Choice, FlashKernel
 
@@ -161,7 +161,7 @@ def test_equals_the_reference(
         for name in ("slots_T", "tables_SM", "kv_lens_S"):
             object.__setattr__(batch, name, getattr(batch, name).int())
     for _ in range(2):  # two layers
-        got = kernel.attend(case.q_THD, case.cache_N2GBD, batch, scale, window, softcap)
+        got = kernel.attend(case.q_THD, case.cache_N2GBD, batch, Scores(scale, window, softcap))
         torch.testing.assert_close(got.float(), expected, rtol=3e-3, atol=3e-3)
 
 

@@ -64,7 +64,7 @@ def test_nothing_is_compiled_after_the_warm_up(checkpoint: Callable[..., Path]) 
     from pdserve.config import EngineConfig
     from pdserve.engine.engine import Engine
     from pdserve.engine.warm_up import warm_up
-    from pdserve.request import SamplingParams
+    from pdserve.request import Request, SamplingParams
 
     model = str(checkpoint("gemma2", dtype="bfloat16"))
     engine = Engine(EngineConfig(model=model, device="cuda", num_blocks=200, max_num_batched_tokens=64))
@@ -75,7 +75,9 @@ def test_nothing_is_compiled_after_the_warm_up(checkpoint: Callable[..., Path]) 
         for number, length in enumerate((1, 16, 17, 300, 700)):
             for temperature in (0, 1):
                 sampling = SamplingParams(max_tokens=20, temperature=temperature, ignore_eos=True)
-                engine.add(engine.new_sequence(f"{number} {temperature}", [7] * length, sampling))
+                engine.add(
+                    engine.new_sequence(f"{number} {temperature}", Request(prompt=[7] * length, sampling=sampling))
+                )
         while engine.has_work:
             for seq in engine.step().sampled:
                 if seq.output.finish_reason():

@@ -16,11 +16,11 @@ from pdserve.engine.memory.kv_memory import section_views
 from pdserve.engine.warm_up import compile_kernels
 from pdserve.kernels import reference
 from pdserve.kernels.attention import select_kernel
-from pdserve.kernels.batch import Kernel
+from pdserve.kernels.batch import Kernel, Scores
 from pdserve.kernels.gpu import launch, triton_kernels
 from pdserve.kernels.gpu.matmul import linear
 from pdserve.kernels.gpu.row_functions import RowFunctions
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -101,7 +101,7 @@ def test_attention(
     expected = case.expected(size**-0.5, window, softcap)
     kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
     case.poison_out_of_window(window)
-    got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, size**-0.5, window, softcap, case.sinks_H)
+    got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, Scores(size**-0.5, window, softcap, case.sinks_H))
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -220,7 +220,9 @@ def test_nothing_is_compiled_after_the_warm_up(
         random = np.random.default_rng(5)
         for number, length in enumerate([1, 16, 31, 128, 3, 70]):
             sampling = SamplingParams(max_tokens=2 + number % 3, temperature=0, ignore_eos=True)
-            seq = engine.new_sequence(str(number), random.integers(3, 200, length).tolist(), sampling)
+            seq = engine.new_sequence(
+                str(number), Request(prompt=random.integers(3, 200, length).tolist(), sampling=sampling)
+            )
             engine.add(seq)
             for _ in range(number % 3):
                 step(engine)
@@ -270,7 +272,7 @@ def generate(
     engine = Engine(config)
     assert "-triton-invariant-" in engine.layout.numerics
     greedy = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
-    seqs = [engine.new_sequence(str(i), prompt, greedy) for i, prompt in enumerate(prompts)]
+    seqs = [engine.new_sequence(str(i), Request(prompt=prompt, sampling=greedy)) for i, prompt in enumerate(prompts)]
     for seq in seqs:
         engine.add(seq)
     kv: dict[str, torch.Tensor] = {}
@@ -304,7 +306,7 @@ def test_partial_results_of_many_sequences(make_case: Callable[..., Any], monkey
         case = make_case(torch.float32, 4, 2, 32, 16, lengths, kernel, DEVICE)
         expected = case.expected(0.2, None, None)
         kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
-        got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, 0.2, None, None)
+        got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, Scores(0.2))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     launch.processors.cache_clear()
 

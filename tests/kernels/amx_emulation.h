@@ -1,5 +1,5 @@
 // The AMX instructions in software, so that tests run amx*.h and linear.cpp on processors that have AVX-512 with bfloat16 but no
-// AMX. Compiled in with -DPDSERVE_EMULATE_AMX only (PDSERVE_KERNEL_FLAGS in native.py). Far slower than the instructions.
+// AMX. Compiled in with -DPDSERVE_EMULATE_AMX and this folder in the path only (PDSERVE_KERNEL_FLAGS in native.py).
 //
 // Rounding follows the description of TDPBF16PS in Intel's Software Developer's Manual: products of the even and of the odd
 // elements are summed apart, and their sum is added to the result; subnormal numbers count as 0.
