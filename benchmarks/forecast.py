@@ -6,7 +6,6 @@ the fleet is saturated by forecast. `pdserve bench serve` measures the same requ
 """
 
 import json
-import math
 import resource
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,7 +32,6 @@ from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet, simulate
 GOALS = {"ttft": 0.5, "itl": 0.06}  # seconds, of a request
 FIGURES = [f"p{p}_{metric}_ms" for metric in ("ttft", "itl") for p in (50, 90, 99)] + ["good_request_fraction"]
 TURNS, TURN_BLOCKS = 4, 3  # of a conversation; blocks of 512 tokens, scaled, by which a turn lengthens its prompt
-WAVE_REQUESTS = 40  # of one wave, in the mean
 # Of the folder --traces: file, name of its format, and factor of its lengths, with which most requests fit.
 TRACES = {
     "mooncake": ("mooncake_fast25_conversation_trace.jsonl", "mooncake", 0.05),
@@ -62,11 +59,9 @@ PROFILE = Profile(
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
     fleets: str = flag("such as 1P+1D,2P+1D,2B", "1P+1D,2B,2P+2D")
-    mixes: str = flag("of long, short, chat, wave, mooncake, azure-conv and azure-code", "long,short,chat")
+    mixes: str = flag("of long, short, chat, mooncake, azure-conv and azure-code", "long,short,chat")
     traces: str = flag("folder of the traces, of which the seed draws a window", "")
     loads: str = flag("shares of the rate of saturation", "0.2,0.5,0.8,0.95")
-    rates: str = flag("requests per second, in place of --loads; empty: --loads", "")
-    same_rates: bool = flag("loads are shares of the best fleet's saturation: all get the same rates", False)
     requests: int = flag("per row", 150, least=1)
     warmup: int = flag("the first of them, which do not count, as they meet an empty fleet", 0, least=0)
     seed: int = flag("of the requests", 0)
@@ -85,10 +80,6 @@ def mix(name: str, settings: Settings, folder: Path) -> FleetConfig:
         return replace(config, random_input_len=1000, random_output_len=16)
     if name == "short":
         return replace(config, random_input_len=150, random_output_len=100)
-    if name == "wave":
-        path = folder / f"wave-{settings.seed}-{settings.requests}.csv"
-        path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *wave(settings)]) + "\n")
-        return replace(config, dataset_name="azure", dataset_path=str(path))
     if name in TRACES:
         file, dataset, scale = TRACES[name]
         path = folder / f"{settings.seed}-{settings.requests}-{file}"
@@ -129,17 +120,6 @@ def num_tokens(row: str) -> int:
         fields = json.loads(row)
         return int(fields["input_length"] + fields["output_length"])
     return sum(map(int, row.split(",")[1:]))
-
-
-def wave(settings: Settings) -> Iterator[str]:
-    """Yield a trace whose rate is a sinusoid from 1 to 24 parts, as in ai-dynamo/dynamo#10528, with a tenth of its lengths.
-
-    There, prompts have 8,000 tokens and answers 1,000, and the waves 150 s.
-    """
-    random, at = Random(settings.seed), 0.0
-    for _ in range(settings.requests):
-        at += random.expovariate(1 + 0.92 * math.sin(2 * math.pi * at / WAVE_REQUESTS))
-        yield f"{datetime.fromtimestamp(at, UTC).isoformat(sep=' ').removesuffix('+00:00')},800,100"
 
 
 @contextmanager
@@ -214,17 +194,12 @@ def run(settings: Settings) -> None:
         paced = str(folder / "profile.json")
         PROFILE.save(folder / "profile.json")
         fleets = [parse_fleet(fleet) for fleet in settings.fleets.split(",")]
-        best = dict[str, float]()  # rate of saturation by mix
-        if settings.same_rates:
-            for mixed in settings.mixes.split(","):
-                config = mix(mixed, settings, folder)
-                best[mixed] = max(saturation(config, fleet) for fleet in fleets)
         for fleet in fleets:
             with deployed(fleet, paced) as deployment:
                 for kind, mixed in enumerate(settings.mixes.split(",")):
                     config = mix(mixed, settings, folder)
-                    highest = 1.0 if settings.rates else best.get(mixed) or saturation(config, fleet)
-                    for number, load in enumerate(map(float, (settings.rates or settings.loads).split(","))):
+                    highest = saturation(config, fleet)
+                    for number, load in enumerate(map(float, settings.loads.split(","))):
                         # Random prompts that are in no cache yet.
                         one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
                         rate = load * highest
@@ -242,8 +217,6 @@ def run(settings: Settings) -> None:
                         rows.append(row)
                         print(json.dumps(row), flush=True)
     report.show(fleet_rows(rows))
-    for mixed, load in dict.fromkeys((row["mix"], row["load"]) for row in rows) if settings.same_rates else ():
-        print(choice([row for row in rows if (row["mix"], row["load"]) == (mixed, load)]))
     settings = replace(settings, traces=Path(settings.traces).name)
     loads = sorted({row["load"] for row in rows})
     by_load = {load: errors([row for row in rows if row["load"] == load]) for load in loads}
@@ -268,15 +241,6 @@ def load_rows(by_load: dict[float, dict[str, dict[str, float]]]) -> list[dict[st
         | {_column(key): f"{figures[key]['median_error']:.1%}, {figures[key]['bias']:+.1%}" for key in FIGURES}
         for load, figures in by_load.items()
     ]
-
-
-def choice(rows: list[dict[str, Any]]) -> str:
-    """Return which fleet is best under one load by forecast and by measurement, by the share of good requests."""
-    shares = [f"{kind}_good_request_fraction" for kind in ("predicted", "measured")]
-    forecast, measured = (max(rows, key=lambda row: row[share]) for share in shares)
-    theirs, best = forecast[shares[1]], measured[shares[1]]
-    head = f"{rows[0]['mix']}, {rows[0]['rate']:.3g} requests/s: best by forecast {forecast['fleet']}"
-    return f"{head}, measured {theirs:.2f}; best by measurement {measured['fleet']}, {best:.2f}"
 
 
 def fleet_rows(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
