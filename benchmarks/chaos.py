@@ -95,7 +95,7 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
         growth = None if settings.faults else Growth(at)
         meanwhile = monkey.inject if growth is None else partial(growth.watch, settings.seconds)
         before, left, after, seconds = asyncio.run(_play(at, traffic, meanwhile))
-        metrics = {name: n for name, n in sorted(totals(at.deployment).items()) if any(one in name for one in COUNTED)}
+        counters = totals(at.deployment)
     ended = [match for match in map(ENDED.search, at.log_lines) if match is not None]
     moved = {match[1] for match in map(MOVED.search, at.log_lines) if match is not None}
     expected = EXPECTED_EXITS if settings.tensor_parallel_size == 1 else (*EXPECTED_EXITS, LOST_RANK_EXIT)
@@ -106,8 +106,11 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
         **at.left(),
         "instances that ended by themselves": sum(match[2] not in expected for match in ended),
         "tracebacks in logs": sum("Traceback" in line for line in at.log_lines),
-        "kinds of faults that did not come": len(monkey.missing) if settings.faults else 0,
     }
+    if growth is None:
+        none["kinds of faults that did not come"] = len(monkey.missing)
+    else:
+        none["corrupt blocks"] = counters["pdserve_kv_transfer_failures_total corrupt"]
     verdicts = [{"what": name, "may be": 0, "is": value} for name, value in none.items()]
     verdicts += [{"what": name, "may be": allowed(name, before[name]), "is": value} for name, value in after.items()]
     verdicts += [] if growth is None else growth.verdicts()
@@ -121,6 +124,7 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
         "moved_streams": len(moved & traffic.pauses.keys()),
         "verdicts": verdicts,
     }
+    metrics = {name: n for name, n in sorted(counters.items()) if any(one in name for one in COUNTED)}
     details = {"metrics": metrics, "left_out": at.left_out, "defects": traffic.defects, "fault_log": monkey.log}
     return shown | {"table": _summary(shown)} | details | {"log": at.log_lines}
 
