@@ -99,7 +99,7 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     ended = [match for match in map(ENDED.search, at.log_lines) if match is not None]
     moved = {match[1] for match in map(MOVED.search, at.log_lines) if match is not None}
     expected = EXPECTED_EXITS if settings.tensor_parallel_size == 1 else (*EXPECTED_EXITS, LOST_RANK_EXIT)
-    none = {
+    none: dict[str, float] = {
         "requests that ended wrong, or not at all": len(traffic.defects),
         "requests that were lost": sum(n for end, n in traffic.ends.items() if end.startswith("503")),
         **left,
