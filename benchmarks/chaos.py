@@ -1,18 +1,22 @@
 """A deployment under load while its parts fail at random, one or two or all at once: `scripts/chaos`, for 15 minutes.
 
-Every request is first sent without faults. Later answers must have exactly the same tokens, and interrupted ones a prefix of
-them; none may end with an error but for a full queue (429). At the end, no resource may be held.
+Every request is first sent without faults. Later answers must have exactly the same tokens and, where asked for, log
+probabilities, and interrupted ones a prefix of them; none may end with an error but for a full queue (429). At the end, no
+resource may be held. With --no-faults, processes and tiers of the store may not have grown either:
+`scripts/chaos --no-faults --store tiered`.
 """
 
 import asyncio
 import re
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import report
-from leftovers import Counts, allowed, settled, totals
+from leftovers import Counts, Growth, allowed, settled, totals
 from monkey import FaultInjector
 from stage import LEASE_S, ChaosDeployment, Make, Stage, stage
 from traffic import WHOLE, Traffic
@@ -24,7 +28,7 @@ from pdserve.errors import SetupError
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
-    seconds: float = flag("how long faults come", 900.0)
+    seconds: float = flag("how long faults come, or without them the load", 900.0)
     pairs: float = flag("share of faults that come with another one at once", 0.5)
     every: float = flag("seconds between two faults, on average", 3.0)
     lasting: float = flag("seconds that freezes, cuts and restarts of the store last, at most", 4.0)
@@ -32,7 +36,10 @@ class Settings(report.Settings):
     cases: int = flag("different requests", 64)
     pause: float = flag("seconds until a client asks again, on average", 0.0)
     deadline: float = flag("seconds that a request may take", 120.0)
-    store: str = flag("where KV blocks go: redis, shm", "redis")
+    store: str = flag(
+        "where KV blocks go: redis, shm, or tiered, over these and files, with little room in each", "redis"
+    )
+    faults: bool = flag("let faults come; without them, look whether anything grows", True)
     model: str = flag("checkpoint directory; default: a random one of Qwen3's kind", "")
     dtype: str = flag("of the model and its KV: bfloat16, float16, float32", "bfloat16")
     tensor_parallel_size: int = flag("ranks of each instance; with 2, one of the faults is to kill the second one", 1)
@@ -63,8 +70,8 @@ COUNTED = (
 def chaos(settings: Settings) -> None:
     """Serve under load while instances, network and store fail at random, and verify all tokens and resources."""
     settings = settings.sized(QUICK)
-    if settings.store not in ("redis", "shm"):
-        raise SetupError(f"--store is redis or shm, not {settings.store!r}")
+    if settings.store not in ("redis", "shm", "tiered"):
+        raise SetupError(f"--store is redis, shm or tiered, not {settings.store!r}")
     shown = play(settings)
     log = shown.pop("log")
     _print(shown)
@@ -85,22 +92,28 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     }
     with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size, **of_instances) as at:
         traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)
-        before, left, after, seconds = asyncio.run(_play(at, traffic, monkey))
-        metrics = {name: n for name, n in sorted(totals(at.deployment).items()) if any(one in name for one in COUNTED)}
+        growth = None if settings.faults else Growth(at)
+        meanwhile = monkey.inject if growth is None else partial(growth.watch, settings.seconds)
+        before, left, after, seconds = asyncio.run(_play(at, traffic, meanwhile))
+        counters = totals(at.deployment)
     ended = [match for match in map(ENDED.search, at.log_lines) if match is not None]
     moved = {match[1] for match in map(MOVED.search, at.log_lines) if match is not None}
     expected = EXPECTED_EXITS if settings.tensor_parallel_size == 1 else (*EXPECTED_EXITS, LOST_RANK_EXIT)
-    none = {
+    none: dict[str, float] = {
         "requests that ended wrong, or not at all": len(traffic.defects),
         "requests that were lost": sum(n for end, n in traffic.ends.items() if end.startswith("503")),
         **left,
         **at.left(),
         "instances that ended by themselves": sum(match[2] not in expected for match in ended),
         "tracebacks in logs": sum("Traceback" in line for line in at.log_lines),
-        "kinds of faults that did not come": len(monkey.missing),
     }
+    if growth is None:
+        none["kinds of faults that did not come"] = len(monkey.missing)
+    else:
+        none["corrupt blocks"] = counters["pdserve_kv_transfer_failures_total corrupt"]
     verdicts = [{"what": name, "may be": 0, "is": value} for name, value in none.items()]
     verdicts += [{"what": name, "may be": allowed(name, before[name]), "is": value} for name, value in after.items()]
+    verdicts += [] if growth is None else growth.verdicts()
     shown = {
         "seconds": seconds,
         "faults": dict(sorted(monkey.done.items())),
@@ -111,18 +124,21 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
         "moved_streams": len(moved & traffic.pauses.keys()),
         "verdicts": verdicts,
     }
+    metrics = {name: n for name, n in sorted(counters.items()) if any(one in name for one in COUNTED)}
     details = {"metrics": metrics, "left_out": at.left_out, "defects": traffic.defects, "fault_log": monkey.log}
     return shown | {"table": _summary(shown)} | details | {"log": at.log_lines}
 
 
-async def _play(at: Stage, traffic: Traffic, monkey: FaultInjector) -> tuple[Counts, Counts, Counts, float]:
+async def _play(
+    at: Stage, traffic: Traffic, meanwhile: Callable[[], Awaitable[None]]
+) -> tuple[Counts, Counts, Counts, float]:
     """Return the footprint before, the leak counters and footprint after, and the duration in seconds."""
     await traffic.learn()
     left, before = await settled(at, LEASE_S / 2)  # too short for leases to expire
     assert not any(left.values()), left
     over, started = asyncio.Event(), time.monotonic()
     tending, asking = asyncio.create_task(_tend(at.deployment)), asyncio.create_task(traffic.run(over))
-    await monkey.inject()
+    await meanwhile()
     over.set()
     await asking
     tending.cancel()
@@ -162,7 +178,7 @@ def _summary(shown: dict[str, Any]) -> dict[str, str]:
         "streams that moved, exact": f"{shown['moved_streams']:,}",
         "longest pause of a stream that moved, p50 / p99": f"{moved['p50']:.2f} s / {moved['p99']:.2f} s",
         "at the end": ", ".join(left),
-        "sockets, threads, tasks beyond what was there before": ", ".join(grown) or "none",
+        "grown beyond what was there before": ", ".join(grown) or "none",
     }
 
 

@@ -2,45 +2,40 @@
 
 The deployments are real but for the model: their instances are paced by the same profile (`--paced`), so a fleet may have
 more instances than this machine has cores. Each row is one fleet, mix of requests, and rate, as a share of the rate at which
-the fleet is saturated by forecast. `pdserve bench serve` measures the same requests, at the same times, as were simulated.
+the fleet is saturated by forecast. The client of `pdserve bench serve` sends the same requests, at the same times, as were
+simulated.
 """
 
 import json
-import math
-import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import report
-import stores
 
-from pdserve.cli.deployment import Deployment, free_port
 from pdserve.cli.flags import command_from_config
-from pdserve.config import UpConfig, flag, parse_size
+from pdserve.config import flag
 from pdserve.profile.profile import EngineFacts, Overheads, Profile, StepModel, TransferModel
-from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.bench.sweep import is_saturated
-from pdserve.tools.load_config import FleetConfig
-from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet, simulate
+from pdserve.tools.load_config import BenchTuneConfig
+from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, Forecast, parse_fleet, simulate
+from pdserve.tools.tuner.command import fleet_config, measure_fleet
 
 GOALS = {"ttft": 0.5, "itl": 0.06}  # seconds, of a request
 FIGURES = [f"p{p}_{metric}_ms" for metric in ("ttft", "itl") for p in (50, 90, 99)] + ["good_request_fraction"]
 TURNS, TURN_BLOCKS = 4, 3  # of a conversation; blocks of 512 tokens, scaled, by which a turn lengthens its prompt
-WAVE_REQUESTS = 40  # of one wave, in the mean
 # Of the folder --traces: file, name of its format, and factor of its lengths, with which most requests fit.
 TRACES = {
     "mooncake": ("mooncake_fast25_conversation_trace.jsonl", "mooncake", 0.05),
     "azure-conv": ("AzureLLMInferenceTrace_conv_2023.csv", "azure", 0.5),
     "azure-code": ("AzureLLMInferenceTrace_code_2023.csv", "azure", 0.5),
 }
+PACED = "profile.json"
 BURST = 200  # requests at once, which show the rate of saturation
 # As slow as a middling GPU with a large model, so that this machine's own delays are small beside the steps.
 PROFILE = Profile(
@@ -62,19 +57,25 @@ PROFILE = Profile(
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.Settings):
     fleets: str = flag("such as 1P+1D,2P+1D,2B", "1P+1D,2B,2P+2D")
-    mixes: str = flag("of long, short, chat, wave, mooncake, azure-conv and azure-code", "long,short,chat")
+    mixes: str = flag("of long, short, chat, mooncake, azure-conv and azure-code", "long,short,chat")
     traces: str = flag("folder of the traces, of which the seed draws a window", "")
     loads: str = flag("shares of the rate of saturation", "0.2,0.5,0.8,0.95")
-    rates: str = flag("requests per second, in place of --loads; empty: --loads", "")
-    same_rates: bool = flag("loads are shares of the best fleet's saturation: all get the same rates", False)
     requests: int = flag("per row", 150, least=1)
     warmup: int = flag("the first of them, which do not count, as they meet an empty fleet", 0, least=0)
     seed: int = flag("of the requests", 0)
 
 
-def mix(name: str, settings: Settings, folder: Path) -> FleetConfig:
-    """Return the load of a mix."""
-    config = FleetConfig(
+def mix(name: str, settings: Settings, folder: Path) -> BenchTuneConfig:
+    """Return the load of a mix, for paced instances; `folder` has the file of `PROFILE`."""
+    engine = PROFILE.engine
+    config = BenchTuneConfig(
+        model="demo",
+        paced=str(folder / PACED),
+        threads=1,
+        num_blocks=engine.num_blocks,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        slo="ttft=1s",
         num_prompts=settings.requests,
         warmup_requests=settings.warmup,
         seed=settings.seed,
@@ -85,10 +86,6 @@ def mix(name: str, settings: Settings, folder: Path) -> FleetConfig:
         return replace(config, random_input_len=1000, random_output_len=16)
     if name == "short":
         return replace(config, random_input_len=150, random_output_len=100)
-    if name == "wave":
-        path = folder / f"wave-{settings.seed}-{settings.requests}.csv"
-        path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *wave(settings)]) + "\n")
-        return replace(config, dataset_name="azure", dataset_path=str(path))
     if name in TRACES:
         file, dataset, scale = TRACES[name]
         path = folder / f"{settings.seed}-{settings.requests}-{file}"
@@ -131,76 +128,15 @@ def num_tokens(row: str) -> int:
     return sum(map(int, row.split(",")[1:]))
 
 
-def wave(settings: Settings) -> Iterator[str]:
-    """Yield a trace whose rate is a sinusoid from 1 to 24 parts, as in ai-dynamo/dynamo#10528, with a tenth of its lengths.
-
-    There, prompts have 8,000 tokens and answers 1,000, and the waves 150 s.
-    """
-    random, at = Random(settings.seed), 0.0
-    for _ in range(settings.requests):
-        at += random.expovariate(1 + 0.92 * math.sin(2 * math.pi * at / WAVE_REQUESTS))
-        yield f"{datetime.fromtimestamp(at, UTC).isoformat(sep=' ').removesuffix('+00:00')},800,100"
+def measure(config: BenchTuneConfig, fleet: Fleet, rate: float) -> dict[str, Any]:
+    """Play the load against a deployment, and return its figures."""
+    samples = measure_fleet(replace(config, request_rate=rate), fleet, 0)
+    return summarize(samples, GOALS, METRICS, PERCENTILES, []) | {"saturated": is_saturated(samples)}
 
 
-@contextmanager
-def deployed(fleet: Fleet, paced: str) -> Iterator[Deployment]:
-    """Start a deployment and yield it. `paced` is the file of `PROFILE`."""
-    engine = PROFILE.engine
-    with stores.shm(parse_size("256MiB")) as url:
-        config = UpConfig(
-            model="demo",
-            paced=paced,
-            num_blocks=engine.num_blocks,
-            port=free_port(),
-            prefill=fleet.prefill,
-            decode=fleet.decode,
-            both=fleet.both,
-            connector=url,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            threads=1,
-        )
-        with Deployment(config, lambda _: None) as deployment:
-            deployment.wait_ready()
-            yield deployment
-
-
-def measure(deployment: Deployment, config: FleetConfig, rate: float, folder: Path) -> dict[str, Any]:
-    """Play the load from outside, and return its figures, and the cores that the processes used meanwhile."""
-    names: tuple[str, ...] = (
-        "num_prompts",
-        "warmup_requests",
-        "seed",
-        "random_input_len",
-        "random_output_len",
-        "random_range_ratio",
-        "dataset_name",
-    )
-    names += ("dataset_path", "trace_length_scale") if config.dataset_path else ()
-    flags = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(config, name)))]
-    flags += ["--multi-turn"] if config.multi_turn else []
-    goals = ",".join(f"{name}:{seconds * 1e3:g}" for name, seconds in GOALS.items())
-    command = [sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", deployment.url, *flags, "--ignore-eos"]
-    command += ["--request-rate", str(rate), "--goodput", goals, "--num-warmups", "3", "--save-result"]
-    command += ["--save-detailed", "--result-dir", str(folder), "--result-filename", "measured.json"]
-    pids = {child.name: child.pid for child in deployment.children}
-    before = {name: report.cpu_seconds([pid]) for name, pid in pids.items()}
-    client_before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    client = resource.getrusage(resource.RUSAGE_CHILDREN)
-    figures: dict[str, Any] = json.loads((folder / "measured.json").read_text())
-    times = zip(figures["start_times"], figures["latencies"], strict=True)
-    samples = [Sample(i, start, ended=start + seconds) for i, (start, seconds) in enumerate(times)]
-    used = {name: report.cpu_seconds([pid]) - before[name] for name, pid in pids.items()}
-    # Most of the client's time may be that of its start.
-    used["client"] = client.ru_utime + client.ru_stime - client_before.ru_utime - client_before.ru_stime
-    cores = {name: seconds / figures["duration"] for name, seconds in used.items()}
-    return figures | {"cores": cores, "saturated": is_saturated(samples)}
-
-
-def saturation(config: FleetConfig, fleet: Fleet) -> float:
+def saturation(config: BenchTuneConfig, fleet: Fleet) -> float:
     """Return the requests per second of a fleet that is never idle."""
-    burst = replace(config, num_prompts=max(BURST, config.num_prompts))
+    burst = replace(fleet_config(config), num_prompts=max(BURST, config.num_prompts))
     rate: float = simulate(burst, PROFILE, GOALS, fleet, 1e3).figures["request_throughput"]
     return rate
 
@@ -211,39 +147,25 @@ def run(settings: Settings) -> None:
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        paced = str(folder / "profile.json")
-        PROFILE.save(folder / "profile.json")
-        fleets = [parse_fleet(fleet) for fleet in settings.fleets.split(",")]
-        best = dict[str, float]()  # rate of saturation by mix
-        if settings.same_rates:
-            for mixed in settings.mixes.split(","):
+        PROFILE.save(folder / PACED)
+        for fleet in map(parse_fleet, settings.fleets.split(",")):
+            for kind, mixed in enumerate(settings.mixes.split(",")):
                 config = mix(mixed, settings, folder)
-                best[mixed] = max(saturation(config, fleet) for fleet in fleets)
-        for fleet in fleets:
-            with deployed(fleet, paced) as deployment:
-                for kind, mixed in enumerate(settings.mixes.split(",")):
-                    config = mix(mixed, settings, folder)
-                    highest = 1.0 if settings.rates else best.get(mixed) or saturation(config, fleet)
-                    for number, load in enumerate(map(float, (settings.rates or settings.loads).split(","))):
-                        # Random prompts that are in no cache yet.
-                        one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
-                        rate = load * highest
-                        measured = measure(deployment, one, rate, folder)
-                        predicted: Forecast = simulate(one, PROFILE, GOALS, fleet, rate)
-                        verdicts = {"predicted": predicted.saturated, "measured": measured["saturated"]}
-                        row: dict[str, Any] = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
-                        row |= {"cores": measured["cores"]}
-                        row |= {f"{source}_saturated": verdict for source, verdict in verdicts.items()}
-                        row |= {"bottleneck": measured["client_bottleneck"]}
-                        row |= {f"predicted_{key}": predicted.figures[key] for key in FIGURES}
-                        row |= {f"measured_{key}": measured[key] for key in FIGURES}
-                        row |= {"predicted_request_throughput": predicted.figures["request_throughput"]}
-                        row |= {"measured_request_throughput": measured["request_throughput"]}
-                        rows.append(row)
-                        print(json.dumps(row), flush=True)
+                highest = saturation(config, fleet)
+                for number, load in enumerate(map(float, settings.loads.split(","))):
+                    # Random prompts that are in no cache yet.
+                    one = replace(config, seed=settings.seed + 100 * number + 1000 * kind)
+                    rate = load * highest
+                    measured = measure(one, fleet, rate)
+                    predicted: Forecast = simulate(fleet_config(one), PROFILE, GOALS, fleet, rate)
+                    row: dict[str, Any] = {"fleet": str(fleet), "mix": mixed, "load": load, "rate": rate}
+                    row |= {"predicted_saturated": predicted.saturated, "measured_saturated": measured["saturated"]}
+                    row |= {"bottleneck": measured["client_bottleneck"]}
+                    for key in (*FIGURES, "request_throughput"):
+                        row |= {f"predicted_{key}": predicted.figures[key], f"measured_{key}": measured[key]}
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
     report.show(fleet_rows(rows))
-    for mixed, load in dict.fromkeys((row["mix"], row["load"]) for row in rows) if settings.same_rates else ():
-        print(choice([row for row in rows if (row["mix"], row["load"]) == (mixed, load)]))
     settings = replace(settings, traces=Path(settings.traces).name)
     loads = sorted({row["load"] for row in rows})
     by_load = {load: errors([row for row in rows if row["load"] == load]) for load in loads}
@@ -268,15 +190,6 @@ def load_rows(by_load: dict[float, dict[str, dict[str, float]]]) -> list[dict[st
         | {_column(key): f"{figures[key]['median_error']:.1%}, {figures[key]['bias']:+.1%}" for key in FIGURES}
         for load, figures in by_load.items()
     ]
-
-
-def choice(rows: list[dict[str, Any]]) -> str:
-    """Return which fleet is best under one load by forecast and by measurement, by the share of good requests."""
-    shares = [f"{kind}_good_request_fraction" for kind in ("predicted", "measured")]
-    forecast, measured = (max(rows, key=lambda row: row[share]) for share in shares)
-    theirs, best = forecast[shares[1]], measured[shares[1]]
-    head = f"{rows[0]['mix']}, {rows[0]['rate']:.3g} requests/s: best by forecast {forecast['fleet']}"
-    return f"{head}, measured {theirs:.2f}; best by measurement {measured['fleet']}, {best:.2f}"
 
 
 def fleet_rows(rows: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -17,14 +17,13 @@ of the traces with long prompts and short answers; with eight, decode is.
 
 import csv
 import statistics
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import report
-from lengths import answer, sequence
+from lengths import RESERVATIONS, Contiguous, Request, answer, sequence
 from rich.console import Console
 
 from pdserve.cli.flags import command_from_config
@@ -60,17 +59,6 @@ PROFILE = Profile(
 FLEETS = (1, 1), (8, 1)  # prefill and decode instances
 
 
-@dataclass(frozen=True)
-class Request:
-    input: int
-    output: int
-
-    @property
-    def final(self) -> int:
-        """Tokens with KV when it ends: the last one is never computed."""
-        return self.input + self.output - 1
-
-
 @dataclass
 class Moment:
     """One step: requests with memory, slots held, and tokens whose KV is in them."""
@@ -90,10 +78,13 @@ def benchmark(settings: Settings) -> None:
             requests = _read(name)[: settings.requests]
             longest = max(request.final for request in requests)
             slots = -(-settings.longest * longest // settings.block_size) * settings.block_size
-            for policy in POLICIES:
+            for policy in (*RESERVATIONS, "paged"):
                 status.update(f"{name}: {policy}")
-                moments = list(POLICIES[policy](requests, slots, longest, settings))
-                rows.append(_row(name, policy, slots, moments))
+                moments = _paged(requests, slots, settings)
+                if policy in RESERVATIONS:
+                    sizes = [min(RESERVATIONS[policy](one, longest), slots) for one in requests]
+                    moments = _contiguous(requests, sizes, slots, settings)
+                rows.append(_row(name, policy, slots, list(moments)))
             for prefill, decode in FLEETS:
                 status.update(f"{name}: {prefill}P+{decode}D")
                 handed_over += _hand_over(name, requests[: settings.handed_over], slots, prefill, decode, settings)
@@ -111,7 +102,7 @@ def _read(name: str) -> list[Request]:
         return [Request(int(row["input"]), max(1, int(row["output"]))) for row in csv.DictReader(file)]
 
 
-def _paged(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
+def _paged(requests: list[Request], slots: int, settings: Settings) -> Iterator[Moment]:
     """Run our scheduler and pool with a model that answers every step at once."""
     size = settings.block_size
     pool = BlockPool(slots // size, size)
@@ -167,40 +158,13 @@ def _hand_over(
 GAUGES = "blocks", "blocks_held", "blocks_empty", "blocks_promised", "slots_behind_kv"
 
 
-def _max(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
-    return _contiguous(requests, [longest] * len(requests), slots, settings)
-
-
-def _power_of_two(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
-    sizes = [min(1 << (request.final - 1).bit_length(), slots) for request in requests]
-    return _contiguous(requests, sizes, slots, settings)
-
-
-def _oracle(requests: list[Request], slots: int, longest: int, settings: Settings) -> Iterator[Moment]:
-    return _contiguous(requests, [request.final for request in requests], slots, settings)
-
-
 def _contiguous(requests: list[Request], sizes: list[int], slots: int, settings: Settings) -> Iterator[Moment]:
-    """Serve first come, first served, as long as the reservations fit; prompts share the same token budget per step."""
-    waiting = deque(range(len(requests)))
-    computed: dict[int, int] = {}
-    reserved = 0
-    while waiting or computed:
-        while waiting and reserved + sizes[waiting[0]] <= slots:
-            reserved += sizes[waiting[0]]
-            computed[waiting.popleft()] = 0
-        budget = settings.max_num_batched_tokens
-        for i in sorted(computed, key=lambda i: computed[i] < requests[i].input):  # decoding requests come first
-            missing = max(1, requests[i].input - computed[i])
-            computed[i] += min(missing, budget)
-            budget -= min(missing, budget)
-        yield Moment(len(computed), reserved, sum(computed.values()))
-        for i in [i for i, tokens in computed.items() if tokens >= requests[i].final]:
-            del computed[i]
-            reserved -= sizes[i]
-
-
-POLICIES = {"max": _max, "power of two": _power_of_two, "oracle": _oracle, "paged": _paged}
+    server = Contiguous(requests, sizes, slots, settings.max_num_batched_tokens)
+    server.waiting.extend(range(len(requests)))
+    while server.waiting or server.computed:
+        server.step()
+        yield Moment(len(server.computed), server.reserved, sum(server.computed.values()))
+        server.end()
 
 
 def _row(name: str, policy: str, slots: int, moments: list[Moment]) -> dict[str, Any]:

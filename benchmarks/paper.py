@@ -30,7 +30,7 @@ from statistics import fmean
 from typing import Any
 
 import report
-from lengths import answer, sequence
+from lengths import RESERVATIONS, Contiguous, Request, answer, sequence
 from rich.console import Console
 
 from pdserve.cli.flags import command_from_config
@@ -73,18 +73,6 @@ class Settings(report.Settings):
 QUICK = {"requests": 20}
 
 
-@dataclass(frozen=True)
-class Request:
-    at: float
-    input: int
-    output: int
-
-    @property
-    def final(self) -> int:
-        """Tokens with KV when it ends: the last one is never computed."""
-        return self.input + self.output - 1
-
-
 @dataclass
 class Outcome:
     """Seconds per output token of each request, and sums over steps of held slots and of tokens in them."""
@@ -106,7 +94,7 @@ def draw(data: str, rate: float, settings: Settings) -> list[Request]:
         return max(1, min(LONGEST // 2, round(random_.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD))))
 
     lengths = [tuple(map(length, LENGTHS[data])) for _ in gaps]
-    return [Request(at / rate, *own) for at, own in zip(accumulate(gaps), lengths, strict=True)]
+    return [Request(prompt, output, at / rate) for at, (prompt, output) in zip(accumulate(gaps), lengths, strict=True)]
 
 
 def paged(requests: list[Request], block: int = BLOCK, choices: int = 1, switch: float = 0.0) -> Outcome:
@@ -181,34 +169,20 @@ def _reborn(
     return [replaced.get(seq, seq) for seq in done]
 
 
-def contiguous(requests: list[Request], size: Callable[[Request], int], choices: int = 1) -> Outcome:
-    """Serve first come, first served, as long as reservations fit, with a scheduler of single steps, as Orca's."""
+def contiguous(requests: list[Request], reservation: str = "oracle", choices: int = 1) -> Outcome:
+    """Serve with one contiguous run of slots for each request, of the size that a reservation says."""
+    sizes = [choices * RESERVATIONS[reservation](request, LONGEST) for request in requests]
+    server = Contiguous(requests, sizes, SLOTS, CHUNK, choices)
     outcome, now, arriving = Outcome([]), 0.0, deque(enumerate(requests))
-    waiting, computed, reserved = deque[int](), dict[int, int](), 0
-    sizes = [choices * size(request) for request in requests]
-    while arriving or waiting or computed:
-        if not waiting and not computed:
+    while arriving or server.waiting or server.computed:
+        if not server.waiting and not server.computed:
             now = max(now, arriving[0][1].at)
         while arriving and arriving[0][1].at <= now:
-            waiting.append(arriving.popleft()[0])
-        while waiting and reserved + sizes[waiting[0]] <= SLOTS:
-            reserved += sizes[waiting[0]]
-            computed[waiting.popleft()] = 0
-        budget, work = CHUNK, []
-        for i in sorted(computed, key=lambda i: computed[i] < requests[i].input):  # decoding requests come first
-            has_prompt = computed[i] >= requests[i].input
-            count = min(1 if has_prompt else requests[i].input - computed[i], budget)
-            if count:
-                work += [(count, computed[i])] * (choices if has_prompt else 1)
-                budget -= count * (choices if has_prompt else 1)
-                computed[i] += count
-        now += STEP.seconds(work)
-        outcome.held += reserved
-        outcome.used += sum(computed.values())
-        for i in [i for i, tokens in computed.items() if tokens >= requests[i].final]:
-            del computed[i]
-            reserved -= sizes[i]
-            outcome.latencies.append((now - requests[i].at) / requests[i].output)
+            server.waiting.append(arriving.popleft()[0])
+        now += STEP.seconds(server.step())
+        outcome.held += server.reserved
+        outcome.used += sum(server.computed.values())
+        outcome.latencies += [(now - requests[i].at) / requests[i].output for i in server.end()]
     return outcome
 
 
@@ -231,9 +205,7 @@ def static(requests: list[Request]) -> Outcome:
 
 SERVERS: dict[str, Serve] = {
     "paged": paged,
-    "oracle": lambda requests: contiguous(requests, lambda one: one.final),
-    "power of two": lambda requests: contiguous(requests, lambda one: 1 << (one.final - 1).bit_length()),
-    "max": lambda requests: contiguous(requests, lambda one: LONGEST),
+    **{name: partial(contiguous, reservation=name) for name in ("oracle", "power of two", "max")},
     "static": static,
 }
 
@@ -271,14 +243,14 @@ def block_rows(settings: Settings) -> Iterator[dict[str, Any]]:
 def choice_rows(settings: Settings) -> Iterator[dict[str, Any]]:
     for count in (1, 2, 4, 6):
         ours = capacity("alpaca", partial(paged, choices=count), settings)[0]
-        theirs = capacity("alpaca", partial(contiguous, size=lambda one: one.final, choices=count), settings)[0]
+        theirs = capacity("alpaca", partial(contiguous, choices=count), settings)[0]
         yield {"choices": count, "paged": ours, "oracle": theirs, "paged_beside": ours / theirs}
 
 
 def beam_rows(settings: Settings) -> Iterator[dict[str, Any]]:
     for count in (2, 4, 6):
         ours, _, best = capacity("alpaca", partial(paged, choices=count, switch=SWITCH), settings)
-        theirs = capacity("alpaca", partial(contiguous, size=lambda one: one.final, choices=count), settings)[0]
+        theirs = capacity("alpaca", partial(contiguous, choices=count), settings)[0]
         yield {"beams": count, "paged": ours, "oracle": theirs, "paged_beside": ours / theirs} | {
             "saved": 1 - best.held / best.used
         }

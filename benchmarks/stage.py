@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pdserve.kv_transfer.connectors.shm.connector import count_leases
 
 ON_ISLAND = "decode-1"
 STORE_BYTES = parse_size("64MiB")
+TIER_BYTES = parse_size("2MiB")  # little, so that blocks leave each tier
 LEASE_S = 30.0  # of blocks in the store; leases of killed instances end only by expiry
 
 Make = Callable[[UpConfig, Callable[[str], None]], Deployment]
@@ -94,16 +96,16 @@ class Stage:
 
     def left(self) -> dict[str, int]:
         """Counts that must be 0 after the last request."""
-        name = self.deployment.connector.partition("://")[2].partition("?")[0]
+        segments = re.findall(r"shm://([^?,]+)", self.deployment.connector)
         return {
             "processes": sum(Path(f"/proc/{pid}").exists() for pid in self.deployment.pids | self.followers),
-            "segments of shared memory": sum(name in file for file in os.listdir("/dev/shm")),
+            "segments of shared memory": sum(name in file for file in os.listdir("/dev/shm") for name in segments),
         }
 
 
 @contextmanager
 def stage(kind: str, dtype: str, make: Make, ranks: int = 1, model: str = "", **of_instances: Any) -> Iterator[Stage]:
-    """`kind` of store: redis or shm; `ranks` of each instance; `model`: a checkpoint, or "" for a random one."""
+    """`kind` of store: redis, shm or tiered; `ranks` of each instance; `model`: a checkpoint, or "" for a random one."""
     left_out: dict[str, str] = {} if ranks > 1 else {"rank": "instances have one rank"}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -112,14 +114,20 @@ def stage(kind: str, dtype: str, make: Make, ranks: int = 1, model: str = "", **
             island = stack.enter_context(NetworkNamespace())
         except SetupError as error:
             left_out["cut"] = str(error)
-        if kind == "redis":
-            store = stores.RedisServer(folder, STORE_BYTES, "127.0.0.1", *([island.host] if island else []))
-            stack.callback(store.kill)
-            url, leased = f"redis://127.0.0.1:{store.port}/0?timeout=2", store.count_permanent
-        else:
-            url = stack.enter_context(stores.shm(STORE_BYTES))
-            leased = lambda: count_leases(url)  # noqa: E731
+        urls, leased = list[str](), list[Callable[[], int]]()
+        if kind in ("shm", "tiered"):
+            urls.append(stack.enter_context(stores.shm(STORE_BYTES if kind == "shm" else TIER_BYTES)))
+            leased.append(partial(count_leases, urls[0]))
+        if kind == "tiered":
+            urls.append(f"file://{folder}/kv?max_bytes={TIER_BYTES}")
+        if kind == "shm":
             left_out["store"] = f"--store {kind} has no server"
+        else:
+            size = STORE_BYTES if kind == "redis" else 4 * TIER_BYTES
+            store = stores.RedisServer(folder, size, "127.0.0.1", *([island.host] if island else []))
+            stack.callback(store.kill)
+            urls.append(f"redis://127.0.0.1:{store.port}/0?timeout=2")
+            leased.append(store.count_permanent)
         config = UpConfig(
             model=model or str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),
             dtype=dtype,
@@ -131,7 +139,7 @@ def stage(kind: str, dtype: str, make: Make, ranks: int = 1, model: str = "", **
             num_blocks=256,
             max_num_batched_tokens=128,
             threads=1,
-            connector=url,
+            connector=urls[0] if len(urls) == 1 else ",".join(["tiered://?buffer=1MiB", *urls]),
             lease_seconds=LEASE_S,
         )
         log_lines: list[str] = []
@@ -140,4 +148,4 @@ def stage(kind: str, dtype: str, make: Make, ranks: int = 1, model: str = "", **
         deployment.settle(island)
         stack.enter_context(deployment)
         deployment.wait_ready()
-        yield Stage(deployment, store, leased, log_lines, left_out)
+        yield Stage(deployment, store, lambda: sum(one() for one in leased), log_lines, left_out)

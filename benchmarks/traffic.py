@@ -22,22 +22,29 @@ WHOLE = ("stop", "length")
 
 @dataclass
 class Case:
-    """One request, with its tokens and finish reason in the run without faults."""
+    """One request, with its answer in the run without faults: finish reason, tokens, and their log probabilities."""
 
     body: dict[str, Any]
-    tokens: list[int] = field(default_factory=list)
     end: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
 class Answer:
-    """The result of one request: outcome (a finish reason, `cancelled`, or a status and its reason), tokens, and the longest
-    pause between two events of a stream in seconds.
+    """The result of one request: outcome (a finish reason, `cancelled`, or a status and its reason), tokens, their log
+    probabilities if they were asked for, and the longest pause between two events of a stream in seconds.
     """
 
     end: str = "broken off"
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     pause: float = 0.0
+
+    def add(self, choice: dict[str, Any]) -> None:
+        """Add what a body or an event says."""
+        self.tokens += choice.get("token_ids") or []
+        self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
 
 
 class Traffic:
@@ -65,7 +72,7 @@ class Traffic:
         async def ask(case: Case) -> None:
             while case.end not in WHOLE:  # on a busy machine a request may fail even without faults
                 answer = await _ask(http, case.body)
-                case.end, case.tokens = answer.end, answer.tokens
+                case.end, case.tokens, case.logprobs = answer.end, answer.tokens, answer.logprobs
 
         async with self._http() as http, asyncio.TaskGroup() as group:
             for case in self._cases:
@@ -96,12 +103,14 @@ class Traffic:
                 answer = Answer(f"broken off: {error!r}")
             gave_up = answer.end.startswith(("503", "429"))
             self.ends[answer.end] += 1
+            right = answer.tokens == case.tokens[: len(answer.tokens)]
+            right &= answer.logprobs == case.logprobs[: len(answer.logprobs)]
             if answer.end in WHOLE:
-                right = (answer.end, answer.tokens) == (case.end, case.tokens)
+                right &= (answer.end, len(answer.tokens)) == (case.end, len(case.tokens))
                 self.seconds.append(time.monotonic() - started)
                 self.pauses |= {name: answer.pause} if streams else {}
             else:
-                right = (gave_up or answer.end == "cancelled") and answer.tokens == case.tokens[: len(answer.tokens)]
+                right &= gave_up or answer.end == "cancelled"
             if not right:
                 self.defects.append(f"{body} was answered {answer}; right is {case.tokens} ({case.end})")
             await asyncio.sleep(drawn.uniform(0, 2 * self._settings.pause) + 0.2 * gave_up)
@@ -116,6 +125,7 @@ def _cases(model: str, settings: "Settings") -> list[Case]:
         own = [drawn.randrange(250) for _ in range(drawn.choice([1, 20, 90, 300]))]
         body = {"model": model, "prompt": drawn.choice(beginnings) + own, "max_tokens": drawn.choice([1, 20, 80, 250])}
         body |= {"ignore_eos": drawn.random() < 0.8, "temperature": float(number % 2), "seed": number}
+        body |= {"logprobs": 0} if number % 4 < 2 else {}
         found.append(Case({**body, "return_token_ids": True}))
     return found
 
@@ -133,7 +143,9 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any], name: str = "", st
                 whole = json.loads(await reply.aread())
                 if reply.status_code != 200:
                     return Answer(_failure(reply.status_code, whole["error"]))
-                return Answer(whole["choices"][0]["finish_reason"], whole["choices"][0]["token_ids"])
+                answer.end = whole["choices"][0]["finish_reason"]
+                answer.add(whole["choices"][0])
+                return answer
             async for data in read_events_async(reply.aiter_bytes()):
                 if data == "[DONE]":
                     answer.end = finish or answer.end
@@ -144,7 +156,7 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any], name: str = "", st
                     answer.end = _failure(status, event["error"])
                     return answer
                 answer.pause, last = max(answer.pause, now - last if last else 0.0), now
-                answer.tokens += event["choices"][0].get("token_ids") or []
+                answer.add(event["choices"][0])
                 finish = event["choices"][0].get("finish_reason") or finish
             return answer
     answer.end = "cancelled"

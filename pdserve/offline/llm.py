@@ -126,8 +126,10 @@ class LLM(_Client):
         if priority is not None:
             priorities = [priority] * len(listed) if isinstance(priority, int) else priority
             bodies = [{**body, "priority": one} for body, one in zip(bodies, priorities, strict=True)]
-        with start_blocking_portal() as portal:  # leaving it by Ctrl-C cancels the requests
-            return portal.call(self._complete_all, bodies, use_tqdm)
+        outputs = [_new_output(str(index), body) for index, body in enumerate(bodies)]
+        for output, answer in zip(outputs, self._ask("/v1/completions", bodies, show=use_tqdm), strict=True):
+            output.add(answer)
+        return outputs
 
     def chat(
         self,
@@ -188,36 +190,25 @@ class LLM(_Client):
         answers = self._ask(path, [{"input": _prompt_of(prompt)} for prompt in listed])
         return [answer["data"][0] for answer in answers]
 
-    def _ask(self, path: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers to bodies."""
-        with start_blocking_portal() as portal:
-            return portal.call(self._ask_all, path, bodies)
+    def _ask(self, path: str, bodies: list[dict[str, Any]], *, show: bool = False) -> list[dict[str, Any]]:
+        """Return the answers to bodies; `show` draws how many there are."""
+        with start_blocking_portal() as portal:  # leaving it by Ctrl-C cancels the requests
+            return portal.call(self._ask_all, path, bodies, show)
 
-    async def _ask_all(self, path: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        slots = asyncio.Semaphore(self._max_in_flight)
-        async with self._http() as http:
-
-            async def ask(body: dict[str, Any]) -> dict[str, Any]:
-                async with slots:
-                    return await _post(http, path, body)
-
-            return await asyncio.gather(*map(ask, bodies))
-
-    async def _complete_all(self, bodies: list[dict[str, Any]], show: bool) -> list[RequestOutput]:
+    async def _ask_all(self, path: str, bodies: list[dict[str, Any]], show: bool) -> list[dict[str, Any]]:
         slots = asyncio.Semaphore(self._max_in_flight)
         columns = (*Progress.get_default_columns(), MofNCompleteColumn())
         async with self._http() as http:
             with Progress(*columns, disable=not show) as progress:
                 task = progress.add_task("prompts", total=len(bodies))
 
-                async def complete(index: int, body: dict[str, Any]) -> RequestOutput:
+                async def ask(body: dict[str, Any]) -> dict[str, Any]:
                     async with slots:
-                        output = _new_output(str(index), body)
-                        output.add(await _post(http, "/v1/completions", body))
+                        answer = await _post(http, path, body)
                     progress.advance(task)
-                    return output
+                    return answer
 
-                return await asyncio.gather(*(complete(index, body) for index, body in enumerate(bodies)))
+                return await asyncio.gather(*map(ask, bodies))
 
 
 class AsyncLLM(_Client):

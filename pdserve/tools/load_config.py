@@ -139,11 +139,19 @@ class FleetConfig(LoadConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(FleetConfig):
-    GROUP: ClassVar = "Plan"
+class SloConfig(Settings):
+    """Settings of commands that look for an SLO over many requests."""
+
+    GROUP: ClassVar = "Targets"
 
     slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
     slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(SloConfig, FleetConfig):
+    GROUP: ClassVar = "Plan"
+
     instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
     max_instances: int = flag("the largest fleet to try", 16, least=1)
     itl_target_ms: str = flag(
@@ -171,11 +179,9 @@ class PlanConfig(FleetConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoscaleConfig(FleetConfig):
+class AutoscaleConfig(SloConfig, FleetConfig):
     GROUP: ClassVar = "Controller"
 
-    slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
-    slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
     router: str = flag(
         "URLs of all routers of the fleet, comma separated; dns://HOST:PORT stands for all addresses of a name",
         f"http://127.0.0.1:{DEFAULT_PORT}",
@@ -290,12 +296,10 @@ class BenchThroughputConfig(OfflineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchTuneConfig(UpConfig, LoadConfig):
+class BenchTuneConfig(SloConfig, UpConfig, LoadConfig):
     GROUP: ClassVar = "Benchmark"
 
     seed: int = flag("of lengths, prompts and arrivals, and of sampling", 0)
-    slo: str = flag("targets by percentile, such as ttft.p90=500ms,itl.p99=50ms", "")
-    slo_file: str = flag("TOML file with targets, also by prompt length and API key; empty: none", "")
     instances: int = flag("instances of a fleet, of which all splits are tried, and those of the role both", 2, least=1)
     try_itl_target_ms: str = flag("values of --itl-target-ms to compare, such as off,20", "off")
     try_max_num_seqs: str = flag("values of --max-num-seqs to compare, such as 16,64; empty: --max-num-seqs", "")

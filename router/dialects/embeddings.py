@@ -78,11 +78,16 @@ class Embedding(Answer):
     embedding: list[float] | str
 
 
-class Embeddings(Answer):
+class Listed(Answer):
+    """What the lists have in common."""
+
     object: Literal["list"]
     model: str
-    data: list[Embedding]
     usage: EmbeddingUsage
+
+
+class Embeddings(Listed):
+    data: list[Embedding]
 
 
 class Score(Answer):
@@ -91,13 +96,10 @@ class Score(Answer):
     score: float
 
 
-class Scores(Answer):
+class Scores(Listed):
     id: str
-    object: Literal["list"]
     created: int
-    model: str
     data: list[Score]
-    usage: EmbeddingUsage
 
 
 class Classification(Answer):
@@ -107,13 +109,10 @@ class Classification(Answer):
     num_classes: int
 
 
-class Classifications(Answer):
+class Classifications(Listed):
     id: str
-    object: Literal["list"]
     created: int
-    model: str
     data: list[Classification]
-    usage: EmbeddingUsage
 
 
 class Document(Answer):

@@ -1,6 +1,7 @@
 """Builds vLLM's `GenerateResponse` messages from the deltas of a generation."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
@@ -10,30 +11,14 @@ from pdserve.router.api.generation import Delta, Generation
 
 def chunk(generation: Generation, delta: Delta) -> "vllm.GenerateResponse":
     """Return the message of one delta of a stream. Its number of tokens is that of the delta, as in vLLM."""
-    message = vllm.GenerateStreamChunk(
-        token_ids=delta.token_ids,
-        prompt_tokens=len(generation.prompt_of(delta.index)),
-        completion_tokens=len(delta.token_ids),
-        cached_tokens=_cached_tokens(generation, delta.index),
-        output_logprobs=_output_logprobs(generation, delta),
-        input_logprobs=_input_logprobs(generation, delta),
-        index=delta.index,
-    )
+    message = vllm.GenerateStreamChunk(token_ids=delta.token_ids, **_common(generation, delta))
     return vllm.GenerateResponse(chunk=message)
 
 
 def complete(generation: Generation, delta: Delta) -> "vllm.GenerateResponse":
     """Return the last message of a choice, from its last delta or, without a stream, from all of it merged."""
-    message = vllm.GenerateComplete(
-        output_ids=delta.token_ids,
-        finish_reason=delta.finish_reason or "abort",
-        prompt_tokens=len(generation.prompt_of(delta.index)),
-        completion_tokens=len(delta.token_ids),
-        cached_tokens=_cached_tokens(generation, delta.index),
-        output_logprobs=_output_logprobs(generation, delta),
-        input_logprobs=_input_logprobs(generation, delta),
-        index=delta.index,
-    )
+    reason = delta.finish_reason or "abort"
+    message = vllm.GenerateComplete(output_ids=delta.token_ids, finish_reason=reason, **_common(generation, delta))
     matched = generation.choices[delta.index].text.matched_stop
     stop_ids = generation.requests[delta.index].sampling.stop_token_ids
     if matched is not None:
@@ -43,8 +28,16 @@ def complete(generation: Generation, delta: Delta) -> "vllm.GenerateResponse":
     return vllm.GenerateResponse(complete=message)
 
 
-def _cached_tokens(generation: Generation, index: int) -> int:
-    return generation.choices[index].stream.timeline.cached_tokens
+def _common(generation: Generation, delta: Delta) -> dict[str, Any]:
+    """Return the fields that both messages have."""
+    return {
+        "prompt_tokens": len(generation.prompt_of(delta.index)),
+        "completion_tokens": len(delta.token_ids),
+        "cached_tokens": generation.choices[delta.index].stream.timeline.cached_tokens,
+        "output_logprobs": _output_logprobs(generation, delta),
+        "input_logprobs": _input_logprobs(generation, delta),
+        "index": delta.index,
+    }
 
 
 def _output_logprobs(generation: Generation, delta: Delta) -> "vllm.OutputLogProbs | None":

@@ -97,7 +97,7 @@ def test_speculation(run: Callable[..., Any]) -> None:
 @pytest.mark.slow
 def test_exactness(run: Callable[..., Any]) -> None:
     content = run("exactness.py")
-    assert [row["requests"] for row in content["rows"]] == [8] * 10 + [32]
+    assert [row["requests"] for row in content["rows"]] == [8] * 8
     assert not any(row["differ in tokens"] or row["differ in log probabilities only"] for row in content["rows"])
 
 
@@ -122,17 +122,6 @@ def test_memory(run: Callable[..., Any]) -> None:
     fleets = [(row["fleet"], row["instances"]) for row in content["handed_over"]]
     assert fleets == [(fleet, role) for fleet in ("1P+1D", "8P+1D") for role in ("prefill", "decode")]
     assert all(0 < row["wasted_percent"] < 4 for row in content["handed_over"] if row["instances"] == "decode")
-
-
-@while_benchmarks_change
-def test_transports(run: Callable[..., Any]) -> None:
-    content = run("transports.py")
-    assert content["skipped"] == {}
-    rows = {(row["connector"], row["operation"]): row for row in content["rows"]}
-    assert rows.keys() == {(name, way) for name in ("shm", "file-tmpfs") for way in ("store", "load")}
-    for row in rows.values():
-        assert row["bytes"] == 16 * 65536
-        assert row["gb_per_s"] > 0 and row["of_raw"] > 0 and row["of_memcpy"] > 0
 
 
 @while_benchmarks_change
@@ -205,16 +194,6 @@ def test_a_mistake_is_one_line(
     done = pdserve(str(BENCHMARKS / script), *arguments)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert all(part in done.stderr for part in said)
-
-
-@pytest.mark.slow
-def test_tp(run: Callable[..., Any]) -> None:
-    content = run("tp.py")
-    assert [row["step"] for row in content["rows"]] == ["prefill of 16", "decode of 1"]
-    for row in content["rows"]:
-        assert row["speed_up"] > 0 and row["sums"] == 2 * content["settings"]["layers"] and row["sum_kib"] > 0
-    assert [row["ranks"] for row in content["handovers"]] == ["1 to 1", "1 to 2", "2 to 1", "2 to 2"]
-    assert all(row["whole"] == 1 for row in content["handovers"])
 
 
 @while_benchmarks_change

@@ -32,9 +32,8 @@ MAY_SPLIT = {
     *("pdserve/engine/parallel/rank_group.py", "pdserve/instance/gpu_fault.py", "pdserve/launchers/compose.py"),
     *("pdserve/launchers/ray_actor.py", "pdserve/tools/profiling/command.py"),
     *("benchmarks/gpu_kernels.py", "benchmarks/gpu_transfers.py"),
-    *("benchmarks/report.py", "benchmarks/soak.py", "benchmarks/structured.py"),
+    *("benchmarks/report.py", "benchmarks/leftovers.py", "benchmarks/structured.py"),
     *(
-        "benchmarks/transports.py",
         "scripts/gpu_session.py",
         "scripts/interop/lm_eval.py",
         "router/batches/batch_queue.py",

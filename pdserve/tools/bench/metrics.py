@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pdserve.tools.bench.requests import Sample
-from pdserve.tools.bench.slo import is_good
+from pdserve.tools.bench.slo import METRICS, is_good
 
 LAG_MS = 10.0  # p99 of the client's lag from which its own figures are in doubt
 LAG_OF_TTFT = 0.1  # or this share of the median TTFT
@@ -43,12 +43,7 @@ def summarize(
         "max_output_tokens_per_s": _peak_tokens(done),
         "max_concurrent_requests": _peak_requests(done),
     }
-    values = {
-        "ttft": [sample.ttft for sample in done],
-        "tpot": [sample.tpot for sample in done if sample.output_tokens > 1],
-        "itl": [gap for sample in done for gap in sample.itls],
-        "e2el": [sample.latency for sample in done],
-    }
+    values = {name: [value for sample in done for value in sample.values(name)] for name in METRICS}
     for name in metrics:
         figures |= _distribution(f"{name}_ms", values[name], percentiles)
     gaps = np.array(values["itl"] or [1.0])

@@ -87,6 +87,14 @@ class Sample:
     def latency(self) -> float:
         return self.ended - self.sent
 
+    def values(self, metric: str) -> list[float]:
+        """Return what the request adds to the distribution of a metric, `ttft`, `tpot`, `itl` or `e2el`, in seconds."""
+        if metric == "itl":
+            return self.itls
+        if metric == "tpot":
+            return [self.tpot] if self.output_tokens > 1 else []
+        return [self.ttft if metric == "ttft" else self.latency]
+
 
 T = TypeVar("T", Request, Sample)
 

@@ -58,12 +58,12 @@ class Target:
         """Return the percentile in seconds; 0 if the group has no requests."""
         if self.group == ALL:
             return float(figures[self.figure]) / 1e3
-        values = [value for one in self._admitted(samples) for value in _values(self.metric, one)]
+        values = [value for one in self._admitted(samples) for value in one.values(self.metric)]
         return float(np.percentile(values, self.percentile)) if values else 0.0
 
     def count(self, samples: Sequence[Sample]) -> int:
         """Return how many values the percentile is of."""
-        return sum(len(_values(self.metric, one)) for one in self._admitted(samples))
+        return sum(len(one.values(self.metric)) for one in self._admitted(samples))
 
     def _admitted(self, samples: Sequence[Sample]) -> Iterator[Sample]:
         return (one for one in samples if one.ok and self.group.admits(one.input_tokens, one.key))
@@ -76,15 +76,6 @@ class Target:
     def __str__(self) -> str:
         group = "" if self.group == ALL else f" ({self.group})"
         return f"{METRICS[self.metric]} p{self.percentile}{group}"
-
-
-def _values(metric: str, sample: Sample) -> Sequence[float]:
-    """Return what one request adds to the distribution of a metric, as in `pdserve.tools.bench.metrics`."""
-    if metric == "itl":
-        return sample.itls
-    if metric == "tpot":
-        return [sample.tpot] if sample.output_tokens > 1 else []
-    return [sample.ttft if metric == "ttft" else sample.latency]
 
 
 def parse_targets(text: str, group: Group = ALL) -> list[Target]:

@@ -1,7 +1,9 @@
-"""The endpoints below /v1/responses."""
+"""The endpoints below /v1/responses: answers, and the responses that are kept, each for its API key only."""
 
 import asyncio
 import json
+import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Annotated
@@ -9,15 +11,18 @@ from typing import Annotated
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pdserve.errors import InvalidParameter, NotFound, Unavailable
+from pdserve.router.api.generation import Json
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.parsing import JsonBody
+from pdserve.router.api.parsing import JsonBody, is_ascending, page_limit, quote
 from pdserve.router.api.streaming import EventStream
 from pdserve.router.dialects.responses import output, schemas
-from pdserve.router.dialects.responses.input_items import page_of_items
-from pdserve.router.dialects.responses.response_store import open_store
-from pdserve.router.dialects.responses.turns import Turns
+from pdserve.router.dialects.responses.conversion import answer_message
+from pdserve.router.dialects.responses.response_store import StoredResponse, open_store
 from pdserve.router.web.dialect import QUESTION, STREAMED_TOO, Dialect, Service, admitted
 from pdserve.router.web.endpoint import Access, endpoint, generation_examples
+
+log = logging.getLogger(__name__)
 
 
 class Responses(Dialect):
@@ -28,7 +33,6 @@ class Responses(Dialect):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._store = open_store(service.config)
-        self._turns = Turns(self._store)
 
     async def close(self) -> None:
         if self._store is not None:
@@ -41,14 +45,16 @@ class Responses(Dialect):
         body: Annotated[JsonBody[schemas.ResponseBody], generation_examples(input=QUESTION, max_output_tokens=8)],
     ) -> Response:
         """Continue a conversation, in the format of OpenAI's newer endpoint."""
-        key, previous, has_store = request.state.key, None, self._turns.has_store
-        if has_store:
+        key, earlier, num_bytes = request.state.key, list[Json](), 0
+        if self._store is not None:
             previous = await self.service.read(request, schemas.ResponseBody, body, attrgetter("previous_response_id"))
-        turn = await self._turns.begin(key, previous)
-        parse = partial(output.parse_response, has_store, turn.earlier)
-        generation = await self.service.parse(request, schemas.ResponseBody, body, parse, turn.num_bytes)
+            if previous is not None:
+                stored = await self._stored(key, previous, "previous_response_id")
+                earlier, num_bytes = stored.messages, stored.num_bytes
+        parse = partial(output.parse_response, self._store is not None, earlier)
+        generation = await self.service.parse(request, schemas.ResponseBody, body, parse, num_bytes)
         if generation.echoed["store"]:
-            generation.keep = partial(self._turns.keep, key, [*turn.earlier, *generation.messages])
+            generation.keep = partial(self._keep, key, [*earlier, *generation.messages])
         answer = await self.service.answer(request, generation, output.ResponseEventStream, output.response_body)
         if generation.keep is not None and answer.status_code == 200 and not isinstance(answer, EventStream):
             await generation.keep(await asyncio.to_thread(json.loads, bytes(answer.body)))
@@ -57,7 +63,7 @@ class Responses(Dialect):
     @endpoint("GET", "/v1/responses/{response_id}", Access.CLIENT, errors=[404], response_model=schemas.ResponseObject)
     async def response(self, request: Request, response_id: str) -> Response:
         """A response that was kept for this API key."""
-        stored = await self._turns.stored(request.state.key, response_id)
+        stored = await self._stored(request.state.key, response_id)
         return await asyncio.to_thread(json_response, stored.response)
 
     @endpoint(
@@ -65,7 +71,7 @@ class Responses(Dialect):
     )
     async def response_input_items(self, request: Request, response_id: str) -> Response:
         """The messages that a kept response answers; the query parameters are limit, order and after."""
-        stored = await self._turns.stored(request.state.key, response_id)
+        stored = await self._stored(request.state.key, response_id)
         return await asyncio.to_thread(lambda: json_response(page_of_items(stored, request.query_params)))
 
     @endpoint(
@@ -77,5 +83,58 @@ class Responses(Dialect):
     )
     async def delete_response(self, request: Request, response_id: str) -> Response:
         """Delete a response. Later ones that continue it keep the whole conversation."""
-        await self._turns.delete(request.state.key, response_id)
+        if self._store is None or not await self._store.delete(request.state.key, response_id):
+            raise _unknown(response_id, "response_id")
         return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _stored(self, key: str, response_id: str, param: str = "response_id") -> StoredResponse:
+        """Return a response of the key. Raises NotFound or Unavailable."""
+        found = None if self._store is None else await self._store.get(key, response_id)
+        if found is None:
+            raise _unknown(response_id, param)
+        return found
+
+    async def _keep(self, key: str, messages: Sequence[Json], response: Json) -> None:
+        """Store the finished response to messages."""
+        assert self._store is not None
+        try:
+            await self._store.put(key, StoredResponse(response, [*messages, answer_message(response)]))
+        except Unavailable:  # the client gets its answer all the same
+            log.warning("the response %s could not be kept", response["id"])
+
+
+def _unknown(response_id: str, param: str) -> NotFound:
+    message = f"there is no response {quote(response_id)} of this API key; it may have expired, or was not stored"
+    return NotFound(message, kind="response_not_found", param=param)
+
+
+def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
+    """Return a page of the messages before the response, those of the responses that it continues included.
+
+    Args:
+        query: `limit` from 1 to 100; `order`, `desc` for the newest first (the default) or `asc`; `after`, the id of an item.
+
+    Raises:
+        BadRequest: one of them is invalid.
+    """
+    limit, ascending = page_limit(query), is_ascending(query)
+    items = [_item(f"msg_{stored.id}_{i}", message) for i, message in enumerate(stored.messages[:-1])]
+    if not ascending:
+        items.reverse()
+    if "after" in query:
+        ids = [item["id"] for item in items]
+        if query["after"] not in ids:
+            message = f"after must be the id of an item of this response; {quote(query['after'])} is none"
+            raise InvalidParameter("after", message)
+        items = items[ids.index(query["after"]) + 1 :]
+    page = items[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": len(page) < len(items)}
+
+
+def _item(item_id: str, message: Json) -> Json:
+    kind = "output_text" if message["role"] == "assistant" else "input_text"
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]  # type: ignore[attr-defined]
+    parts = [{"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {}) for text in texts]
+    return {"id": item_id, "type": "message", "role": message["role"], "status": "completed", "content": parts}
