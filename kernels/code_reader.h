@@ -35,10 +35,11 @@ struct CodeReader {
     static constexpr float MOST = IN_HALF ? 0x1p6f : 0x1p90f;
     const Weight& w;
     const i64 run;
+    const char* const codes;
     Group<S> groups[VECTORS];
     bool is_ordinary;
 
-    CodeReader(const Weight& w, i64 run) : w(w), run(run) {}
+    CodeReader(const Weight& w, i64 run) : w(w), run(run), codes(w.run(run)) {}
 
     void begin_group(i64 k) {
         vi ordinary = vi{} == 0;
@@ -70,7 +71,7 @@ struct CodeReader {
     // Pass each weight vector of terms [k, k + PER) to `use`, with its number and that of its vector.
     template <class Use>
     void read(i64 k, const Use& use) const {
-        const char* const source = w.run(run) + k * BYTES;
+        const char* const source = codes + k * BYTES;
         __builtin_prefetch(source + AHEAD);
         vu words[VECTORS];
         for (int v = 0; v < VECTORS; v++) words[v] = load_words(source + v * W * 4);

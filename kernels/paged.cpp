@@ -60,7 +60,7 @@ void qk_dot(const float* q, const T* k, const T* v, i64 count, i64 D, float* s) 
         vf acc[N][Z] = {};
         const auto add = [&](i64 d, const vf (&kd)[Z]) {
             for (int r = 0; r < N; r++) {
-                const vf qd = load(q + r * Dp + d);
+                const vf qd = in_register(load(q + r * Dp + d));
                 for (int z = 0; z < Z; z++) acc[r][z] = mul_add(qd, kd[z], acc[r][z]);
             }
         };
@@ -225,7 +225,7 @@ inline void scores(float* s, const float* k, i64 stride, const float* q, i64 D) 
         vf acc[I][V] = {};
         for (i64 d = bit_reversed(n); d < D; d += W) {
             vf qd[V];
-            for (int x = 0; x < V; x++) qd[x] = load(q + d * ROW_TILE + x * W);
+            for (int x = 0; x < V; x++) qd[x] = in_register(load(q + d * ROW_TILE + x * W));
             for (int i = 0; i < I; i++) {
                 const vf kd = splat(k[i * stride + d]);
                 for (int x = 0; x < V; x++) acc[i][x] = mul_add(kd, qd[x], acc[i][x]);

@@ -134,6 +134,7 @@ template <int R, int RUNS, class Reader, class T>
         for (int i = 0; i < RUNS; i++) readers[i].begin_group(k);
         for (const i64 end = std::min(w.K, k + w.group); k < end; k += Reader::PER) {
             const float* const terms = x + k / DEPTH * R * STRIDE + k % DEPTH;
+#pragma GCC unroll 2
             for (int i = 0; i < RUNS; i++)
                 readers[i].read(k, [&](int j, int v, vf weights) {
                     for (int r = 0; r < R; r++) sums[i][r][v] = mul_add(splat(terms[r * STRIDE + j]), weights, sums[i][r][v]);
@@ -149,7 +150,7 @@ template <int R, int RUNS, class Reader, class T>
 template <class T, class Compute>
 void for_each_task(T* y, const T* x, i64 rows, i64 K, i64 N, i64 batch, int threads, i64 most, const Compute& compute) {
     const i64 padded = quotient_up(N, 32) * 32, units = quotient_up(N, UNIT);
-    const i64 blocks = quotient_up(rows, most), block = quotient_up(rows, blocks);
+    const i64 blocks = std::max<i64>(1, quotient_up(rows, most)), block = quotient_up(rows, blocks);
 #pragma omp parallel num_threads(threads)
     {
         const amx::Buffer<float> wide(quotient_up(K, DEPTH) * block * STRIDE), panel(DEPTH * RUN), sums(block * UNIT);
