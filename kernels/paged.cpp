@@ -60,7 +60,7 @@ void qk_dot(const float* q, const T* k, const T* v, i64 count, i64 D, float* s) 
         vf acc[N][Z] = {};
         const auto add = [&](i64 d, const vf (&kd)[Z]) {
             for (int r = 0; r < N; r++) {
-                const vf qd = load(q + r * Dp + d);
+                const vf qd = in_register(load(q + r * Dp + d));
                 for (int z = 0; z < Z; z++) acc[r][z] = mul_add(qd, kd[z], acc[r][z]);
             }
         };
@@ -218,16 +218,16 @@ void combine(const Problem& a, const Split& split, const float* partial, i64 siz
 // s[t][x] = Σ_d k[t][d] · q[d][x] for I tokens × V vectors of query rows, rounded as in `qk_dot`. The W sums are made in the
 // order in which the fewest of them wait for their other half.
 template <int I, int V>
-inline void scores(float* s, const float* k, const float* q, i64 D) {
+inline void scores(float* s, const float* k, i64 stride, const float* q, i64 D) {
     vf waiting[5][I][V];
 #pragma GCC unroll 16
     for (int n = 0; n < W; n++) {
         vf acc[I][V] = {};
         for (i64 d = bit_reversed(n); d < D; d += W) {
             vf qd[V];
-            for (int x = 0; x < V; x++) qd[x] = load(q + d * ROW_TILE + x * W);
+            for (int x = 0; x < V; x++) qd[x] = in_register(load(q + d * ROW_TILE + x * W));
             for (int i = 0; i < I; i++) {
-                const vf kd = splat(k[i * D + d]);
+                const vf kd = splat(k[i * stride + d]);
                 for (int x = 0; x < V; x++) acc[i][x] = mul_add(kd, qd[x], acc[i][x]);
             }
         }
@@ -242,19 +242,27 @@ inline void scores(float* s, const float* k, const float* q, i64 D) {
         for (int x = 0; x < V; x++) store(s + i * ROW_TILE + x * W, waiting[LAST][i][x]);
 }
 
+// The scores of `count` tokens × V vectors of query rows.
+template <int V>
+void scores_of_tokens(float* s, const float* k, i64 stride, const float* q, i64 D, i64 count) {
+    constexpr int I = 8 / V;
+    i64 t = 0;
+    for (; t + I <= count; t += I) scores<I, V>(s + t * ROW_TILE, k + t * stride, stride, q, D);
+    for (; t < count; t++) scores<1, V>(s + t * ROW_TILE, k + t * stride, stride, q, D);
+}
+
 // The scores of `count` tokens × `vectors` vectors of query rows.
-void all_scores(float* s, const float* k, const float* q, i64 D, i64 count, i64 vectors) {
-    for (i64 x = 0; x < vectors; x++) {
-        i64 t = 0;
-        for (; t + 8 <= count; t += 8) scores<8, 1>(s + t * ROW_TILE + x * W, k + t * D, q + x * W, D);
-        for (; t < count; t++) scores<1, 1>(s + t * ROW_TILE + x * W, k + t * D, q + x * W, D);
-    }
+void all_scores(float* s, const float* k, i64 stride, const float* q, i64 D, i64 count, i64 vectors) {
+    i64 x = 0;
+    // with two, AVX2 loads less than it multiplies
+    for (; W == 8 && x + 2 <= vectors; x += 2) scores_of_tokens<2>(s + x * W, k, stride, q + x * W, D, count);
+    for (; x < vectors; x++) scores_of_tokens<1>(s + x * W, k, stride, q + x * W, D, count);
 }
 
 // o[d][x] = o[d][x] · rescale[x] + Σ_t v[t][d] · p[t][x] for I elements of the head × V vectors of query rows, as outer
 // products.
 template <int I, int V>
-inline void multiply(float* o, const float* rescale, const float* v, const float* p, i64 count, i64 D) {
+inline void multiply(float* o, const float* rescale, const float* v, i64 stride, const float* p, i64 count) {
     vf acc[I][V];
     for (int i = 0; i < I; i++)
         for (int x = 0; x < V; x++) acc[i][x] = load(o + i * ROW_TILE + x * W) * load(rescale + x * W);
@@ -262,7 +270,7 @@ inline void multiply(float* o, const float* rescale, const float* v, const float
         vf pt[V];
         for (int x = 0; x < V; x++) pt[x] = load(p + t * ROW_TILE + x * W);
         for (int i = 0; i < I; i++) {
-            const vf vt = splat(v[t * D + i]);
+            const vf vt = splat(v[t * stride + i]);
             for (int x = 0; x < V; x++) acc[i][x] = mul_add(vt, pt[x], acc[i][x]);
         }
     }
@@ -271,38 +279,44 @@ inline void multiply(float* o, const float* rescale, const float* v, const float
 }
 
 template <int V>
-void multiply_rows(float* o, const float* rescale, const float* v, const float* p, i64 count, i64 D) {
-    constexpr int N = W == 16 ? 8 : 4;  // N × V sums in registers, of which AVX-512 has 32, others 16
+void multiply_rows(float* o, const float* rescale, const float* v, i64 stride, const float* p, i64 count, i64 D) {
+    constexpr int N = W == 16 ? 8 : W == 8 ? 6 : 4;  // N × V sums in registers, of which AVX-512 has 32, others 16
     i64 d = 0;
-    for (; d + N <= D; d += N) multiply<N, V>(o + d * ROW_TILE, rescale, v + d, p, count, D);
-    for (; d < D; d++) multiply<1, V>(o + d * ROW_TILE, rescale, v + d, p, count, D);
+    for (; d + N <= D; d += N) multiply<N, V>(o + d * ROW_TILE, rescale, v + d, stride, p, count);
+    for (; d + 2 <= D; d += 2) multiply<2, V>(o + d * ROW_TILE, rescale, v + d, stride, p, count);
+    for (; d < D; d++) multiply<1, V>(o + d * ROW_TILE, rescale, v + d, stride, p, count);
 }
 
-void multiply_all(float* o, const float* rescale, const float* v, const float* p, i64 count, i64 D, i64 vectors) {
+void multiply_all(float* o, const float* rescale, const float* v, i64 stride, const float* p, i64 count, i64 D, i64 vectors) {
     i64 x = 0;
-    for (; x + 2 <= vectors; x += 2) multiply_rows<2>(o + x * W, rescale + x * W, v, p + x * W, count, D);
-    for (; x < vectors; x++) multiply_rows<1>(o + x * W, rescale + x * W, v, p + x * W, count, D);
+    for (; x + 2 <= vectors; x += 2) multiply_rows<2>(o + x * W, rescale + x * W, v, stride, p + x * W, count, D);
+    for (; x < vectors; x++) multiply_rows<1>(o + x * W, rescale + x * W, v, stride, p + x * W, count, D);
 }
 
+// target[row][stride] = source[row][D]
 template <class T>
-void widen(const T* source, float* target, i64 count) {
-    i64 i = 0;
-    for (; i + W <= count; i += W) store(target + i, load(source + i));
-    for (; i < count; i++) target[i] = to_float(source[i]);
+void widen(const T* source, float* target, i64 rows, i64 D, i64 stride) {
+    for (; rows > 0; rows--, source += D, target += stride) {
+        i64 d = 0;
+        for (; d + W <= D; d += W) store(target + d, load(source + d));
+        for (; d < D; d++) target[d] = to_float(source[d]);
+    }
 }
 
 // Buffers of one thread. o is of the current split, total_o of those before it.
 struct Scratch {
+    const i64 stride;  // of rows of k and v: not a power of two, of which few would fit a set of the cache
     std::vector<float> q, o, total_o, k, v, s;
     float m[ROW_TILE], l[ROW_TILE], rescale[ROW_TILE], total_m[ROW_TILE], total_l[ROW_TILE];
     int32_t positions[ROW_TILE];  // of each row's token in its sequence
     explicit Scratch(i64 D)
-        : q(D * ROW_TILE), o(D * ROW_TILE), total_o(D * ROW_TILE), k(D * KV_TILE), v(D * KV_TILE), s(KV_TILE * ROW_TILE) {}
+        : stride(W == 8 ? D + 16 : D), q(D * ROW_TILE), o(D * ROW_TILE), total_o(D * ROW_TILE), k(stride * KV_TILE),
+          v(stride * KV_TILE), s(KV_TILE * ROW_TILE) {}
 };
 
 // Turn the scores of tokens [tile, tile + count) for W query rows, from row i on, into unnormalised probabilities. Updates m and
-// l, and sets the rescaling factor of o.
-inline void online_softmax(const Problem& a, Scratch& x, i64 i, i64 tile, i64 count) {
+// l, and sets the rescaling factor of o. `masks`: some row does not see some token.
+inline void online_softmax(const Problem& a, Scratch& x, i64 i, i64 tile, i64 count, bool masks) {
     vi query_position;
     std::memcpy(&query_position, x.positions + i, sizeof query_position);
     const vf m_old = load(x.m + i);
@@ -311,8 +325,8 @@ inline void online_softmax(const Problem& a, Scratch& x, i64 i, i64 tile, i64 co
         float* s = x.s.data() + t * ROW_TILE + i;
         const vi token = (int32_t)(tile + t) - vi{};
         vf score = apply_softcap(load(s) * a.scale, a);
-        score = token <= query_position ? score : splat(MASKED);
-        if (a.window) score = token > query_position - (int32_t)a.window ? score : splat(MASKED);
+        if (masks) score = token <= query_position ? score : splat(MASKED);
+        if (masks && a.window) score = token > query_position - (int32_t)a.window ? score : splat(MASKED);
         store(s, score);
         m_new = vmax(score, m_new);
     }
@@ -342,19 +356,54 @@ inline void add_split(const Problem& a, Scratch& x, i64 i) {
     }
 }
 
+// Load the queries, transposed, and the positions of a tile. Lanes beyond it repeat its last row.
+template <class T>
+void load_queries(const Problem& a, const Tile& tile, i64 start, i64 cached, Scratch& x) {
+    const i64 R = a.H / a.G, D = a.D, whole = W == 8 ? D / W * W : 0, lanes = round_up(tile.end - tile.first, W);
+    const T* const query = (const T*)a.q + start * a.q_token + tile.g * R * a.q_head;
+    for (i64 i = 0; i < lanes; i += W) {
+        const T* source[W];
+        for (i64 j = 0; j < W; j++) {
+            const i64 row = std::min(tile.first + i + j, tile.end - 1);
+            source[j] = query + row / R * a.q_token + row % R * a.q_head;
+            x.positions[i + j] = (int32_t)(cached + row / R);
+            begin_row(a, tile.g * R + row % R, 1, x.total_m[i + j], x.total_l[i + j]);
+        }
+        for (i64 d = 0; d < whole; d += W) {
+            vf part[W];
+            for (i64 j = 0; j < W; j++) part[j] = load(source[j] + d);
+            transpose_lanes(part);
+            for (i64 j = 0; j < W; j++) store(x.q.data() + (d + j) * ROW_TILE + i, part[j]);
+        }
+        for (i64 j = 0; j < W; j++)
+            for (i64 d = whole; d < D; d++) x.q[d * ROW_TILE + i + j] = to_float(source[j][d]);
+    }
+}
+
+template <class T>
+void write_tile(const Problem& a, const Tile& tile, i64 start, const Scratch& x) {
+    const i64 R = a.H / a.G, D = a.D, rows = tile.end - tile.first, whole = W == 8 ? D / W * W : 0;
+    for (i64 i = 0; i < rows; i += W) {
+        T* out[W];
+        for (i64 j = 0, row = tile.first + i; j < W; j++, row++)
+            out[j] = (T*)a.out + (start + row / R) * a.out_token + (tile.g * R + row % R) * a.out_head;
+        for (i64 d = 0; d < whole; d += W) {
+            vf part[W];
+            for (i64 j = 0; j < W; j++) part[j] = load(x.total_o.data() + (d + j) * ROW_TILE + i) / load(x.total_l + i);
+            transpose_lanes(part);
+            for (i64 j = 0; j < std::min<i64>(W, rows - i); j++) store(out[j] + d, part[j]);
+        }
+        for (i64 j = 0; j < std::min<i64>(W, rows - i); j++)
+            for (i64 d = whole; d < D; d++) from_float(out[j][d], x.total_o[d * ROW_TILE + i + j] / x.total_l[i + j]);
+    }
+}
+
 template <class T>
 void prefill(const Problem& a, const Tile& tile, Scratch& x) {
-    const i64 R = a.H / a.G, D = a.D, rows = tile.end - tile.first, vectors = (rows + W - 1) / W;
+    const i64 D = a.D, rows = tile.end - tile.first, vectors = (rows + W - 1) / W;
     const i64 start = a.starts[tile.s], query_len = a.starts[tile.s + 1] - start, cached = a.kv_lens[tile.s] - query_len;
     const PagedKV<T> kv(a, tile.s, tile.g);
-    const T* query = (const T*)a.q + start * a.q_token + tile.g * R * a.q_head;
-    for (i64 i = 0; i < vectors * W; i++) {
-        const i64 row = std::min(tile.first + i, tile.end - 1);  // lanes beyond the tile repeat its last row
-        const T* source = query + row / R * a.q_token + row % R * a.q_head;
-        for (i64 d = 0; d < D; d++) x.q[d * ROW_TILE + i] = to_float(source[d]);
-        x.positions[i] = (int32_t)(cached + row / R);
-        begin_row(a, tile.g * R + row % R, 1, x.total_m[i], x.total_l[i]);
-    }
+    load_queries<T>(a, tile, start, cached, x);
     std::fill(x.total_o.begin(), x.total_o.end(), 0.f);
     const i64 begin = a.window ? std::max<i64>(0, x.positions[0] + 1 - a.window) : 0, stop = x.positions[rows - 1] + 1;
     for (i64 split = begin / SPLIT * SPLIT; split < stop; split += SPLIT) {
@@ -364,24 +413,21 @@ void prefill(const Problem& a, const Tile& tile, Scratch& x) {
         const i64 split_end = std::min(split + SPLIT, stop);
         for (i64 first = std::max(begin, split) / KV_TILE * KV_TILE; first < split_end; first += KV_TILE) {
             const i64 count = std::min<i64>(KV_TILE, split_end - first), void_tokens = std::max<i64>(0, begin - first);
-            std::fill_n(x.k.data(), void_tokens * D, 0.f);  // outside of every row's window; their blocks may be others' now
-            std::fill_n(x.v.data(), void_tokens * D, 0.f);
+            std::fill_n(x.k.data(), void_tokens * x.stride, 0.f);  // outside of every row's window; their blocks may be others' now
+            std::fill_n(x.v.data(), void_tokens * x.stride, 0.f);
             for (i64 t = void_tokens, n; t < count; t += n) {
                 n = kv.contiguous(first + t, first + count);
-                widen(kv.k(first + t), x.k.data() + t * D, n * D);
-                widen(kv.v(first + t), x.v.data() + t * D, n * D);
+                widen(kv.k(first + t), x.k.data() + t * x.stride, n, D, x.stride);
+                widen(kv.v(first + t), x.v.data() + t * x.stride, n, D, x.stride);
             }
-            all_scores(x.s.data(), x.k.data(), x.q.data(), D, count, vectors);
-            for (i64 i = 0; i < vectors * W; i += W) online_softmax(a, x, i, first, count);
-            multiply_all(x.o.data(), x.rescale, x.v.data(), x.s.data(), count, D, vectors);
+            const bool masks = first + count - 1 > x.positions[0] || (a.window && first + a.window <= x.positions[rows - 1]);
+            all_scores(x.s.data(), x.k.data(), x.stride, x.q.data(), D, count, vectors);
+            for (i64 i = 0; i < vectors * W; i += W) online_softmax(a, x, i, first, count, masks);
+            multiply_all(x.o.data(), x.rescale, x.v.data(), x.stride, x.s.data(), count, D, vectors);
         }
         for (i64 i = 0; i < vectors * W; i += W) add_split(a, x, i);
     }
-    std::vector<float> row(D);
-    for (i64 i = 0; i < rows; i++) {
-        for (i64 d = 0; d < D; d++) row[d] = x.total_o[d * ROW_TILE + i];
-        write_out<T>(a, start + (tile.first + i) / R, tile.g * R + (tile.first + i) % R, row.data(), x.total_l[i]);
-    }
+    write_tile<T>(a, tile, start, x);
 }
 
 // ---- tasks ------------------------------------------------------------------------------------------------------------

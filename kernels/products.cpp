@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "low_bit.h"
+#include "panels.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -118,11 +119,11 @@ template <int ROWS, int VECTORS, class T>
 // Columns [n, end) of `rows` rows, ROWS at a time, then of the rest.
 template <int ROWS, class T>
 inline void multiply_rows(const Layer<T>& a, typename Terms<T>::Y* y, const typename Terms<T>::X* x, i64 rows, i64 n, i64 end) {
-    constexpr i64 TILE = TILE_VECTORS * W, REST = std::min<i64>(TILE, 32);
+    constexpr i64 TILE = (W == 8 && ROWS <= 3 ? 2 : 1) * TILE_VECTORS * W, REST = std::min<i64>(TILE, 32);
     const i64 origin = n;
     for (; rows >= ROWS; rows -= ROWS, y += ROWS * a.N, x += ROWS * a.K) {
         i64 column = n;
-        for (; column + TILE <= end; column += TILE) multiply<ROWS, TILE_VECTORS>(a, y, x, column, origin);
+        for (; column + TILE <= end; column += TILE) multiply<ROWS, TILE / W>(a, y, x, column, origin);
         for (; column < end; column += REST) multiply<ROWS, REST / W>(a, y, x, column, origin);
     }
     if constexpr (ROWS > 1)
@@ -159,6 +160,9 @@ void for_each_task(T* y, const T* x, i64 rows, i64 K, i64 N, i64 batch, int thre
 
 template <class T>
 void packed(T* y, const T* x, const T* w, const T* bias, i64 rows, i64 K, i64 N, i64 batch, int threads) {
+#ifdef PDSERVE_PANELS
+    if (rows > TILE_ROWS) return panels::multiply(y, x, panels::Dense<T>{w, K}, bias, rows, N, batch, threads);
+#endif
     const i64 padded = (N + 31) / 32 * 32;
     const auto compute = [&](T* y, const auto* x, i64 item, i64 count, i64 n, i64 end, T*) {
         multiply_rows<TILE_ROWS>(Layer<T>{w + (item * padded + n) * K, bias, K, N}, y, x, count, n, end);
@@ -189,6 +193,9 @@ template <int ROWS, class Reader, class T>
 // The same with low-bit weights. For few rows, they are unpacked in registers.
 template <class T>
 void low_bits(T* y, const T* x, const low_bit::Weight& w, const T* bias, i64 rows, i64 N, i64 batch, int threads) {
+#ifdef PDSERVE_PANELS
+    return panels::low_bits(y, x, w, bias, rows, N, batch, threads);
+#else
     const i64 runs = (N + 31) / 32 * 2;
     const bool fused = rows <= FUSED_ROWS;
     const i64 unit = fused ? UNIT : std::clamp<i64>(UNPACKED / w.K / 32 * 32, 32, UNIT);
@@ -206,6 +213,7 @@ void low_bits(T* y, const T* x, const low_bit::Weight& w, const T* bias, i64 row
         });
     };
     for_each_task(y, x, rows, w.K, N, batch, threads, UNPACKED_ROWS, unit, !fused, compute);
+#endif
 }
 
 // Weights [N][K] of 8 bits, packed as words of 4 along K, that multiply rows rounded to 8 bits.

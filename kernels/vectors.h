@@ -30,9 +30,19 @@ struct bf16 { uint16_t bits; };
 typedef _Float16 fp16;
 
 inline vf splat(float x) { return x - vf{}; }
+// The same value, in a register: compilers would rather load it for each of its uses, and AVX2 loads no more than it multiplies.
+inline vf in_register(vf x) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
 inline vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 inline vf load(const bf16* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // compilers before 2024 widen halves one by one
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#endif
     typedef uint16_t half __attribute__((vector_size(2 * W)));
     half h;
     std::memcpy(&h, p, sizeof h);
@@ -68,6 +78,9 @@ inline void from_float(bf16& to, float x) {
 inline void store(bf16* p, vf v) {
 #if defined(__AVX512BF16__)
     const __m256bh h = _mm512_cvtneps_pbh((__m512)v);  // values below 1e-38 become 0
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const vu bits = (vu)v, upper = v == v ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : vu{} + 0x7fc0;
+    const __m128i h = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)upper), _mm256_extracti128_si256((__m256i)upper, 1));
 #else
     typedef uint16_t half __attribute__((vector_size(2 * W)));
     const vu bits = (vu)v;
@@ -180,6 +193,31 @@ inline void transpose_quarters(__m512* x) {
     x[0] = low(a, b), x[1] = high(a, b), x[2] = low(c, d), x[3] = high(c, d);
 }
 #endif
+
+// Transpose W × W floats in place.
+inline void transpose_lanes(vf* x) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps((__m256)x[i], (__m256)x[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps((__m256)x[i], (__m256)x[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        x[i] = (vf)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        x[i + 4] = (vf)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+#else
+    float y[W][W];
+    for (int i = 0; i < W; i++) store(y[i], x[i]);
+    for (int i = 0; i < W; i++)
+        for (int j = 0; j < W; j++) x[i][j] = y[j][i];
+#endif
+}
 
 // The order of lanes in which `sum` adds them if they are computed one after the other, and the fewest sums wait for others.
 constexpr int bit_reversed(int n) {  // of a number below W

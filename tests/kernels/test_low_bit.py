@@ -55,6 +55,27 @@ def test_rows_have_the_bits_of_products_with_the_dequantized_weight(
                 assert rows == 0 or got.abs().max() > 0
 
 
+# Around the limits of ranges, within which weights are rounded in fewer instructions on some processors.
+@pytest.mark.parametrize("exponent", [-133, -126, -101, -100, -24, -15, -14, -6, -5, 5, 6, 7, 90, 91, 110])
+@pytest.mark.parametrize("scale_dtype", native.DTYPES)
+@pytest.mark.parametrize("bits", [4, 8, -8])
+def test_scales_of_any_size(bits: int, scale_dtype: torch.dtype, exponent: int) -> None:
+    torch.manual_seed(exponent)
+    codes = random_codes((64, 128), 32, bits, torch.float32, with_zeros=False)
+    mantissas = torch.rand(64, 4) + 1
+    mantissas[:, 2] = 0
+    codes.scales = (mantissas.double() * 2.0**exponent).to(scale_dtype)
+    for dtype in DTYPES:
+        weight = codes.dequantize(dtype)
+        if not weight.isfinite().all():
+            continue
+        # Results of about 1, if these rows can be as large as that.
+        x = (torch.randn(7, 128).double() * 2.0 ** min(-exponent, 100)).clamp(-60000, 60000).to(dtype)
+        packed, plain = low_bit.pack(codes, dtype), linear.pack(weight)
+        for rows in (1, 2, 4, 7):
+            assert torch.equal(linear.linear(x[:rows], packed).nan_to_num(), linear.linear(x[:rows], plain).nan_to_num())
+
+
 @pytest.mark.parametrize("bits", low_bit.BITS)
 def test_several_products_at_once_equal_each(bits: int) -> None:
     codes = random_codes((3, 70, 96), 32, bits, torch.float16, with_zeros=True)
