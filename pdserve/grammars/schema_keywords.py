@@ -20,7 +20,7 @@ PATTERNS = {  # of further formats; of days and seconds that FORMATS allow and c
     "date": f"^{REAL_DATE}$",
     "date-time": f"^{REAL_DATE}.{{6}}:[0-5]{FRACTION}",
     "time": f"^.{{5}}:[0-5]{FRACTION}",
-    "duration": "^(?:[^0-9]+[0-9]{1,9})+[^0-9]$",
+    "duration": "^P(?:[0-9]{1,6}[YMWD])*(?:T(?:[0-9]{1,9}[HMS])+)?$",
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
     **{f"uuid{version}": f"^.{{14}}{version}.{{4}}[89ABab]" for version in range(1, 9)},

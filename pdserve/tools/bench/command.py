@@ -23,7 +23,7 @@ from pdserve.tools.bench.datasets import draw_load
 from pdserve.tools.bench.energy import EnergyMeter
 from pdserve.tools.bench.load import Target
 from pdserve.tools.bench.metrics import summarize
-from pdserve.tools.bench.requests import Request, counted
+from pdserve.tools.bench.requests import Request, counted, failures
 from pdserve.tools.bench.run_page import run_page, sweep_page
 from pdserve.tools.bench.server import acceptance, find_model, read_breakdown, read_drafts
 from pdserve.tools.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wilson
@@ -259,8 +259,7 @@ def _warnings(requests: list[Request], played: Run) -> list[str]:
     warnings = []
     if wanted and abs(had / wanted - 1) > PROMPT_TOLERANCE:
         warnings.append(f"the server counted {had / wanted:.2f} tokens per prompt token asked for; try --tokenizer")
-    errors = {sample.error: sample for sample in played.samples if not sample.ok}
-    return warnings + [f"{error} (status {sample.status})" for error, sample in list(errors.items())[:5]]
+    return warnings + failures(played.samples)[:5]
 
 
 def _rate(rate: float) -> float | str:

@@ -104,12 +104,12 @@ def shares(title: str, colours: Mapping[str, str], rows: Mapping[str, Mapping[st
         return ""
 
     def bar(part: str, amount: float) -> str:
-        tip = f"{escape(part)} {amount:.3g} {unit}"
+        tip = f"{escape(part)} {significant(amount, 3)} {unit}"
         return f'<i class="c-{colours[part]}" style="width:{100 * amount / longest:.2f}%" title="{tip}"></i>'
 
     lines = [
         f'<li><span>{escape(name)}</span><span class="track parts">{"".join(map(bar, parts, parts.values()))}</span>'
-        f"<span>{sum(parts.values()):.3g} {unit}</span></li>"
+        f"<span>{significant(sum(parts.values()), 3)} {unit}</span></li>"
         for name, parts in rows.items()
     ]
     legend = "".join(f'<li class="c-{colour}">{escape(part)}</li>' for part, colour in colours.items())
@@ -127,6 +127,12 @@ def words(lines: Sequence[str]) -> str:
 def listing(lines: Sequence[str]) -> str:
     """Return lines as they are, such as commands."""
     return f'<pre class="card">{escape(chr(10).join(lines))}</pre>' if any(lines) else ""
+
+
+def significant(number: float, digits: int) -> str:
+    """Return a number rounded to significant digits, but never with a power of ten: 13150 where `g` has 1.315e+04."""
+    rounded = float(f"{number:.{digits}g}")
+    return f"{rounded:.0f}" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g}"
 
 
 def format_ratio(ratio: float) -> str:

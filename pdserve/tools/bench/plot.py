@@ -92,10 +92,11 @@ def plot(
     texts = [f'<span class="y" style="bottom:{up.place(tick)}%">{tick:g}</span>' for tick in _rounded(up.ticks)]
     texts += [f'<span class="x" style="left:{across.place(tick)}%">{tick:g}</span>' for tick in _rounded(across.ticks)]
     texts += _names(curves, across, up)
+    target = '<li class="dashed">target</li>' if at_y else ""
     known = {curve.name: curve.colour for curve in curves if curve.name}
     legend = "".join(f'<li class="c-{colour}">{escape(name)}</li>' for name, colour in known.items())
     return (
-        f'<figure class="plot card"><h3>{escape(title)}</h3><ul class="legend">{legend}</ul><div class="area">'
+        f'<figure class="plot card"><h3>{escape(title)}</h3><ul class="legend">{legend}{target}</ul><div class="area">'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
         f"{''.join(drawn)}</svg>{''.join(texts)}</div><p class='note'>{escape(x_label)}</p></figure>"
     )

@@ -1,5 +1,6 @@
 """The two nouns of a benchmark: a request to be sent, and the sample that it became."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -102,3 +103,12 @@ T = TypeVar("T", Request, Sample)
 def counted(items: Iterable[T], warmup: int) -> list[T]:
     """Return the requests, or their samples, without the first `warmup` ones of the load."""
     return [one for one in items if one.index >= warmup]
+
+
+def failures(samples: Iterable[Sample]) -> list[str]:
+    """Return the errors of failed requests with how many had each; those that differ only in numbers count as one."""
+    kinds: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if not sample.ok:
+            kinds.setdefault(re.sub(r"[0-9.]+", "0", sample.error), []).append(sample)
+    return [f"{same[0].error} (status {same[0].status}; requests: {len(same)})" for same in kinds.values()]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.tools.bench.page import Section, page, pair, shares, table
+from pdserve.tools.bench.page import Section, page, pair, shares, significant, table
 from pdserve.tools.bench.plot import Curve, plot
 from pdserve.tools.bench.report import HEADINGS, as_texts, together_sentence, totals
 from pdserve.tools.bench.requests import Sample
@@ -70,7 +70,9 @@ def _warnings(figures: dict[str, Any]) -> list[str]:
 
 def _latencies(figures: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
     keys = {"mean": "mean", **{f"p{p:g}": f"p{p:g}" for p in percentiles}}
-    rows = [[HEADINGS[one][1], *(f"{figures[f'{key}_{one}_ms']:.4g}" for key in keys.values())] for one in metrics]
+    rows = [
+        [HEADINGS[one][1], *(significant(figures[f"{key}_{one}_ms"], 4) for key in keys.values())] for one in metrics
+    ]
     return table(("ms", *keys), rows)
 
 

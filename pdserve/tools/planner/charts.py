@@ -2,7 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 
-from pdserve.tools.bench.page import Section, format_ratio, heat_map, listing, page, pair, ratios, shares, table, words
+from pdserve.tools.bench.page import (
+    Section,
+    format_ratio,
+    heat_map,
+    listing,
+    page,
+    pair,
+    ratios,
+    shares,
+    significant,
+    table,
+    words,
+)
 from pdserve.tools.bench.plot import Curve, plot
 from pdserve.tools.planner.advice import TRADED
 from pdserve.tools.planner.measured import Comparison
@@ -71,7 +83,12 @@ def fleet_table(fleets: Sequence[Trial], nearest: Trial) -> str:
 def beside(comparison: Comparison) -> str:
     """Return a table of forecast and measured figures, with the forecast's error."""
     rows = [
-        (name, f"{forecast:.4g}", f"{measured:.4g}", f"{forecast / measured - 1:+.0%}" if measured else "")
+        (
+            name,
+            significant(forecast, 4),
+            significant(measured, 4),
+            f"{forecast / measured - 1:+.0%}" if measured else "",
+        )
         for name, forecast, measured in comparison.rows
     ]
     return table((str(comparison.measured.fleet), "forecast", "measured", "error"), rows)
@@ -158,7 +175,7 @@ def waterfall(trials: Sequence[Trial]) -> str:
         for trial in trials
         for name, parts in trial.forecast.figures["ttft_parts_ms"].items()
     }
-    cells = [[name, *(f"{parts[one]:.3g}" for one in PART_COLOURS)] for name, parts in rows.items()]
+    cells = [[name, *(significant(parts[one], 3) for one in PART_COLOURS)] for name, parts in rows.items()]
     bars = shares("ms until the second token", PART_COLOURS, rows, "ms")
     return bars + table(("ms", *PART_COLOURS), cells)
 

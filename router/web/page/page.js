@@ -248,6 +248,13 @@ function drawHistogram(made, values, slo) {
     columns.splice(0, columns.length, ...counts.map(() => h("span", "column", h("i"), h("span", "tip"))));
     made.axis.replaceChildren(...counts.map((_, i) => h("span", "", i < limits.length && /^1(e|0|\b)|^0?\.0*1$/.test(String(limits[i])) ? latencyTick(limits[i]) : "")));
   }
+  let end = -Infinity; // of the labels so far, in pixels: on a phone some would touch
+  [...made.axis.children].forEach((label, i) => {
+    const middle = ((i + 1) * chart.clientWidth) / counts.length, half = label.textContent.length * 3.5;
+    const fits = middle - half >= end;
+    label.style.visibility = fits ? "" : "hidden"; // which keeps its column
+    if (label.textContent && fits) end = middle + half + 4;
+  });
   const at = slo ? bucketPosition(limits, slo) : Infinity, { ticks, place } = linear(total ? counts.map((count) => count / total) : [1]);
   columns.forEach((column, i) => {
     const [bar, tip] = column.children, share = total ? counts[i] / total : 0;

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.tools.bench.metrics import summarize
-from pdserve.tools.bench.page import format_ratio, heat_map, page, ratios, shares, table
+from pdserve.tools.bench.page import format_ratio, heat_map, page, ratios, shares, significant, table
 from pdserve.tools.bench.plot import Curve, axis, plot
-from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.requests import Sample, failures
 from pdserve.tools.bench.run_page import run_charts, run_page, sweep_page
 from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.bench.sweep import Trial
@@ -48,6 +48,19 @@ def test_tokens_that_came_together_are_said_in_the_verdict() -> None:
 def test_a_search_of_rates_is_a_table_and_a_chart() -> None:
     text = sweep_page("t", ["99 % good: 3"], [Trial(1, 9, 10), Trial(2, 1, 10, True)], [0.9], [])
     assert "90.0%" in text and "saturated" in text and text.count("<figure") == 1
+
+
+def test_long_times_have_no_powers_of_ten() -> None:
+    slow = [Sample(i, i, sent=i, ended=i + 99, token_times=[i + 13.1512, i + 98.5], status=200) for i in range(5)]
+    text = report_of(slow, {"ttft": 1.0})
+    assert "e+0" not in text and "<td>13150</td>" in text and '<li class="dashed">target</li>' in text
+    assert (significant(999.96, 4), significant(0.01234, 3), significant(-12345.0, 3)) == ("1000", "0.0123", "-12300")
+
+
+def test_errors_that_differ_in_numbers_are_one_warning() -> None:
+    refused = [Sample(i, i, status=429, error=f"the forecast TTFT of 0.7{i} s exceeds the SLO") for i in range(5)]
+    told = ["the forecast TTFT of 0.70 s exceeds the SLO (status 429; requests: 5)", "gone (status 0; requests: 1)"]
+    assert failures([*SAMPLES, *refused, Sample(9, 9, error="gone")]) == told
 
 
 def test_a_single_point_is_not_drawn() -> None:
