@@ -72,6 +72,7 @@ def test_states_are_refused_where_they_are_not_computed(checkpoint: Callable[...
     for config, reason in (
         (EngineConfig(model=path, num_blocks=64, kernel="reference"), "the kernel reference: it computes no states"),
         (EngineConfig(model=path, num_blocks=64, speculate="ngram"), "--speculate: not with recurrent layers"),
+        (EngineConfig(model=path, num_blocks=64, async_scheduling="on"), "--async-scheduling on: not with recurrent"),
     ):
         with pytest.raises(SetupError, match=reason):
             Engine(config)
