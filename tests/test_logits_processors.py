@@ -19,6 +19,7 @@ PLUGIN = """
 def make(arguments):
     if "ids" not in arguments:
         raise ValueError("ids is missing")
+    arguments["ids"][0] + 0
     def process(prompt, output, logits_V):
         if len(output) == arguments.get("fails_after"):
             raise RuntimeError("broken")
@@ -92,3 +93,6 @@ def test_wrong_names_and_arguments_are_refused() -> None:
         logits_processors.make_processors('{"bam": {}}')
     with pytest.raises(BadRequest, match=r"logits_processors\.ban: ids is missing"):
         logits_processors.make_processors('{"ban": {}}')
+    for ids, error in (("null", "TypeError"), ("[]", "IndexError")):
+        with pytest.raises(BadRequest, match=rf"logits_processors\.ban: {error}"):  # of a package that expects better ones
+            logits_processors.make_processors(f'{{"ban": {{"ids": {ids}}}}}')
