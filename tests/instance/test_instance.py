@@ -158,3 +158,12 @@ def test_a_request_that_fails_at_its_last_token_behind_drafts_does_not_end_well(
     assert [token for one in outputs for token in one.token_ids] == whole[:4]
     assert [one.finish_reason for one in outputs if one.finish_reason] == []
     assert [one.error.kind for one in outputs if one.error is not None] == ["invalid_logits_processor"]
+
+
+def test_steps_of_embeddings_are_measured(checkpoint: Callable[..., Path]) -> None:
+    """Those that have not been measured are kept until then."""
+    driver, measured = Driver(checkpoint("llama"), pooling="last"), list[int]()
+    driver.instance.reporter.meter.on_steps = lambda steps, seconds: measured.append(len(steps))
+    for _ in range(3):
+        assert driver.run(request=packed(sampling={"max_tokens": 1, "embed": True}))[-1].embedding
+    assert measured == [1, 1, 1]
