@@ -41,9 +41,10 @@ def make_processors(specification: str) -> list[LogitsProcessor]:
             raise BadRequest(message, kind="invalid_logits_processor", param="logits_processors")
         try:
             processors.append(plugins.load(ENTRY_POINT_GROUP, name)(arguments))
-        except (ValueError, SetupError) as error:
+        except Exception as error:  # code of another package, on a client's arguments
+            reason = error if isinstance(error, ValueError | SetupError) else repr(error)
             raise BadRequest(
-                f"logits_processors.{name}: {error}", kind="invalid_logits_processor", param="logits_processors"
+                f"logits_processors.{name}: {reason}", kind="invalid_logits_processor", param="logits_processors"
             ) from error
     return processors
 

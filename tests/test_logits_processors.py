@@ -19,6 +19,7 @@ PLUGIN = """
 def make(arguments):
     if "ids" not in arguments:
         raise ValueError("ids is missing")
+    arguments["ids"][0] + 0
     def process(prompt, output, logits_V):
         if len(output) == arguments.get("fails_after"):
             raise RuntimeError("broken")
@@ -69,6 +70,19 @@ def test_they_change_their_own_requests_only(checkpoint: Callable[..., Path]) ->
     )
 
 
+def test_one_that_fails_amid_a_beam_search_ends_it(checkpoint: Callable[..., Path]) -> None:
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=60))
+    params = structs.replace(sampling(ids=[1], fails_after=3), beam_width=2, num_answers=2)
+    seq = engine.new_sequence("0", [*range(20)], params)
+    engine.add(seq)
+    assert seq.group is not None
+    while seq.output.fault is None and not seq.group.search.is_over:
+        engine.step()
+    assert "broken" in str(seq.output.fault) and seq.group.search.num_steps == 3
+    engine.remove(seq)
+    assert engine.pool.num_held == 0
+
+
 @pytest.mark.parametrize("grammar", ["", '{"choice": ["zz"]}'])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_request_for_which_no_token_is_left_fails(
@@ -92,3 +106,8 @@ def test_wrong_names_and_arguments_are_refused() -> None:
         logits_processors.make_processors('{"bam": {}}')
     with pytest.raises(BadRequest, match=r"logits_processors\.ban: ids is missing"):
         logits_processors.make_processors('{"ban": {}}')
+    for ids, error in (("null", "TypeError"), ("[]", "IndexError")):
+        with pytest.raises(
+            BadRequest, match=rf"logits_processors\.ban: {error}"
+        ):  # of a package that expects better ones
+            logits_processors.make_processors(f'{{"ban": {{"ids": {ids}}}}}')

@@ -157,6 +157,9 @@ class Adapters:
                 adapter = self.read(self._path(order))
             except AdapterError as error:
                 post(partial(on_done, str(error)))
+            except Exception as error:  # whatever is in the files, the order waits for an answer
+                log.exception("adapter %s", order.name)
+                post(partial(on_done, f"{order.path!r} cannot be read: {type(error).__name__}"))
             else:
                 post(partial(add, adapter))
 

@@ -188,6 +188,9 @@ def record_candidates(logits_SV: torch.Tensor, seqs: list[Sequence]) -> None:
     reported_SV = logprobs_SV.clone() if any(seq.sampling.logprobs is not None for seq in seqs) else logprobs_SV
     change_logits(logprobs_SV, seqs)
     groups = [seq.group for seq in seqs if seq.group is not None]
+    for seq, group in zip(seqs, groups, strict=True):
+        if seq.output.failure is not None:
+            group.root.output.fail(seq.output.failure)  # its role looks there only
     counts = [group.search.num_candidates for group in groups]
     values_SK, ids_SK = largest(logprobs_SV, max(counts))
     rows = zip(seqs, groups, counts, ids_SK.tolist(), values_SK.tolist(), strict=True)
@@ -275,7 +278,8 @@ def _force_reasoning(rows: Rows) -> None:
 def _fail_without_tokens(rows: Rows) -> None:
     """End the requests whose logits processors have excluded all tokens, or all that their grammar allows."""
     for logits_V, seq in rows:
-        if logits_V.max() == float("-inf"):
+        has_others = seq.group is not None and seq is not seq.group.root  # beams, which may go on without this one
+        if logits_V.max() == float("-inf") and not has_others:
             message = "the logits processors leave no token" + (
                 " that the grammar allows" if seq.output.constraint else ""
             )

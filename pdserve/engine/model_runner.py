@@ -91,7 +91,7 @@ class ModelRunner:
         self.block_size = config.block_size
         self.kernel = _select_kernel(checkpoint, config)
         ranks = checkpoint.layout.ranks
-        self.pipeline = StepPipeline(self) if _is_pipelined(config, self.device) else None
+        self.pipeline = StepPipeline(self) if _is_pipelined(config, checkpoint) else None
         self.graphs: Graphs | None = None
         self._row_functions = _row_functions(checkpoint, self.kernel)
         self._drafted: PagedBatch | None = None  # of a step whose drafts are not accepted yet, if there are states
@@ -441,14 +441,17 @@ def _select_kernel(checkpoint: Checkpoint, config: EngineConfig) -> Kernel:
     return kernel
 
 
-def _is_pipelined(config: EngineConfig, device: torch.device) -> bool:
+def _is_pipelined(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     """Return whether steps are to be launched ahead.
 
     Raises:
-        SetupError: the ranks of an instance cannot do that.
+        SetupError: the ranks of an instance, or its model, cannot do that.
     """
     if config.async_scheduling == "auto":
-        return device.type == "cuda" and config.tensor_parallel_size == 1
+        return checkpoint.device.type == "cuda" and config.tensor_parallel_size == 1 and not checkpoint.spec.states
+    if config.async_scheduling == "on" and checkpoint.spec.states:
+        message = "not with recurrent layers, whose states cannot be taken back; use auto or off"
+        raise SetupError(f"--async-scheduling on: {message}")
     if config.async_scheduling == "on" and config.tensor_parallel_size > 1:
         raise SetupError("--async-scheduling on is not supported with --tensor-parallel-size; use auto or off")
     return config.async_scheduling == "on"

@@ -43,6 +43,7 @@ class Accepted(msgspec.Struct, gc=False):
             if seq.output.ends_with(token, seq.output.num_generated + count):
                 self.computed -= len(self.tokens) - count
                 del self.tokens[count:], self.logprobs[count:]
+                return  # another such token may be among those dropped
 
 
 StepOutcome = dict[Sequence, Accepted]  # what was computed of a plan, and the sequences that share its prompts

@@ -67,7 +67,7 @@ def serve_masks(connection: socket.socket, tokenizer: LLTokenizer, load_cpu_s: f
                     connection.sendall(HEAD.pack(LATER, 0.0, 0))
                     continue
                 one = followed.setdefault(number, _Followed(beginning))
-                masks = one.follow(tokens) if drafts is None else one.try_out(drafts)
+                masks = one.follow(tokens) if drafts is None else one.try_out(tokens, drafts)
                 for status, seconds, content in _timed(masks, limit_s):
                     connection.sendall(HEAD.pack(status, seconds, len(content)) + content)
                     is_low = _lower(is_low, seconds > SLOW_S)
@@ -131,10 +131,14 @@ class _Followed:
         follows = all(map(self._matcher.consume_token, tokens))
         yield self._beginning.mask(self._matcher) if follows else (BROKEN, b"")
 
-    def try_out(self, drafts: list[int]) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the mask behind each of some tokens that may be next, or BROKEN where they do not follow the grammar."""
-        matcher = (self._matcher or self._beginning.matcher).deep_copy()
-        follows = True
+    def try_out(self, tokens: list[int], drafts: list[int]) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the mask behind each of some tokens that may be next, or BROKEN where they do not follow the grammar.
+
+        Before them come further tokens of the output, if this worker takes the place of another one.
+        """
+        self._matcher = self._matcher or self._beginning.matcher.deep_copy()
+        follows = all(map(self._matcher.consume_token, tokens))
+        matcher = self._matcher.deep_copy()
         for token in drafts:
             follows = follows and matcher.try_consume_tokens([token]) == 1
             yield self._beginning.mask(matcher) if follows else (BROKEN, b"")

@@ -373,6 +373,7 @@ class Instance:
     def _fail(self, job: Job, accepted: Accepted, fault: RequestError, started: float) -> None:
         """End a request that a step could not continue, behind the tokens before that: the last one counts for nothing."""
         del accepted.tokens[-1:], accepted.logprobs[-1:]
+        accepted.finish_reason = None
         if accepted.tokens:
             self._roles[job.phase].on_step(job, accepted, started)
             self.send_outputs()

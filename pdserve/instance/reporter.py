@@ -97,7 +97,9 @@ class Reporter:
             for position in range(accepted):
                 self.count("spec_decode_num_accepted_tokens_per_pos", 1, position=str(position))
         if result.work:
-            self.meter.record_step(result.work, result.num_tokens > 0, seconds, now)
+            # Without tokens, embeddings and candidates of beams are waited for, too.
+            is_read = result.num_tokens > 0 or any(seq.features for seq in result.outcome)
+            self.meter.record_step(result.work, is_read, seconds, now)
         for direction, pairs in (("out", result.schedule.swap_out), ("in", result.schedule.swap_in)):
             if pairs:
                 self.meter.record_swap(len(pairs), result.swap_seconds, now)

@@ -379,7 +379,8 @@ class Fetcher:
             return
         local = fetch.job.seq.kv.num_local(self._engine.pool, fetch.keys)
         if stored > local and self._should_load(fetch, local, stored):
-            self._load(fetch, local, stored)
+            # The pool may have more than `local`, which others read: what reaches behind that is loaded anyway.
+            self._load(fetch, fetch.job.seq.kv.num_registered, stored)
         else:
             self._engine.add(fetch.job.seq)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.adapters.checkpoint import WEIGHTS
+from pdserve.adapters.checkpoint import CONFIG, WEIGHTS
 from pdserve.config import InstanceConfig
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
@@ -58,6 +58,8 @@ def folder(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     shutil.copytree(folder / "good", folder / "short")
     data = (folder / "short" / WEIGHTS).read_bytes()
     (folder / "short" / WEIGHTS).write_bytes(data[:-100])
+    shutil.copytree(folder / "good", folder / "deep")
+    (folder / "deep" / CONFIG).write_text("[" * 100_000)
     shutil.copytree(folder / "good", tmp_path / "outside")
     (folder / "link").symlink_to(tmp_path / "outside")
     return folder
@@ -96,6 +98,8 @@ def test_load_replace_and_unload(loader: Loader) -> None:
         ("x", "missing", "adapter_config.json cannot be read"),
         ("x", "../outside", "../outside is outside of --lora-folder"),
         ("x", "link", "link is outside of --lora-folder"),
+        ("x", "good\0", "cannot be read: ValueError"),
+        ("x", "deep", "cannot be read: RecursionError"),
         ("base", "good", "'base' is the name of the model"),
         ("taken", "good", "the name 'taken' is taken"),
     ],

@@ -69,8 +69,12 @@ def test_states_that_no_adapter_knows_are_refused(
 
 def test_states_are_refused_where_they_are_not_computed(checkpoint: Callable[..., Path]) -> None:
     path = str(checkpoint("lfm2", dtype="float32"))
-    with pytest.raises(SetupError, match="the kernel reference: it computes no states"):
-        Engine(EngineConfig(model=path, num_blocks=64, kernel="reference"))
+    for config, reason in (
+        (EngineConfig(model=path, num_blocks=64, kernel="reference"), "the kernel reference: it computes no states"),
+        (EngineConfig(model=path, num_blocks=64, async_scheduling="on"), "--async-scheduling on: not with recurrent"),
+    ):
+        with pytest.raises(SetupError, match=reason):
+            Engine(config)
 
 
 def quantize(path: Path, **settings: Any) -> None:

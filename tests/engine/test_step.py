@@ -70,3 +70,9 @@ def test_nothing_is_accepted_behind_a_token_that_ends_the_sequence() -> None:
     accepted = Accepted(3, [5, 99, 7])
     accepted.cut_at_end(sequence("a", 4, 3))
     assert accepted == Accepted(2, [5, 99])
+
+
+def test_of_several_tokens_that_end_the_sequence_the_first_one_counts() -> None:
+    accepted = Accepted(5, [5, 99, 7, 99, 8])
+    accepted.cut_at_end(sequence("a", 4, 3))
+    assert accepted == Accepted(2, [5, 99])

@@ -260,6 +260,29 @@ def test_a_dead_worker_is_replaced(compiler: GrammarCompiler, masks: MaskService
     assert follower.failure is None and follower.mask is not None
 
 
+def test_a_worker_that_begins_with_drafts_knows_the_output_before_them(
+    compiler: GrammarCompiler,
+    masks: MaskService,
+    vocab: dict[str, int],
+    local_mask: Callable[[dict[str, Any], list[int]], torch.Tensor],
+) -> None:
+    """The worker that had followed the output was killed, as over another sequence's mask."""
+    spec, output, draft = SPECS[1], [vocab["a"], vocab["b"]], vocab["a"]
+    follower = follow(compiler, spec)
+    fill(masks, (follower, output))
+    worker = newest_worker(compiler)
+    compiler.compile(json.dumps(SPECS[0]))  # so the compile server has closed its end of the worker's connection
+    os.kill(worker, signal.SIGKILL)
+    while Path(f"/proc/{worker}").exists():
+        time.sleep(0.01)
+    masks.try_out(follower, [draft])
+    fill(masks, (Follower(follower.grammar), []))  # behind those of the drafts
+    expected = local_mask(spec, [*output, draft])
+    assert as_tensor(follower.behind_drafts[0]).equal(expected)
+    fill(masks, (follower, [*output, draft]))
+    assert follower.failure is None and as_tensor(follower.mask).equal(expected)
+
+
 def test_sequences_that_have_ended_are_forgotten(compiler: GrammarCompiler, masks: MaskService) -> None:
     follower = follow(compiler, SPECS[1])
     for _ in range(5):

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.config import InstanceConfig
+from pdserve.engine import engine as engine_module
 from pdserve.instance.instance import Instance
 from pdserve.keys import KeyChain, pack_tokens, root_key
 from pdserve.output import Output
@@ -17,6 +18,7 @@ from tests.instance.hash_model import HashRunner, spec_of
 from tests.outputs import outputs_of
 
 PROMPT = [7 * i % 250 for i in range(70)]
+GREEDY = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
 
 def packed(**fields: Any) -> bytes:
@@ -28,9 +30,9 @@ def packed(**fields: Any) -> bytes:
 class Driver:
     """One instance whose steps the test runs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **settings: Any) -> None:
         self.frames: list[pb.InstanceFrame] = []
-        config = InstanceConfig(model=str(path), num_blocks=64, block_size=32, connector="memory://")
+        config = InstanceConfig(model=str(path), num_blocks=64, block_size=32, connector="memory://", **settings)
         self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
 
     def run(self, **fields: Any) -> list[Output]:
@@ -137,3 +139,31 @@ def test_a_beam_search_that_waits_is_one_request_in_heartbeats() -> None:
         assert beat.waiting + beat.running <= jobs
     assert instance.engine.scheduler.num_preemptions
     assert [one.error for frame in frames for one in outputs_of(frame) if one.error] == []
+
+
+def test_a_request_that_fails_at_its_last_token_behind_drafts_does_not_end_well(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_late(specification: str) -> list[Any]:
+        def process(prompt: Any, output: Any, logits_V: Any) -> None:
+            assert len(output) < 4, "broken"
+
+        return [process]
+
+    monkeypatch.setattr(engine_module, "make_processors", fail_late)
+    driver = Driver(checkpoint("llama"), speculate="suffix")
+    whole = [token for one in driver.run(request=packed(sampling=GREEDY)) for token in one.token_ids]
+    request = packed(sampling=GREEDY | {"logits_processors": "{}"})
+    outputs = driver.run(request=request, prediction=pack_tokens(whole))
+    assert [token for one in outputs for token in one.token_ids] == whole[:4]
+    assert [one.finish_reason for one in outputs if one.finish_reason] == []
+    assert [one.error.kind for one in outputs if one.error is not None] == ["invalid_logits_processor"]
+
+
+def test_steps_of_embeddings_are_measured(checkpoint: Callable[..., Path]) -> None:
+    """Those that have not been measured are kept until then."""
+    driver, measured = Driver(checkpoint("llama"), pooling="last"), list[int]()
+    driver.instance.reporter.meter.on_steps = lambda steps, seconds: measured.append(len(steps))
+    for _ in range(3):
+        assert driver.run(request=packed(sampling={"max_tokens": 1, "embed": True}))[-1].embedding
+    assert measured == [1, 1, 1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.costs import Costs
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from tests.instance import hash_model
@@ -130,6 +131,26 @@ def test_choices_of_a_prompt_of_which_nothing_was_loaded_share_nothing(odd: Any)
     give_up_prefill(odd, jobs)
     right = [hash_model.answer(prompt, sampling, seed, frozenset()) for seed in range(9)]
     assert [answer(job) for job in jobs] == right
+    odd.check_nothing_is_held()
+
+
+def test_a_load_begins_behind_what_the_pool_has(odd: Any) -> None:
+    """Others may read that, and a load that fails may leave anything: what the pool has of the windows no longer matters."""
+    prompt, pool = [i % 40 for i in range(41)], odd.engine.pool
+    keys = odd.submit(pb.PREFILL, prompt, 4).seq.kv.full_keys()
+    odd.run()
+    odd.end_all()
+    taken = list[int]()
+    while (count := len(pool.match(keys, 0, 40))) == 10:  # first, what windows have left behind is evicted
+        taken += pool.allocate(1)
+    pool.release(taken)
+    assert count and not pool.match(keys), "without what is to come, its windows are not whole"
+    odd.engine.scheduler.costs = Costs(prefill=(0.0, 1.0, 0.0))  # loading pays
+    job = odd.submit(pb.BOTH, prompt, 3)
+    assert odd.store.active[0].keys == keys[count:] and not any(map(pool.has_key, odd.store.active[0].blocks))
+    odd.end()
+    odd.run()
+    assert answer(job) == hash_model.answer(prompt, job.seq.sampling, 0, frozenset())
     odd.check_nothing_is_held()
 
 
