@@ -290,7 +290,7 @@ class World:
             store_generated=rng.choice(["auto", "on", "off"]),
             max_inflight_bytes=rng.choice([None, str(8 * size * 3)]),
             scheduling_policy=rng.choice(["fcfs", "priority"]),
-            speculate="off" if self._spec.states else rng.choice(["off", "ngram", "suffix"]),
+            speculate=rng.choice(["off", "ngram", "suffix"]),
             speculative_tokens=rng.choice([1, 4, 16]),
         )
         runner = HashRunner(self._spec, size, num_pages, host, self._eos, rng.choice([0.0005, 0.02]))

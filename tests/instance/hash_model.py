@@ -157,9 +157,9 @@ class HashRunner:
             for at in range(len(self._windows)):
                 places = self._places(seq, at, seq.kv.num_computed, stop)
                 self.kv.caches[self._layer(at)].numpy()[places] = _as_kv(rows[seq][seq.kv.num_computed : stop])
-            self._write_states(seq, rows[seq], stop)
-        for seq, stop in stops.items():  # again, since two sequences may have written to one block
-            self._check(seq, rows[seq], stop)
+            self._write_states(seq, rows[seq], seq.kv.num_computed, seq.kv.num_computed + plan.counts[seq])
+        for seq in plan.counts:  # again, since two sequences may have written to one block
+            self._check(seq, rows[seq], seq.kv.num_computed + plan.counts[seq])
         sampled, needed = list[tuple[Sequence, int, None]](), plan.rows()
         for seq, source, ahead in zip(needed.sampled, self._sources(plan), needed.ahead, strict=True):
             row = rows[source][len(seq) + ahead - 1]
@@ -168,7 +168,10 @@ class HashRunner:
             else:
                 sampled.append((seq, next_token(row, seq.sampling.seed, seq.output.num_generated + ahead), None))
         outcome = plan.outcome(sampled)
-        self.num_accepted += sum(max(0, len(one.tokens) - 1) for one in outcome.values())
+        for seq in plan.drafts:
+            first, accepted = seq.kv.num_computed + 1, max(0, len(outcome[seq].tokens) - 1)
+            self._write_states(seq, rows[seq], first, first + accepted)
+            self.num_accepted += accepted
         return outcome
 
     def _sources(self, plan: StepPlan) -> list[Sequence]:
@@ -194,12 +197,12 @@ class HashRunner:
             if found.tobytes() != rows[stop - 1]:
                 raise WrongRow(f"{seq.request_id}: the state behind token {stop - 1} of {len(seq)}")
 
-    def _write_states(self, seq: Sequence, rows: list[bytes], stop: int) -> None:
+    def _write_states(self, seq: Sequence, rows: list[bytes], first: int, stop: int) -> None:
         """Write the states behind new tokens where `kernels/states.cpp` does: to blocks that end there, and to the last."""
         if self.kv.states is None:
             return
         table, size = seq.kv.tails[-1].ids, self._block_size
-        for at in range(seq.kv.num_computed, stop):
+        for at in range(first, stop):
             ends = (at + 1) % size == 0 and table[at // size] != GAP
             if ends or at == stop - 1:
                 self._states()[self._state_row(seq, at // size)] = np.frombuffer(rows[at], np.uint8)
