@@ -92,8 +92,9 @@ class _Client:
     def _http(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)
         headers = {"Authorization": f"Bearer {self._fleet.api_key}"} if self._fleet.api_key else {}
-        http = {"timeout": None, "limits": limits, "trust_env": False, "verify": False}
-        return httpx.AsyncClient(base_url=self._fleet.url, headers=headers, **http)
+        return httpx.AsyncClient(
+            base_url=self._fleet.url, headers=headers, timeout=None, limits=limits, trust_env=False, verify=False
+        )
 
 
 class LLM(_Client):
