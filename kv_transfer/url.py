@@ -37,7 +37,9 @@ def split_tiers(url: str) -> tuple[str, list[str]]:
 
 def without_password(url: str) -> str:
     """Return the URL with passwords masked, for output. Also works for a URL that contains several URLs."""
-    return re.sub(r"//[^/?#]*", lambda match: _mask_password(match[0]), url)
+    masked = re.sub(r"//[^/?#]*", lambda match: _mask_password(match[0]), url)
+    # A password with an unquoted /, ? or #, because of which the URL is refused: up to the last @ before another URL.
+    return re.sub(r"//([^/?#@:]*):(?!//|\*\*\*@)(?:(?!://).)*@", r"//\1:***@", masked)
 
 
 def _mask_password(authority: str) -> str:

@@ -16,7 +16,7 @@ def parse_size(text: str) -> int:
         number = number[:-1]
     try:
         size = int(float(number) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or an infinite one
         raise ValueError(f"{text!r} is not a size; write bytes, or a size such as 512MiB or 4GiB") from None
     if size <= 0:
         raise ValueError(f"{text!r} must be more than 0 bytes")

@@ -27,9 +27,11 @@ def run(source: Path, target: Path, url: str, concurrency: int) -> bool:
     """
     try:
         with source.open("rb") as lines, target.open("a+b") as answers:
+            if not lines.seekable():
+                raise SetupError(f"{source} is a pipe, which can be read only once; name a file")
             return asyncio.run(_run(lines, answers, url, concurrency))
     except OSError as error:
-        raise SetupError(f"{error.filename}: {error.strerror}") from error
+        raise SetupError(f"{error.filename or target}: {error.strerror}") from error  # a full disk is of no file name
     except ValueError as error:
         raise SetupError(f"{target}: {error}; name another file") from error
 
@@ -68,8 +70,9 @@ async def _each(lines: Iterable[BatchRequest | InvalidLine]) -> AsyncIterator[Ba
 
 def _sender(http: httpx.AsyncClient) -> Callable[[BatchRequest], Any]:
     async def send(request: BatchRequest) -> tuple[int, str, Json]:
+        content = json.dumps(request.body).encode()  # whatever it is, the server judges it
         try:
-            answer = await http.post(request.url, json=request.body)
+            answer = await http.post(request.url, content=content, headers={"Content-Type": "application/json"})
             return answer.status_code, answer.headers.get("x-request-id", ""), answer.json()
         except httpx.TransportError as error:
             raise OSError(repr(error)) from error

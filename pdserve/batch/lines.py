@@ -8,14 +8,18 @@ instead of a `response`.
 """
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
+
+from pydantic_core import from_json
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_ID_CHARS = 512
 ID_PREFIX = "batch_req_"
 MAX_ERRORS = 100  # that are named of one file
+_ANSWER = f'{{"id": "{ID_PREFIX}'.encode()  # the beginning of each line of answers
 Json = dict[str, Any]
 
 
@@ -77,8 +81,9 @@ def parse_lines(
 
 def _parse(number: int, raw: bytes, endpoints: Sequence[str]) -> BatchRequest:
     try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        # Strict: NaN and lone surrogates could be neither sent nor written as JSON.
+        line = from_json(raw.removeprefix(BOM_UTF8), allow_inf_nan=False)
+    except ValueError as error:
         raise InvalidLine(number, f"this is not JSON: {error}", "invalid_json") from None
     if not isinstance(line, dict):
         raise InvalidLine(number, "this must be a JSON object", "invalid_json")
@@ -137,12 +142,14 @@ def read_done(file: BinaryIO) -> dict[int, str | None]:
     """Return the custom id of each answered line, by its number, and cut off a last line that is incomplete.
 
     Raises:
-        ValueError: another line is no answer.
+        ValueError: another line is no answer, or an incomplete one is not the beginning of an answer.
     """
     done: dict[int, str | None] = {}
     end = 0
     for number, raw in enumerate(file, 1):
         if not raw.endswith(b"\n"):
+            if not _ANSWER.startswith(raw[: len(_ANSWER)]):  # somebody's file, of which nothing may be cut off
+                raise ValueError(f"line {number} is not an answer of a batch")
             break
         try:
             line = json.loads(raw)

@@ -6,6 +6,7 @@ topologies, restarts, validation. Nothing of the engine runs in the caller's pro
 
 import asyncio
 import atexit
+import os
 import threading
 import uuid
 from collections import deque
@@ -20,7 +21,7 @@ from pydantic_core import from_json
 from rich.progress import MofNCompleteColumn, Progress
 
 from pdserve.cli.deployment import Deployment, free_port
-from pdserve.config import UpConfig
+from pdserve.config import RouterConfig, UpConfig
 from pdserve.errors import PdserveError, SetupError
 from pdserve.lines.event_stream import read_events_async
 from pdserve.model_path import resolve_model
@@ -36,6 +37,7 @@ from pdserve.offline.outputs import (
     ScoringOutput,
 )
 from pdserve.offline.params import BeamSearchParams, SamplingParams
+from pdserve.router.web.listening import listen
 
 Prompt = str | dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -89,7 +91,10 @@ class _Client:
 
     def _http(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(base_url=self._fleet.url, timeout=None, limits=limits, trust_env=False, verify=False)
+        headers = {"Authorization": f"Bearer {self._fleet.api_key}"} if self._fleet.api_key else {}
+        return httpx.AsyncClient(
+            base_url=self._fleet.url, headers=headers, timeout=None, limits=limits, trust_env=False, verify=False
+        )
 
 
 class LLM(_Client):
@@ -311,15 +316,19 @@ class Fleet:
 
     Attributes:
         url: base URL of the router.
+        api_key: a key of its clients, as the router too takes those of the environment; empty: it needs none.
 
     Raises:
-        SetupError: a process cannot start; the text ends with what the processes printed.
+        SetupError: the port is in use, or a process cannot start; the text ends with what the processes printed.
     """
 
     def __init__(self, config: UpConfig) -> None:
         self._stop = threading.Event()
         self._lines: deque[str] = deque(maxlen=20)
         self._ready: Future[str] = Future()
+        self.api_key = (config.api_key or os.environ.get("PDSERVE_API_KEY", "")).split(",")[0].strip()
+        # Another server there would be taken for the router.
+        listen(RouterConfig(host=config.host, port=config.port)).close()
         self._deployment = Deployment(config, self._lines.append)
         # The children end with the thread that starts them.
         self._thread = threading.Thread(target=self._supervise, name="pdserve-fleet", daemon=True)
@@ -345,7 +354,8 @@ class Fleet:
                 self._ready.set_result(deployment.url)
                 while not self._stop.wait(POLL_S):
                     deployment.check_children()
-        except (SetupError, OSError) as error:
+        except Exception as error:
             if self._ready.done():
                 raise
-            self._ready.set_exception(SetupError("\n".join([str(error), *self._lines])))
+            # Also one that is a fault of ours: the caller waits for nothing else.
+            self._ready.set_exception(SetupError("\n".join([str(error) or repr(error), *self._lines])))

@@ -134,8 +134,12 @@ class FleetConfig(LoadConfig):
         parse_acceptance(self.acceptance)
         if self.gpu and not self.model:
             raise ValueError("--gpu needs --model")
-        if self.tensor_parallel_size != "auto" and not self.tensor_parallel_size.isdecimal():
-            raise ValueError(f"--tensor-parallel-size must be a number or auto, not {self.tensor_parallel_size}")
+        gpus = self.tensor_parallel_size
+        if gpus != "auto" and not (gpus.isdecimal() and int(gpus)):
+            raise ValueError(f"--tensor-parallel-size must be a number from 1 on or auto, not {gpus}")
+        for name in ("trace_length_scale", "stretch_prompts", "stretch_answers"):
+            if math.isinf(getattr(self, name)):
+                raise ValueError(f"--{name.replace('_', '-')} must be a finite number")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Batch files against a server that the tests play: answers, wrong lines, retries, interruptions."""
 
+import errno
 import json
 import os
 import threading
@@ -155,3 +156,52 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"in\.jsonl: No such file"):
         run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "http://127.0.0.1:1", 1)
     assert not os.listdir(tmp_path)
+
+
+def test_what_is_no_strict_json_costs_its_own_line_only(server: Server, files: tuple[Path, Path]) -> None:
+    source, target = files
+    lone, infinite = (request("lone").replace('"lone"', '"\\ud800"'), request("inf").replace("}}", ', "x": 1e999}}'))
+    numbers = request("nan", body={"prompt": "nan", "temperature": float("nan")})
+    source.write_text("\ufeff" + "\n".join([request("good"), lone, numbers, infinite, request("last")]) + "\n")
+    assert run(source, target, server.url, 4)
+    found = answers(target)
+    assert {name for name, line in found.items() if line["response"]} == {"good", "inf", "last"}
+    assert {found[name]["error"]["code"] for name in ("batch_req_2", "batch_req_3")} == {"invalid_json"}
+
+
+@pytest.mark.parametrize("content", ["no answers", request("a"), '{"id": "cmpl-1"'])
+def test_no_file_of_others_is_cut_off(server: Server, files: tuple[Path, Path], content: str) -> None:
+    source, target = files
+    source.write_text(request("a") + "\n")
+    target.write_text(content)
+    with pytest.raises(SetupError, match="line 1 is not an answer"):
+        run(source, target, server.url, 4)
+    assert target.read_text() == content
+
+
+@pytest.mark.parametrize("torn", ['{"', '{"id": "batch_req_1", "cus'])
+def test_an_answer_that_was_cut_off_is_asked_for_again(server: Server, files: tuple[Path, Path], torn: str) -> None:
+    source, target = files
+    source.write_text(request("a") + "\n")
+    target.write_text(torn)
+    assert run(source, target, server.url, 4) and list(answers(target)) == ["a"]
+
+
+def test_faults_without_a_file_name_name_the_file(
+    server: Server, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fill_the_disk(*_: Any) -> list[str]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source, target = files
+    source.write_text(request("a") + "\n")
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(SetupError, match="is a pipe"):
+            run(Path(f"/dev/fd/{reading}"), target, server.url, 4)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    monkeypatch.setattr("pdserve.batch.command.run_batch", fill_the_disk)
+    with pytest.raises(SetupError, match=r"out\.jsonl: No space left"):
+        run(source, target, server.url, 4)

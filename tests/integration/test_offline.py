@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,25 @@ def test_a_failed_start_says_why_and_leaves_nothing(spawned: list[Any]) -> None:
     with pytest.raises(SetupError, match=r"(?s)could not start.*no-such-model"):
         LLM("/no-such-model")
     assert spawned and all(process.poll() is not None for process in spawned)
+
+
+def test_the_key_of_the_environment_opens_its_own_router(
+    spawned: list[Any], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEY", "one, two")
+    with LLM(str(path), **SMALL) as llm:
+        assert len(llm.generate({"prompt_token_ids": [5, 6]}, GREEDY)[0].outputs[0].token_ids) == 8
+
+
+def test_another_server_at_the_port_is_not_taken_for_the_router() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(SetupError, match="cannot listen on"):
+        LLM(port=other.getsockname()[1])
+
+
+def test_a_fault_at_the_start_does_not_keep_the_caller_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Supervisor) -> Supervisor:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(Supervisor, "__enter__", fail)
+    with pytest.raises(SetupError, match="a fault"):
+        LLM()

@@ -57,6 +57,11 @@ def test_invalid_flags() -> None:
         ("redis+cluster://me:secret@a:1,b:2?ttl=1", "redis+cluster://me:***@a:1,b:2?ttl=1"),
         ("tiered://redis://u:secret@a,redis://v:secret@b/0", "tiered://redis://u:***@a,redis://v:***@b/0"),
         ("tiered://?buffer=1MiB,shm://a,redis://:secret@b", "tiered://?buffer=1MiB,shm://a,redis://:***@b"),
+        ("redis://user:se/cret@host:1/0", "redis://user:***@host:1/0"),
+        ("redis://:se#cret@host", "redis://:***@host"),
+        ("redis://u:1?2@host", "redis://u:***@host"),
+        ("tiered://redis://u:se/cret@a:1,file:///a@b", "tiered://redis://u:***@a:1,file:///a@b"),
+        ("tiered://redis://host:1,file:///a@b", "tiered://redis://host:1,file:///a@b"),
         ("nonsense", "nonsense"),
     ],
 )
@@ -68,3 +73,9 @@ def test_a_malformed_url_is_refused_without_its_password() -> None:
     with pytest.raises(SetupError, match="cannot be parsed") as caught:
         split("redis://user:secret@host:99999999/0")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", ["inf", "1e999GiB", "nan", "0"])
+def test_what_is_no_size_is_named(size: str) -> None:
+    with pytest.raises(SetupError, match="size is invalid"):
+        Query(f"shm://a?size={size}").size("size", None)

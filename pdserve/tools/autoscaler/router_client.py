@@ -110,6 +110,6 @@ def _resolve(url: str) -> list[str]:
         return [url]
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: of its port
         raise SetupError(f"{url} has no address: {error}") from error
     return sorted(str(httpx.URL(scheme="http", host=address[0], port=address[1])) for *_, address in found)

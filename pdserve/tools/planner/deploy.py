@@ -86,6 +86,7 @@ def write(folder: str, trial: Trial, by_role: Mapping[str, int], model: str, *, 
     texts = {ENV_FILE: "\n".join([*env, *env_lines(trial, by_role)]), VALUES_FILE: f"# JSON is YAML\n{values}"}
     for name, text in texts.items():
         try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
             Path(folder, name).write_text(text + "\n")
         except OSError as error:
             raise SetupError(f"--apply {folder}: {name} cannot be written: {error.strerror}") from None

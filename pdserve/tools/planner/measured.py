@@ -67,6 +67,8 @@ class Comparison:
 
     def __str__(self) -> str:
         rows = [row for row in self.rows if row[2]]
+        if not rows:
+            return f"Forecast of {self.measured.fleet} against {self.measured.name}: it has no figure to compare with."
         worst = max(zip(self._errors, rows, strict=True), key=lambda pair: pair[0])[1]
         return (
             f"Forecast of {self.measured.fleet} against {self.measured.name}: median error {self.error:.0%}; "

@@ -32,6 +32,7 @@ from pdserve.tools.simulator.verdict import Limit
 PERCENTILES = (50, 90, 95, 99)
 CHARS_PER_TOKEN = 4  # of texts, which are not tokenized
 MAX_NUMBERS = 1000
+MAX_ITL_TARGET_MS = 1e9  # beyond which routers refuse an instance
 
 
 @dataclass(frozen=True, order=True)
@@ -135,7 +136,7 @@ def parse_itl_targets(text: str) -> list[float | None]:
         targets = [None if part.strip() == "off" else float(part) for part in text.split(",")]
     except ValueError:
         targets = [0.0]
-    if not all(target is None or target > 0 for target in targets):
+    if not all(target is None or 0 < target <= MAX_ITL_TARGET_MS for target in targets):
         raise SetupError(f"--itl-target-ms: {text!r} is not such as 30 or off,20,50")
     return targets
 

@@ -194,7 +194,7 @@ def measure_fleet(config: BenchTuneConfig, fleet: Fleet, repetition: int) -> Seq
     started = Started(UpConfig(**settings))
     try:
         load = {one.name: getattr(config, one.name) for one in fields(LoadConfig)}
-        benchmark = prepare(BenchServeConfig(**load, base_url=started.url, ignore_eos=True))
+        benchmark = prepare(BenchServeConfig(**load, base_url=started.url, api_key=started.api_key, ignore_eos=True))
         warm_up(benchmark)
         requests = requests_of(benchmark, config.request_rate, config.seed + repetition)
         with progress(str(fleet), len(requests)) as show:

@@ -1,6 +1,7 @@
 """Reports of a plan: charts, forecasts beside measurements, and the parts of TTFT."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pdserve.tools.planner.measured import compare, load_measured, scaled
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
 from pdserve.tools.simulator.breakdown import breakdown
-from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet, simulate
+from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet, parse_itl_targets, simulate
 
 TARGETS = parse_targets("ttft.p90=100ms")
 LOAD = [Request(0, 20, input_tokens=200), Request(1, 20, input_tokens=400)]
@@ -256,3 +257,23 @@ def test_a_token_that_comes_with_the_one_before_it_has_no_error(result: Callable
     (measured,) = load_measured(result(p50_itl_ms=0.0, p50_ttft_ms=80.0), LOAD)
     found = compare(measured, lambda fleet, rate: trial(fleet, p50_itl_ms=20.0, p50_ttft_ms=100.0))
     assert found.error == pytest.approx(0.25) and found.factor("ITL p50") == 1.0 and "TTFT p50" in str(found)
+
+
+def test_a_result_without_any_figure_is_named(result: Callable[..., str]) -> None:
+    (measured,) = load_measured(result(), LOAD)
+    assert "no figure to compare with" in str(compare(measured, lambda fleet, rate: trial(fleet)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("tensor_parallel_size", "0"), ("stretch_prompts", math.inf), ("trace_length_scale", math.inf)],
+)
+def test_settings_that_can_never_work_are_named(setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} must be"):
+        PlanConfig(**{setting: value})
+
+
+def test_an_itl_target_is_one_that_routers_take() -> None:
+    for text in ("inf", "1e300", "-1"):
+        with pytest.raises(SetupError, match="--itl-target-ms"):
+            parse_itl_targets(text)

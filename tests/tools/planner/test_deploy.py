@@ -85,3 +85,8 @@ def test_the_chart_starts_what_was_planned(fleet: Fleet, tmp_path: Path) -> None
     (router,) = deployments["chat-pdserve-router"]["template"]["spec"]["containers"]
     policy = parsed("router", [str(one) for one in router["args"][1:]])["policy"]
     assert policy == dict(fleet.settings).get("policy", "auto")
+
+
+def test_the_folder_is_made(tmp_path: Path) -> None:
+    write(str(tmp_path / "a" / "b"), trial(Fleet(1, 1)), GPUS, "", has_gpus=False)
+    assert (tmp_path / "a" / "b" / ENV_FILE).exists()
