@@ -8,12 +8,14 @@ instead of a `response`.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_ID_CHARS = 512
+HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which cannot be written
 ID_PREFIX = "batch_req_"
 MAX_ERRORS = 100  # that are named of one file
 Json = dict[str, Any]
@@ -83,7 +85,7 @@ def _parse(number: int, raw: bytes, endpoints: Sequence[str]) -> BatchRequest:
     if not isinstance(line, dict):
         raise InvalidLine(number, "this must be a JSON object", "invalid_json")
     name = line.get("custom_id")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS or HALF_PAIR.search(name):
         message = f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters"
         raise InvalidLine(number, message, "invalid_custom_id")
     if unknown := set(line) - {"custom_id", "method", "url", "body"}:
