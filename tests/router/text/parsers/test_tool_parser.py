@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -249,3 +250,18 @@ def test_calls_after_the_first_may_be_dropped() -> None:
 def test_ids_of_kimi_are_the_models() -> None:
     parser = TOOL_PARSERS["kimi_k2"](Tools(SCHEMAS), {})
     assert parser.push(KIMI_CALL).calls[0].id == "functions.weather:0"
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("qwen3_coder", "<function=weather><parameter=city>x"), ("hermes", '<tool_call>{"name": "rm", "arguments": {}}')],
+)
+def test_a_long_text_takes_as_long_for_each_of_its_characters(name: str, output: str) -> None:
+    def seconds(count: int) -> float:
+        began = time.process_time()
+        parse(name, [output * count])
+        return time.process_time() - began
+
+    seconds(100)
+    short = min(seconds(1500) for _ in range(3))
+    assert min(seconds(12_000) for _ in range(2)) < 8 * 2 * short
