@@ -141,7 +141,7 @@ def _parse_arguments(text: str) -> str | None:
 
 
 def _python_arguments(text: str) -> str | None:
-    """Return the same for arguments in forms that only Python has: long strings, `.5`, a comma before a bracket and others."""
+    """Return the same for arguments in forms that only Python has, such as long strings and a comma before a bracket."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body if len(text) <= MAX_PYTHON else None
         if not isinstance(call, ast.Call) or call.args or any(one.arg is None for one in call.keywords):
