@@ -21,6 +21,7 @@ from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
 from pdserve.router.text.parsers.output_parser import OutputParser
 from pdserve.router.text.tokenizer import Tokenizer
 
+SLICE_TOKENS = 256  # that are parsed one by one without a pause: some milliseconds
 Json = dict[str, object]
 
 
@@ -69,8 +70,11 @@ class Choice:
     num_tokens: int = 0
 
     def deltas(self, chunks: list[Output]) -> Iterator[Delta]:
-        """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances."""
-        for chunk in chunks:
+        """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances.
+
+        A long chunk that is to be parsed gives several, between which others can be served.
+        """
+        for chunk in chunks if self.parser is None else _sliced(chunks):
             if self.parser is not None:
                 output, token_ids = self._parse(chunk, self.parser)
             else:
@@ -118,6 +122,18 @@ class Choice:
         text, taken = self.text.push(part)
         output.extend(self.parser.push(text, len(taken), is_end=self.text.finish_reason is not None))
         token_ids += taken
+
+
+def _sliced(chunks: list[Output]) -> Iterator[Output]:
+    for chunk in chunks:
+        last = max(0, len(chunk.token_ids) - 1) // SLICE_TOKENS * SLICE_TOKENS
+        for begin in range(0, last, SLICE_TOKENS):
+            end = begin + SLICE_TOKENS
+            ids, scores = chunk.token_ids[begin:end], chunk.logprobs[begin:end]
+            yield structs.replace(chunk, token_ids=ids, logprobs=scores, finish_reason=None)
+        yield (
+            structs.replace(chunk, token_ids=chunk.token_ids[last:], logprobs=chunk.logprobs[last:]) if last else chunk
+        )
 
 
 @dataclass(kw_only=True)

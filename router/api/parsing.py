@@ -7,6 +7,7 @@ nothing: libraries of clients write those that their server has and others lack.
 import difflib
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -132,6 +133,13 @@ def _reject_constant(name: str) -> NoReturn:
     raise BadRequest(f"the body holds {name}, which is not a number in JSON", kind="invalid_json")
 
 
+def _finite(text: str) -> float:
+    """Return a number. One beyond all floats would be Infinity here, and in the JSON of answers that repeat it."""
+    if math.isinf(value := float(text)):
+        raise BadRequest(f"the body holds {quote(text)}, and a number must be finite", kind="invalid_json")
+    return value
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of these names and values. Two values of a name would mean one thing here and another to a gateway."""
     fields = dict(pairs)
@@ -142,7 +150,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # `json.loads` would build one for each body.
-DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_without_duplicates)
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_reject_constant, object_pairs_hook=_without_duplicates)
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:

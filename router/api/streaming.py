@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -82,6 +83,8 @@ async def whole_response(generation: Generation, client: ClientConnection, build
         async for new in generation.run():
             for delta in new:
                 deltas[delta.index].append(delta)
+                if delta.finish_reason is None:
+                    await asyncio.sleep(0)  # parsing a long answer must not stop the streams of others
 
     try:
         finished = await client.run(collect())
@@ -359,14 +362,20 @@ def _call_delta(call: ToolCallDelta) -> Json:
 
 
 def _whole_calls(deltas: list[ToolCallDelta]) -> list[Json]:
-    heads = [delta for delta in deltas if delta.id]
-    arguments = {
-        head.index: "".join(delta.arguments for delta in deltas if delta.index == head.index) for head in heads
-    }
+    arguments = whole_arguments(deltas)
     return [
         {"id": head.id, "type": "function", "function": {"name": head.name, "arguments": arguments[head.index]}}
-        for head in heads
+        for head in deltas
+        if head.id
     ]
+
+
+def whole_arguments(deltas: Iterable[ToolCallDelta]) -> dict[int, str]:
+    """Return the arguments of each call by its index."""
+    parts = defaultdict[int, list[str]](list)
+    for delta in deltas:
+        parts[delta.index].append(delta.arguments)
+    return {index: "".join(texts) for index, texts in parts.items()}
 
 
 def _choice(generation: Generation, choice: Delta, content: Json) -> Json:

@@ -21,7 +21,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -36,6 +35,7 @@ from pdserve.batch.lines import (
 )
 from pdserve.batch.runner import run_batch
 from pdserve.errors import Conflict, InvalidParameter, Overloaded, RequestError
+from pdserve.router.api.http_responses import InternalError
 from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.dialects.batches.answer_files import AnswerFiles
 from pdserve.router.dialects.batches.file_store import BATCH, FILE, FileStore, Json, new_id
@@ -249,7 +249,7 @@ class BatchQueue:
 
         async def send(request: BatchRequest) -> tuple[int, str, Json]:
             request_id = new_id("batch_req-")
-            data = await asyncio.to_thread(to_json, request.body)
+            data = await asyncio.to_thread(_as_json, request.body)
             body = [{"type": "http.request", "body": data, "more_body": False}]
 
             async def receive() -> Message:
@@ -270,6 +270,9 @@ class BatchQueue:
                 response = await self._handlers[request.url](Request(scope, receive))
             except RequestError as error:
                 return error.status, request_id, error.with_traceback(None).body()
+            except Exception:  # of this line: the others have answers all the same
+                log.exception("line %d of a batch failed", request.line)
+                return InternalError.status, request_id, InternalError().body()
             answer: Json = await asyncio.to_thread(json.loads, bytes(response.body))
             return response.status_code, request_id, answer
 
@@ -306,6 +309,11 @@ def _locked(path: Path) -> Iterator[bool]:
             yield False
         else:
             yield True
+
+
+def _as_json(body: Json) -> bytes:
+    """Return a body as JSON, whatever its line holds: what is wrong with it, its endpoint says."""
+    return json.dumps(body).encode()
 
 
 async def _each(items: Iterator[Item]) -> AsyncIterator[Item]:

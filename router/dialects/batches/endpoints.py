@@ -12,12 +12,12 @@ from starlette.responses import FileResponse, Response
 from pdserve.config import parse_size
 from pdserve.errors import BadRequest, InvalidParameter, NotFound, Overloaded, not_imported
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.parsing import JsonBody, is_ascending, page_limit
+from pdserve.router.api.parsing import JsonBody, is_ascending, page_limit, quote
 from pdserve.router.dialects.batches import schemas
 from pdserve.router.dialects.batches.batch_queue import BatchQueue
 from pdserve.router.dialects.batches.file_store import FILE, FileStore, Json
 from pdserve.router.web.dialect import Dialect, Service
-from pdserve.router.web.endpoint import Access, check_not_compressed, endpoint, example
+from pdserve.router.web.endpoint import Access, UnsupportedMediaType, check_not_compressed, endpoint, example
 
 MAX_FILENAME = 255
 
@@ -79,10 +79,11 @@ class Batches(Dialect):
 
         return await asyncio.to_thread(read_page)
 
-    @endpoint("POST", "/v1/files", Access.CLIENT, errors=[404, 411, 413, 429], response_model=schemas.StoredFile)
+    @endpoint("POST", "/v1/files", Access.CLIENT, errors=[404, 411, 413, 415, 429], response_model=schemas.StoredFile)
     async def upload_file(self, request: Request) -> Response:
         """Store a file: a form with `file` and `purpose=batch`."""
         check_not_compressed(request)
+        _check_charset(request)
         store, key, size = self._queue.store, request.state.key, _length(request)
         try:
             await asyncio.to_thread(store.reserve, key, size)
@@ -161,6 +162,17 @@ class Batches(Dialect):
     async def cancel_batch(self, request: Request, batch_id: str) -> Response:
         """Stop a batch; the answers so far are its output."""
         return json_response(self._queue.cancel(request.state.key, batch_id))
+
+
+def _check_charset(request: Request) -> None:
+    """Raise UnsupportedMediaType for a form in another charset: Python has such as take hours for a megabyte (punycode)."""
+    from python_multipart.multipart import parse_options_header
+
+    _, options = parse_options_header(request.headers.get("content-type"))
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in ("utf-8", "utf8"):
+        message = f"the form must be in UTF-8, not in {quote(charset)}"
+        raise UnsupportedMediaType(message, kind="unsupported_content_type", param="Content-Type")
 
 
 def _length(request: Request) -> int:

@@ -25,7 +25,7 @@ from pdserve.router.api.schemas import (
     Tool,
     ToolCall,
 )
-from pdserve.router.api.streaming import EventStream
+from pdserve.router.api.streaming import EventStream, whole_arguments
 from pdserve.router.dialects.messages.schemas import CountTokensBody, MessagesBody, OutputConfig
 from pdserve.router.text.parsers.output import ToolCallDelta, in_order
 
@@ -162,7 +162,7 @@ def _messages(messages: list[Any]) -> list[Message]:
         path = f"messages[{index}]"
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             raise _invalid(f"{path} must be an object with role and content")
-        if message["role"] not in BLOCKS_OF_ROLE:
+        if not isinstance(message["role"], str) or message["role"] not in BLOCKS_OF_ROLE:
             raise _invalid(f"{path}.role must be user, assistant or system")
         blocks = list(_blocks(message["content"], f"{path}.content", BLOCKS_OF_ROLE[message["role"]]))
         if message["role"] == "assistant":
@@ -267,7 +267,7 @@ def _tool_choice(choice: dict[str, Any], names: list[str]) -> object:
         return None
     if kind == "tool" and choice.get("name") in names:
         return {"type": "function", "function": {"name": choice["name"]}}
-    if kind not in CHOICES or (kind == "any" and not names):
+    if not isinstance(kind, str) or kind not in CHOICES or (kind == "any" and not names):
         message = (
             'tool_choice must be {"type": "auto"}, "any", "none", or {"type": "tool", "name": …} with a name of tools'
         )
@@ -293,12 +293,12 @@ def message_body(generation: Generation, choices: list[Delta]) -> Json:
     """Return the body of a whole message."""
     [choice] = choices
     content: list[Json] = [_thinking_block(choice.reasoning)] if choice.reasoning else []
+    arguments = whole_arguments(choice.tool_calls)
     for part in in_order(choice.text, choice.tool_calls):
         if isinstance(part, str):
             content.append(_text_block(part))
         elif part.id:
-            text = "".join(one.arguments for one in choice.tool_calls if one.index == part.index)
-            content.append(_whole_call(part, text))
+            content.append(_whole_call(part, arguments[part.index]))
     return {**_message(generation, content), **_stop(generation, choice.finish_reason)}
 
 

@@ -100,7 +100,8 @@ def _messages(input_: object) -> list[Message]:
         if kind == "reasoning":
             reasoning = _reasoning_text(item, f"input[{i}]")
             continue
-        message = CALL_ITEMS[kind](item, f"input[{i}]") if kind in CALL_ITEMS else _message(item, f"input[{i}]")
+        convert = CALL_ITEMS.get(kind, _message) if isinstance(kind, str) else _message
+        message = convert(item, f"input[{i}]")
         if message.tool_calls and reasoning is None and messages and messages[-1].role == "assistant":
             if messages[-1].tool_calls is None:
                 messages[-1].tool_calls = []

@@ -116,9 +116,12 @@ def response_body(generation: Generation, choices: list[Delta]) -> Json:
             parts.append((_call_head(part), [part.arguments]))
         else:
             parts[-1][1].append(part.arguments)
+    num_whole = len(parts) - 1  # only the last item may have been cut off
     if not (choice.text or choice.tool_calls):
         parts.append((_head("message", response_id, len(parts)), []))
-    return _response(generation, status, [_filled(head, "".join(texts), status) for head, texts in parts])
+    statuses = ["completed" if i < num_whole else status for i in range(len(parts))]
+    items = [_filled(head, "".join(texts), one) for (head, texts), one in zip(parts, statuses, strict=True)]
+    return _response(generation, status, items)
 
 
 class ResponseEventStream(EventStream):
@@ -159,8 +162,10 @@ class ResponseEventStream(EventStream):
     def final_events(self) -> list[Json]:
         kinds = {item["type"] for item in self._items} | ({self._open.kind} if self._open else set())
         has_answer = kinds & {"message", "function_call"}
-        events = [*([] if has_answer else self._extend("message", "")), *self._end()]
         status = _status(self._finish_reason)
+        events = self._end(status)
+        if not has_answer:
+            events += [*self._extend("message", ""), *self._end(status)]
         response = self._response = _response(self._generation, status, self._items)
         return [*events, {"type": f"response.{status}", "response": response}]
 
@@ -183,15 +188,15 @@ class ResponseEventStream(EventStream):
 
     def _begin(self, head: Json) -> list[Json]:
         """Return the events that begin an item, and end the one before it."""
-        events = self._end()
+        events = self._end("completed")
         self._open = _OpenItem(head, len(self._items))
         return [*events, *self._open.begin()]
 
-    def _end(self) -> list[Json]:
+    def _end(self, status: str) -> list[Json]:
         """Return the events that end the open item, if there is one."""
         if self._open is None:
             return []
-        events = self._open.end(_status(self._finish_reason))
+        events = self._open.end(status)
         self._items.append(self._open.item)
         self._open = None
         return events

@@ -174,6 +174,8 @@ class RedisStore:
         self._redis = redis_client(url, TIMEOUT_S, what)
 
     async def get(self, key: str, response_id: str) -> StoredResponse | None:
+        if ":" in response_id:  # as in what the store keeps beside the responses
+            return None
         data = await self._call(self._redis.get(f"{self._index(key)}:{response_id}"))
         return None if data is None else await asyncio.to_thread(_decode, data)
 
@@ -183,6 +185,8 @@ class RedisStore:
         await self._call(self._redis.eval(PUT_SCRIPT, 1, self._index(key), *arguments))
 
     async def delete(self, key: str, response_id: str) -> bool:
+        if ":" in response_id:
+            return False
         return bool(await self._call(self._redis.eval(DELETE_SCRIPT, 1, self._index(key), response_id)))
 
     async def close(self) -> None:

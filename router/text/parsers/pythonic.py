@@ -23,6 +23,7 @@ ELEMENT = re.compile(
     re.DOTALL,
 )
 NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+MAX_PYTHON = 1 << 16  # characters of arguments that Python's own parser reads
 
 
 class PythonicParser(ToolParser):
@@ -76,7 +77,9 @@ class PythonicParser(ToolParser):
                 self._begin_trial()
             text = yield from self._element()
             match = CALL.fullmatch(text)
-            arguments = _parse_arguments(match[2]) if match and self._knows(match[1]) else None
+            arguments = None
+            if match and self._knows(match[1]):
+                arguments = _parse_arguments(match[2]) or _python_arguments(match[2])
             if match is None or arguments is None:
                 if self._index >= 0:
                     self._rewind()
@@ -135,6 +138,18 @@ def _parse_arguments(text: str) -> str | None:
         parts.append(translated)
     arguments = parse_json("{" + re.sub(r",$", "", "".join(parts)) + "}")
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else None
+
+
+def _python_arguments(text: str) -> str | None:
+    """Return the same for arguments in forms that only Python has, such as long strings and a comma before a bracket."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body if len(text) <= MAX_PYTHON else None
+        if not isinstance(call, ast.Call) or call.args or any(one.arg is None for one in call.keywords):
+            return None
+        arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        return json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode().decode()
+    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):  # or half of a surrogate pair
+        return None
 
 
 def _translate(element: re.Match[str], brackets: list[str]) -> str | None:

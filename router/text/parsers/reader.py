@@ -12,6 +12,7 @@ from pdserve.router.text.parsers.output import ParsedOutput
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]  # yields while it waits for text
+PIECE = 4096  # characters of a text that are parsed at a time: consuming a part of the buffer copies the rest of it
 MAX_NAME = 256  # characters of a function's name and what is around it
 
 
@@ -36,13 +37,20 @@ class Reader(ABC):
 
     def push(self, text: str, *, is_end: bool = False) -> ParsedOutput:
         """Parse the next piece of text; at its end, also return what was held back."""
-        self._buffer += text
-        next(self._steps, None)
+        output = ParsedOutput()
+        for begin in range(0, len(text), PIECE):
+            self._buffer += text[begin : begin + PIECE]
+            self._advance(output)
         if is_end:
             self._has_ended = True
-            next(self._steps, None)
-        output, self._output = self._output, ParsedOutput()
+            self._advance(output)
         return output
+
+    def _advance(self, output: ParsedOutput) -> None:
+        """Parse what has arrived, and append what it gives."""
+        next(self._steps, None)
+        output.extend(self._output)
+        self._output = ParsedOutput()
 
     @abstractmethod
     def _parse(self) -> Steps[None]:

@@ -303,6 +303,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is a tool of the server"),
         ({"tools": [{"name": "f"}]}, "tools[0] must have a name and an input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice must be"),
+        ({"tool_choice": {"type": []}}, "tool_choice must be"),
+        ({"messages": [{"role": [], "content": "a"}]}, "messages[0].role must be user, assistant or system"),
         ({"tool_choice": {"type": "any"}}, 'tool_choice must be {"type": "auto"}, "any"'),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "with a name of tools"),
         ({"metadata": {"user_id": 1}}, "metadata.user_id must be a string"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -244,3 +246,38 @@ def test_harmony_by_special_tokens(
 def _as_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of a text whose special tokens are ordinary text."""
     return [token_id for part in text.split("|") for token_id in tokenizer.encode(part + "|")][:-1]
+
+
+def test_others_are_served_while_a_long_answer_is_parsed(
+    reasoning_tokenizer: Tokenizer, reasoning_app: Application, backend: ScriptedBackend
+) -> None:
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=9000, common_model_len=9000)
+    thought = reasoning_tokenizer.encode("the quick brown fox ") * 300
+    ids = [*reasoning_tokenizer.encode("<think>\n"), *thought, *reasoning_tokenizer.encode("</think>Paris."), 0]
+    backend.script.chunks = [[Output(ids, "stop")]]
+    turns, sent = [0, 0], list[Any]()
+
+    async def scenario() -> None:
+        incoming = [{"type": "http.request", "body": json.dumps({"messages": [QUESTION]}).encode()}]
+
+        async def receive() -> Any:
+            return incoming.pop() if incoming else await asyncio.Future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def count_turns() -> None:
+            while True:
+                turns[bool(backend.streams)] += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(count_turns())
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        await reasoning_app(scope, receive, send)
+        other.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 600))
+    [choice] = json.loads(sent[-1]["body"])["choices"]
+    assert choice["message"]["reasoning"] == reasoning_tokenizer.decode(thought) and choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == "Paris." and turns[1] > len(ids) // 300

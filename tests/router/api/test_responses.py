@@ -279,6 +279,10 @@ def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> N
             {"input": [{"type": "computer_call"}]},
             "input[0] must be a message, reasoning, a function_call or a function_",
         ),
+        (
+            {"input": [{"type": []}]},
+            "input[0] must be a message, reasoning, a function_call or a function_call_output; '[",
+        ),
         ({"input": [{"type": "function_call"}]}, "input[0] must have name, arguments, call_id as strings; it may have"),
         (
             {"input": [{"type": "function_call_output", "call_id": "1"}]},
@@ -310,3 +314,27 @@ def test_invalid_bodies(client: Client, field: dict[str, Any], message: str) -> 
     response = client.post(RESPONSES, {"input": "hello", **field})
     assert response.status_code in (400, 404)
     assert response.json()["error"]["message"].startswith(message), response.text
+
+
+def test_only_the_last_item_of_an_answer_is_cut_off(
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    tool_tokenizers: dict[str, Tokenizer],
+    backend: ScriptedBackend,
+) -> None:
+    tokenizer, client = tool_tokenizers["hermes"], make_client(make_app(tool_tokenizers["hermes"]))
+    for at_once in (False, True):
+        ids = tokenizer.encode(CALLS[: CALLS.rindex("}}")])
+        backend.script.chunks = [
+            [Output(ids, "length")] if at_once else [*map(Output, ([i] for i in ids[:-1])), Output(ids[-1:], "length")]
+        ]
+        body = {"input": "hello", "tools": TOOLS}
+        whole = client.post(RESPONSES, body).json()
+        *_, last = events_of(client.post(RESPONSES, {**body, "stream": True}).text)
+        for response in (whole, last["response"]):
+            statuses = [(item["type"], item["status"]) for item in response["output"]]
+            assert statuses == [
+                ("message", "completed"),
+                ("function_call", "completed"),
+                ("function_call", "incomplete"),
+            ]

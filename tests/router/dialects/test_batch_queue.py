@@ -20,7 +20,7 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Overloaded, SetupError
-from pdserve.router.api import parsing
+from pdserve.router.api import chat, parsing
 from pdserve.router.dialects.batches import batch_queue, file_store
 from pdserve.router.dialects.batches.answer_files import AnswerFiles
 from pdserve.router.dialects.batches.file_store import FileStore
@@ -193,6 +193,28 @@ def test_a_file_with_a_line_that_is_no_request_fails_as_a_whole(
         last = batch.errors.data[-1]
         assert (last.line, last.code) == error and last.message.startswith(f"line {error[0]}: ")
     assert not backend.requests
+
+
+def test_a_line_that_cannot_be_answered_fails_alone(serve: Callable[[], AbstractContextManager[str]]) -> None:
+    """By a fault of the router itself, too. What is no JSON, as no router would read it, is named before the batch starts."""
+
+    def parse(body: Any, *others: Any) -> Any:
+        if body.user == "unlucky":
+            raise ZeroDivisionError
+        return parse_chat(body, *others)
+
+    parse_chat = chat.parse_chat
+    deep = batch_file("deep").replace(b'"hello"', b"[" * 150 + b"]" * 150)
+    unlucky = batch_file("unlucky").replace(b'"model"', b'"user": "unlucky", "model"')
+    with serve() as url, client(url) as official, patch.object(chat, "parse_chat", parse):
+        batch = ended(official, start(official, batch_file("a") + deep + unlucky + batch_file("b")).id)
+        assert (batch.status, answers(official, batch.output_file_id).keys()) == ("completed", {"a", "b"})
+        errors = {name: line["response"] for name, line in answers(official, batch.error_file_id).items()}
+        found = {name: (one["status_code"], one["body"]["error"]["code"]) for name, one in errors.items()}
+        assert found == {"deep": (400, found["deep"][1]), "unlucky": (500, "internal_error")}
+        for line in (batch_file("\ud800"), batch_file("half").replace(b'"hello"', b'"\\ud800"')):
+            batch = ended(official, start(official, batch_file("a") + line).id)
+            assert (batch.status, batch.errors.data[0].code, batch.errors.data[0].line) == ("failed", "invalid_json", 2)
 
 
 def test_a_key_has_a_bounded_number_of_open_batches_which_hold_no_files(
@@ -372,6 +394,11 @@ def test_what_is_refused(serve: Callable[[], AbstractContextManager[str]]) -> No
         ):
             headers = {"Authorization": "Bearer one", "Content-Type": kind}
             assert httpx.post(f"{url}/v1/files", content=content, headers=headers).status_code == 400
+        form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\na-b\r\n--b--\r\n'
+        for charset, status in (("utf-8", 400), ("UTF8", 400), ("punycode", 415), ("undefined", 415), ("made-up", 415)):
+            headers["Content-Type"] = f'multipart/form-data; boundary=b; charset="{charset}"'
+            answer = httpx.post(f"{url}/v1/files", content=form, headers=headers)
+            assert (answer.status_code, "UTF-8" in answer.text) == (status, status == 415), answer.text
 
 
 def test_without_a_folder(

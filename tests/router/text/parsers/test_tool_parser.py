@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -92,6 +93,7 @@ TRANSCRIPTS: list[tuple[str, str, str, Calls]] = [
     ("glm45", "<tool_call>weather<arg_key>unit</arg_key><arg_value>C</arg_value></tool_call>", "", [("weather", '{"unit": "C"}')]),
     ("pythonic", f"[{PYTHON_CALL}, time()]", "", [PYTHON_WEATHER, TIME]),
     ("pythonic", "[time(), rm()] x", "rm()] x", [TIME]),
+    ("pythonic", "[time(a='''b\n\"c\"''', d=[+1, .5, (2,),], e='f' \"g\")]", "", [("time", '{"a": "b\\n\\"c\\"", "d": [1, 0.5, [2]], "e": "fg"}')]),
     ("llama4_pythonic", f"<|python_start|>[{PYTHON_CALL}]<|python_end|>", "", [PYTHON_WEATHER]),
     ("openai", HARMONY_CALL, "", [WEATHER]),
     ("openai", "Hm.<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}<|call|>", "Hm.", [TIME]),
@@ -124,6 +126,11 @@ NO_CALLS: list[tuple[str, str]] = [
     ("glm45", "<tool_call>time"),
     ("pythonic", "[1, 2]"),
     ("pythonic", "[time(1)]"),
+    ("pythonic", "[time(a=1, *[.5])]"),
+    ("pythonic", "[time(a=1, **{'b': .5})]"),
+    ("pythonic", "[time(a={.5, 1})]"),
+    ("pythonic", "[time(a='''\\ud800''')]"),
+    ("pythonic", "[time(a=" + "[" * 300 + "]" * 300 + ")]"),
     ("pythonic", "[weather(city=open('x'))]"),
     ("pythonic", "[time(a=[1)]"),
     ("pythonic", "[time("),
@@ -249,3 +256,18 @@ def test_calls_after_the_first_may_be_dropped() -> None:
 def test_ids_of_kimi_are_the_models() -> None:
     parser = TOOL_PARSERS["kimi_k2"](Tools(SCHEMAS), {})
     assert parser.push(KIMI_CALL).calls[0].id == "functions.weather:0"
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("qwen3_coder", "<function=weather><parameter=city>x"), ("hermes", '<tool_call>{"name": "rm", "arguments": {}}')],
+)
+def test_a_long_text_takes_as_long_for_each_of_its_characters(name: str, output: str) -> None:
+    def seconds(count: int) -> float:
+        began = time.process_time()
+        parse(name, [output * count])
+        return time.process_time() - began
+
+    seconds(100)
+    short = min(seconds(1500) for _ in range(3))
+    assert min(seconds(12_000) for _ in range(2)) < 8 * 2 * short
