@@ -427,7 +427,9 @@ class Decoder:
         if job.ended:
             self._context.count("store_back_skipped_blocks", max(0, ready - stop))
             if pool.has_states and ready == stop:
-                first = min(first, max(0, stop - 1))  # with the state behind it, which another turn needs
+                first = min(
+                    first, max(seq.kv.num_dropped, stop - 1)
+                )  # with the state behind it, which another turn needs
         if stop - first < min_blocks:
             return
         state.submitted_blocks = stop

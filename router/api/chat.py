@@ -59,7 +59,7 @@ def parse_chat(body: ChatBody, draft: RoutedRequest, tokenizer: Tokenizer, info:
         raise InvalidParameter("max_tokens", message)
     prompt, tools = render(body, tokenizer)
     if body.truncate_prompt_tokens is not None:
-        prompt = truncate(prompt, body, max_tokens or 1, info)
+        prompt = truncate(prompt, body.truncate_prompt_tokens, max_tokens or 1, info)
     if body.prediction is not None:
         draft = structs.replace(draft, prediction=_predicted(body.prediction.content, tokenizer, info))
     asks_logprobs = body.logprobs or body.top_logprobs

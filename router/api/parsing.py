@@ -329,6 +329,14 @@ def page_limit(query: Mapping[str, str]) -> int:
     return int(limit)
 
 
+def is_ascending(query: Mapping[str, str]) -> bool:
+    """Return whether a page begins with the oldest item, by the query's `order`. Raises BadRequest if it is invalid."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidParameter("order", f'order must be "asc" or "desc", not {quote(order)}')
+    return order == "asc"
+
+
 def _check_depth(body: object) -> None:
     """Raise BadRequest if lists and objects are nested too deeply for what reads them recursively later."""
     level: list[Any] = [body]

@@ -61,7 +61,7 @@ def parse_completion(
     if body.suffix:
         _check_suffix(body)
         prompts = [tokenizer.fill_in_middle(prompt, body.suffix) for prompt in prompts]
-    prompts = [truncate(prompt, body, body.max_tokens or 1, info) for prompt in prompts]
+    prompts = [truncate(prompt, body.truncate_prompt_tokens, body.max_tokens or 1, info) for prompt in prompts]
     remaining = info.max_model_len - max(map(len, prompts))
     max_tokens, echo_only = body.max_tokens, bool(body.echo) and body.max_tokens == 0
     if max_tokens is None:
@@ -275,9 +275,8 @@ def _check_num_logprobs(prompts: list[list[int]], n: int, sampling: SamplingPara
         raise InvalidParameter("logprobs", message)
 
 
-def truncate(prompt: list[int], body: SamplingBody, max_tokens: int, info: ModelInfo) -> list[int]:
-    """Return the last tokens of a prompt; -1 keeps what fits into the context beside the answer."""
-    length = body.truncate_prompt_tokens
+def truncate(prompt: list[int], length: int | None, max_tokens: int, info: ModelInfo) -> list[int]:
+    """Return the last `length` tokens of a prompt; -1 keeps what fits into the context beside the answer, None all."""
     if length is None:
         return prompt
     if length == 0 or length < -1:

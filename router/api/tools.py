@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from typing import Any
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.grammars import formats
@@ -90,6 +92,9 @@ def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
     if len(functions) < len(body.tools or ()):
         raise InvalidParameter("tools", "the functions in tools must have different names")
     choice = or_default(body.tool_choice, "auto" if functions else "none")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, names = _allowed_functions(choice, functions.keys())
+        functions = {name: functions[name] for name in names}
     forced = _forced_functions(choice, list(functions))
     if choice == "none" or not functions:
         return None
@@ -110,6 +115,20 @@ def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
     return AllowedTools(parser, tools, strict, tuple(forced))
 
 
+def _allowed_functions(choice: Mapping[str, Any], names: Set[str]) -> tuple[str, list[str]]:
+    """Return the mode of a choice of the type `allowed_tools`, and the functions that it leaves of these."""
+    match choice:
+        case {"allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}}:
+            allowed = [name for name in names if {"type": "function", "function": {"name": name}} in tools]
+            if len(allowed) == len(tools):
+                return mode, allowed
+    message = (
+        'tool_choice of the type "allowed_tools" needs {"allowed_tools": {"mode": "auto" or "required", "tools": [{"type": '
+        '"function", "function": {"name": …}}, …]}} with different names, each of one of the tools'
+    )
+    raise InvalidParameter("tool_choice", message)
+
+
 def _forced_functions(choice: object, names: list[str]) -> list[str]:
     """Return the functions of which the model must call one; empty if calls are optional."""
     if choice in ("none", "auto"):
@@ -120,7 +139,7 @@ def _forced_functions(choice: object, names: list[str]) -> list[str]:
         if choice == {"type": "function", "function": {"name": name}}:
             return [name]
     named = '{"type": "function", "function": {"name": …}} with the name of one of the tools'
-    raise InvalidParameter("tool_choice", f'tool_choice must be "none", "auto", "required", or {named}')
+    raise InvalidParameter("tool_choice", f'tool_choice must be "none", "auto", "required", allowed_tools, or {named}')
 
 
 def _object_schema(name: str, parameters: Schema) -> Schema:

@@ -19,7 +19,7 @@ from pdserve.router.api.answers import Answer
 from pdserve.router.api.generation import Generation, Json, read
 from pdserve.router.api.http_responses import CLIENT_GONE, json_response
 from pdserve.router.api.parsing import Body, BodyType, JsonBody, or_default
-from pdserve.router.api.requests import build_requests, check_model, check_token_ids, prompt_forms
+from pdserve.router.api.requests import build_requests, check_model, check_token_ids, prompt_forms, truncate
 from pdserve.router.api.schemas import IDS, LISTS, TEXT, Array, Short, untyped
 from pdserve.router.backend import Backend, ModelInfo, TokenStream
 from pdserve.router.routed_request import RoutedRequest
@@ -41,6 +41,7 @@ class EmbeddingBody(Body):
     input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
     user: Short | None = None
 
 
@@ -48,11 +49,13 @@ class ScoreBody(Body):
     model: str | None = None
     text_1: str | Array[str]
     text_2: str | Array[str]
+    truncate_prompt_tokens: int | None = None
 
 
 class ClassifyBody(Body):
     model: str | None = None
     input: Any = untyped({"anyOf": [TEXT, IDS, *LISTS]})
+    truncate_prompt_tokens: int | None = None
 
 
 class RerankBody(Body):
@@ -61,6 +64,7 @@ class RerankBody(Body):
     documents: Array[str] = Field(min_length=1)
     top_n: int | None = Field(None, ge=0)
     return_documents: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class EmbeddingUsage(Answer):
@@ -225,7 +229,7 @@ def parse_embedding(body: EmbeddingBody, draft: RoutedRequest, tokenizer: Tokeni
     if info.classifies:
         message = f"{info.name} has no embeddings, it classifies texts: use /classify, /score or /rerank"
         raise BadRequest(message, kind="no_embeddings", param="model")
-    return _parse(prompt_forms(body.input, "input"), "input", draft, tokenizer, info)
+    return _parse(body, prompt_forms(body.input, "input"), "input", draft, tokenizer, info)
 
 
 def parse_classify(body: ClassifyBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo) -> Generation:
@@ -234,7 +238,7 @@ def parse_classify(body: ClassifyBody, draft: RoutedRequest, tokenizer: Tokenize
     if not info.classifies:
         message = f"{info.name} is no sequence classifier, so it has no classes"
         raise BadRequest(message, kind="no_classes", param="model")
-    return _parse(prompt_forms(body.input, "input"), "input", draft, tokenizer, info)
+    return _parse(body, prompt_forms(body.input, "input"), "input", draft, tokenizer, info)
 
 
 def parse_score(body: ScoreBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo) -> Generation:
@@ -243,16 +247,16 @@ def parse_score(body: ScoreBody, draft: RoutedRequest, tokenizer: Tokenizer, inf
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if not (first and second and len(first) in (1, len(second))):
         raise InvalidParameter("text_1", "text_1 and text_2 must be equally long lists, or text_1 a single text")
-    return _parse_pairs(body.model, "text_1", first, second, draft, tokenizer, info)
+    return _parse_pairs(body, "text_1", first, second, draft, tokenizer, info)
 
 
 def parse_rerank(body: RerankBody, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo) -> Generation:
     """Parse a body of /rerank. Raises `RequestError`."""
-    return _parse_pairs(body.model, "documents", [body.query], body.documents, draft, tokenizer, info)
+    return _parse_pairs(body, "documents", [body.query], body.documents, draft, tokenizer, info)
 
 
 def _parse_pairs(
-    model: str | None,
+    body: ScoreBody | RerankBody,
     param: str,
     first: list[str],
     second: list[str],
@@ -261,25 +265,31 @@ def _parse_pairs(
     info: ModelInfo,
 ) -> Generation:
     """Return a request for each pair or, for similarities, one for each text. One first text belongs to all others."""
-    check_model(model, info.name)
+    check_model(body.model, info.name)
     _check_num_inputs(len(second), param)
     if not info.classifies:
-        return _parse([*first, *second], param, draft, tokenizer, info)
+        return _parse(body, [*first, *second], param, draft, tokenizer, info)
     if info.embedding_size > 1:
         message = f"{info.name} has {info.embedding_size} classes; pairs of texts are scored by a model with one"
         raise BadRequest(message, kind="no_embeddings", param="model")
     pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
-    return _parse([tokenizer.encode_pair(*pair) for pair in pairs], param, draft, tokenizer, info)
+    return _parse(body, [tokenizer.encode_pair(*pair) for pair in pairs], param, draft, tokenizer, info)
 
 
 def _parse(
-    texts: Sequence[str | list[int]], param: str, draft: RoutedRequest, tokenizer: Tokenizer, info: ModelInfo
+    body: EmbeddingBody | ClassifyBody | ScoreBody | RerankBody,
+    texts: Sequence[str | list[int]],
+    param: str,
+    draft: RoutedRequest,
+    tokenizer: Tokenizer,
+    info: ModelInfo,
 ) -> Generation:
     if not info.embedding_size:
         message = f"{info.name} has no embeddings: start its instances with --pooling last, mean or cls"
         raise BadRequest(message, kind="no_embeddings", param="model")
     _check_num_inputs(len(texts), param)
-    prompts = [tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+    encoded = [tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+    prompts = [truncate(prompt, body.truncate_prompt_tokens, 1, info) for prompt in encoded]
     for prompt in prompts:
         check_token_ids(prompt, info.vocab_size, param)
         if not prompt:

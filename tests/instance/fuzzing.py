@@ -18,6 +18,8 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from pdserve.config import InstanceConfig
+from pdserve.engine.memory.groups import pages_for
+from pdserve.engine.memory.kv_memory import pool_groups
 from pdserve.instance.instance import Instance
 from pdserve.keys import pack_tokens
 from pdserve.kv_transfer.connector import (
@@ -32,7 +34,7 @@ from pdserve.kv_transfer.connector import (
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, Tenant
-from tests.instance.hash_model import VOCAB, HashRunner, answer, beam_answers
+from tests.instance.hash_model import VOCAB, HashRunner, answer, beam_answers, layout_of, spec_of
 from tests.outputs import outputs_of
 
 LINK = "router"
@@ -212,7 +214,8 @@ class World:
         self._rng = rng = random.Random(seed)
         self._now = 0.0
         self._block_size = rng.choice([1, 2, 3, 4, 16, 16])
-        self._windows = rng.choice([(None,), (None,), (None,), (5,), (17,), (40,), (None, 7), (40, 10), (None, 20, 5)])
+        windows = rng.choice([(None,), (None,), (None,), (5,), (17,), (40,), (None, 7), (40, 10), (None, 20, 5)])
+        self._spec = spec_of(windows, rng.choice([0, 0, 2, 50]))
         self._eos = frozenset(rng.choice([(), (0,), (0, 1, 2)]))
         self._max_len = rng.choice([30, 60, 120])
         self._faults = rng.choice([0.0, 0.0, 0.02, 0.15, 0.5])
@@ -274,8 +277,9 @@ class World:
 
     def _new_instance(self, at: int) -> Instance:
         rng, size = self._rng, self._block_size
-        least = -(-self._max_len // size) * len(self._windows)
-        num_pages, host = least + rng.choice([1, 3, 8, 40]) * len(self._windows), rng.choice([0, 0, 5, 200])
+        groups, blocks = pool_groups(layout_of(self._spec, size), 1), -(-self._max_len // size)
+        num_pages = pages_for(blocks, groups) + rng.choice([1, 3, 8, 40]) * len(groups)
+        host = rng.choice([0, 0, 5, 200])
         config = InstanceConfig(
             model="hashes",
             block_size=size,
@@ -286,10 +290,10 @@ class World:
             store_generated=rng.choice(["auto", "on", "off"]),
             max_inflight_bytes=rng.choice([None, str(8 * size * 3)]),
             scheduling_policy=rng.choice(["fcfs", "priority"]),
-            speculate=rng.choice(["off", "ngram", "suffix"]),
+            speculate="off" if self._spec.states else rng.choice(["off", "ngram", "suffix"]),
             speculative_tokens=rng.choice([1, 4, 16]),
         )
-        runner = HashRunner(self._windows, size, num_pages, host, self._eos, rng.choice([0.0005, 0.02]))
+        runner = HashRunner(self._spec, size, num_pages, host, self._eos, rng.choice([0.0005, 0.02]))
         self._runners.append(runner)
 
         def send(link: str, frame: pb.InstanceFrame) -> None:
@@ -302,6 +306,7 @@ class World:
         with mock.patch("pdserve.instance.instance.connect", connect):
             inbox: Any = Inbox()
             instance = Instance(config, send, runner=cast("Any", runner), inbox=inbox, now=lambda: self._now)
+        instance.engine.pool.message_ends = frozenset(rng.choice([(), (1,), (1, 2)]))
         runner.is_warm = True
         return instance
 

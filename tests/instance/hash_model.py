@@ -1,7 +1,8 @@
 """A model whose KV and tokens are hashes, for tests of all that surrounds a model.
 
-The KV of a token is a hash of it and of all tokens before it, and so is what follows. A step that reads a row of KV that is
-not the row of those tokens raises `WrongRow`, and the answer to any request is known without an instance (`answer`).
+The KV of a token is a hash of it and of all tokens before it, and so are the state behind it and what follows. A step that
+reads a row of KV, or a state, that is not that of those tokens raises `WrongRow`, and the answer to any request is known
+without an instance (`answer`).
 """
 
 import random
@@ -16,11 +17,12 @@ import torch
 from pdserve.beam_search import BeamSearch, Candidate
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.memory.blocks import BlockPairs
-from pdserve.engine.memory.groups import BlockTable
+from pdserve.engine.memory.groups import GAP, BlockTable
 from pdserve.engine.memory.kv_memory import KVMemory, page_numbers
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.kernels import reference
+from pdserve.keys import Layout
 from pdserve.kv_spec import KVGroup, KVSpec
 from pdserve.request import SamplingParams
 
@@ -29,7 +31,18 @@ HASH_BYTES = 8  # half of them are the token's K, the others its V
 
 
 class WrongRow(Exception):
-    """A step read or wrote KV that is not that of its tokens."""
+    """A step read or wrote KV, or a state, that is not that of its tokens."""
+
+
+def spec_of(windows: tuple[int | None, ...], state_numbers: int = 0) -> KVSpec:
+    """Return the spec of a model with a layer of each window and, if a state has numbers, a recurrent layer."""
+    groups = tuple(KVGroup((at,), 1, HASH_BYTES // 2, window=window) for at, window in enumerate(windows))
+    states = {(len(windows), "recurrence"): state_numbers} if state_numbers else {}
+    return KVSpec(groups, states=states, num_without=bool(state_numbers))
+
+
+def layout_of(spec: KVSpec, block_size: int) -> Layout:
+    return spec.layout(model_fingerprint="hashes", block_size=block_size, dtype="uint8", itemsize=1)
 
 
 @lru_cache(1 << 18)
@@ -94,7 +107,7 @@ class HashRunner:
     """Stands in for the model runner. Its attributes are those of `ModelRunner`.
 
     Args:
-        windows: of its layers.
+        spec: of its layers.
         num_pages, num_host_pages: of the pool, and of the memory to which it is swapped.
         step_seconds: that the steps of the warm-up seem to take.
 
@@ -109,16 +122,14 @@ class HashRunner:
 
     def __init__(
         self,
-        windows: tuple[int | None, ...],
+        spec: KVSpec,
         block_size: int,
         num_pages: int,
         num_host_pages: int,
         eos: frozenset[int],
         step_seconds: float,
     ) -> None:
-        groups = [KVGroup((at,), 1, HASH_BYTES // 2, window=window) for at, window in enumerate(windows)]
-        spec = KVSpec(tuple(groups))
-        layout = spec.layout(model_fingerprint="hashes", block_size=block_size, dtype="uint8", itemsize=1)
+        layout = layout_of(spec, block_size)
         self.window, self.num_accepted, self.is_warm = spec.window, 0, False
         model, device = torch.nn.Module(), torch.device("cpu")
         self.checkpoint = Checkpoint(model, layout, spec, 1 << 20, VOCAB, eos, device, torch.uint8)
@@ -146,6 +157,7 @@ class HashRunner:
             for at in range(len(self._windows)):
                 places = self._places(seq, at, seq.kv.num_computed, stop)
                 self.kv.caches[self._layer(at)].numpy()[places] = _as_kv(rows[seq][seq.kv.num_computed : stop])
+            self._write_states(seq, rows[seq], stop)
         for seq, stop in stops.items():  # again, since two sequences may have written to one block
             self._check(seq, rows[seq], stop)
         sampled, needed = list[tuple[Sequence, int, None]](), plan.rows()
@@ -177,6 +189,31 @@ class HashRunner:
             wrong = np.flatnonzero((found != _as_kv(rows[first:stop])).any(axis=(1, 2)))
             if len(wrong):
                 raise WrongRow(f"{seq.request_id}: the KV of token {first + wrong[0]} of {len(seq)} in group {at}")
+        if self.kv.states is not None and stop:
+            found = self._states()[self._state_row(seq, (stop - 1) // self._block_size)]
+            if found.tobytes() != rows[stop - 1]:
+                raise WrongRow(f"{seq.request_id}: the state behind token {stop - 1} of {len(seq)}")
+
+    def _write_states(self, seq: Sequence, rows: list[bytes], stop: int) -> None:
+        """Write the states behind new tokens where `kernels/states.cpp` does: to blocks that end there, and to the last."""
+        if self.kv.states is None:
+            return
+        table, size = seq.kv.tails[-1].ids, self._block_size
+        for at in range(seq.kv.num_computed, stop):
+            ends = (at + 1) % size == 0 and table[at // size] != GAP
+            if ends or at == stop - 1:
+                self._states()[self._state_row(seq, at // size)] = np.frombuffer(rows[at], np.uint8)
+
+    def _state_row(self, seq: Sequence, block: int) -> int:
+        """Return the row with the state of a block or, if it has none, of the next one that has."""
+        table = seq.kv.tails[-1].ids
+        return next(one for one in table[block:] if one != GAP) - self.kv.groups[-1].first_id
+
+    def _states(self) -> npt.NDArray[np.uint8]:
+        """Return what a state has of its layer, [states, 8]."""
+        assert self.kv.states is not None
+        [offset] = self.kv.states.offsets.values()
+        return self.kv.states.rows_NX.numpy()[:, offset : offset + HASH_BYTES // 4].view(np.uint8)
 
     def _places(self, seq: Sequence, at: int, first: int, stop: int) -> Any:
         """Return the index of the rows [first, stop) of a sequence in the cache of a group's layer."""

@@ -13,7 +13,7 @@ from pdserve.instance.instance import Instance
 from pdserve.keys import KeyChain, pack_tokens, root_key
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
-from tests.instance.hash_model import HashRunner
+from tests.instance.hash_model import HashRunner, spec_of
 from tests.outputs import outputs_of
 
 PROMPT = [7 * i % 250 for i in range(70)]
@@ -120,7 +120,7 @@ def test_a_heartbeat_tells_how_many_blocks_each_key_holds(driver: Driver) -> Non
 
 
 def test_a_beam_search_that_waits_is_one_request_in_heartbeats() -> None:
-    runner: Any = HashRunner((None,), 1, 60, 0, frozenset(), 1.0)
+    runner: Any = HashRunner(spec_of((None,)), 1, 60, 0, frozenset(), 1.0)
     clock, frames = count(), list[pb.InstanceFrame]()
     config = InstanceConfig(model="hashes", num_blocks=60, block_size=1, connector="memory://")
     instance = Instance(config, lambda _, frame: frames.append(frame), runner=runner, now=lambda: float(next(clock)))

@@ -20,6 +20,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions must be from 1 to 64"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ("/v1/embeddings", {"input": [[1] * 2000]}, "has 2000 tokens; there is room for"),
+    ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1, or -1"),
     ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "equally long"),
     ("/rerank", {"query": "a", "documents": []}, "documents"),
 ]
@@ -59,6 +60,9 @@ def test_embeddings_equal_hidden_states(
         assert [one.embedding for one in in_base64.data] == [one.embedding for one in answer.data]
         short = client.embeddings.create(model=name, input=INPUTS[2], dimensions=8).data[0].embedding
         assert short == pytest.approx((expected[2][:8] / np.linalg.norm(expected[2][:8])).tolist(), abs=2e-5)
+        last = [prompt[-16:] for prompt in INPUTS]
+        cut = client.embeddings.create(model=name, input=INPUTS, extra_body={"truncate_prompt_tokens": 16})
+        assert cut.data == client.embeddings.create(model=name, input=last).data and cut.usage.prompt_tokens == 49
         for url, body, message in BAD:
             reply = httpx.post(deployment.url + url, json=body)
             assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text

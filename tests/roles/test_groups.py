@@ -163,7 +163,7 @@ def test_prompts_that_do_not_fit_together_wait_for_each_other(instance: Instance
 @pytest.fixture
 def odd(instance: Instance) -> Any:
     """An instance of a model with a window that is no multiple of the block size."""
-    runner = hash_model.HashRunner((None, 5), 4, 64, 0, frozenset(), 1.0)
+    runner = hash_model.HashRunner(hash_model.spec_of((None, 5)), 4, 64, 0, frozenset(), 1.0)
     made = instance(runner=runner, block_size=4)
     runner.is_warm = True
     return made

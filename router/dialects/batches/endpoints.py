@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response
 from pdserve.config import parse_size
 from pdserve.errors import BadRequest, InvalidParameter, NotFound, Overloaded, not_imported
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.parsing import JsonBody, page_limit
+from pdserve.router.api.parsing import JsonBody, is_ascending, page_limit
 from pdserve.router.dialects.batches import schemas
 from pdserve.router.dialects.batches.batch_queue import BatchQueue
 from pdserve.router.dialects.batches.file_store import FILE, FileStore, Json
@@ -62,14 +62,14 @@ class Batches(Dialect):
         return self._opened_queue
 
     async def _list(self, request: Request, prefix: str) -> Response:
-        """Return a page of the objects whose ids begin like this; the query parameters are limit, after and purpose."""
+        """Return a page of the objects whose ids begin so; the query parameters are limit, order, after and purpose."""
         store, key, query = self._queue.store, request.state.key, request.query_params
-        limit, after = page_limit(query), query.get("after", "")
+        limit, after, ascending = page_limit(query), query.get("after", ""), is_ascending(query)
 
         def read_page() -> Response:
             found = list[Json]()
-            for item_id in store.ids(key, prefix):
-                if len(found) <= limit and (not after or item_id < after):
+            for item_id in sorted(store.ids(key, prefix), reverse=not ascending):
+                if len(found) <= limit and (not after or (item_id > after if ascending else item_id < after)):
                     with suppress(NotFound):  # deleted in the meantime
                         item = store.load(key, item_id)
                         found += [item] if query.get("purpose", item.get("purpose")) == item.get("purpose") else []
@@ -111,7 +111,7 @@ class Batches(Dialect):
 
     @endpoint("GET", "/v1/files", Access.CLIENT, errors=[404], response_model=schemas.StoredList)
     async def list_files(self, request: Request) -> Response:
-        """Files of this API key, the newest first: at most `limit`, older than the file `after`, of one `purpose`."""
+        """Files of this API key of one `purpose`: at most `limit`, behind the file `after`; `order=asc`: the oldest first."""
         return await self._list(request, "file-")
 
     @endpoint("GET", "/v1/files/{file_id}", Access.CLIENT, errors=[404], response_model=schemas.StoredFile)
@@ -149,7 +149,7 @@ class Batches(Dialect):
 
     @endpoint("GET", "/v1/batches", Access.CLIENT, errors=[404], response_model=schemas.StoredList)
     async def list_batches(self, request: Request) -> Response:
-        """Batches of this API key, the newest first: at most `limit`, those that are older than the batch `after`."""
+        """Batches of this API key: at most `limit`, behind the batch `after`; `order=asc`: the oldest first."""
         return await self._list(request, "batch_")
 
     @endpoint("GET", "/v1/batches/{batch_id}", Access.CLIENT, errors=[404], response_model=schemas.Batch)

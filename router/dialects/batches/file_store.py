@@ -104,8 +104,8 @@ class FileStore:
         return item
 
     def ids(self, key: str, prefix: str) -> list[str]:
-        """Return the ids that begin like this, the newest first."""
-        return sorted((path.stem for path in (self._folder / key).glob(f"{prefix}*.json")), reverse=True)
+        """Return the ids that begin like this, in any order; those of newer objects are greater."""
+        return [path.stem for path in (self._folder / key).glob(f"{prefix}*.json")]
 
     def delete_file(self, key: str, file_id: str) -> None:
         """Delete a file. Raises NotFound if the key has none with this id."""

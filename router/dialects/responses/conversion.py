@@ -190,13 +190,22 @@ def _function(tool: FunctionTool) -> Function:
 
 def _tool_choice(body: ResponseBody) -> object:
     """Return `tool_choice` in the form of /v1/chat/completions."""
-    choice = body.tool_choice
-    if not isinstance(choice, dict):
-        return choice
-    for tool in body.tools or ():
-        if choice == {"type": "function", "name": tool.name}:
-            return {"type": "function", "function": {"name": tool.name}}
-    message = 'tool_choice must be "none", "auto", "required", or {"type": "function", "name": …} with a name of tools'
+    named = {tool.name: {"type": "function", "function": {"name": tool.name}} for tool in body.tools or ()}
+    match body.tool_choice:
+        case {"type": "function", "name": str(name), **rest} if name in named and not rest:
+            return named[name]
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **rest} if (
+            not rest
+        ):
+            allowed = [one for name, one in named.items() if {"type": "function", "name": name} in tools]
+            if len(allowed) == len(tools):
+                return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        case choice if not isinstance(choice, dict):
+            return choice
+    message = (
+        'tool_choice must be "none", "auto", "required", {"type": "function", "name": …}, or {"type": "allowed_tools", '
+        '"mode": "auto" or "required", "tools": [{"type": "function", "name": …}, …]}, with names of tools'
+    )
     raise InvalidParameter("tool_choice", message)
 
 

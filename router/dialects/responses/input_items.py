@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pdserve.errors import InvalidParameter
 from pdserve.router.api.generation import Json
-from pdserve.router.api.parsing import page_limit, quote
+from pdserve.router.api.parsing import is_ascending, page_limit, quote
 from pdserve.router.dialects.responses.response_store import StoredResponse
 
 
@@ -17,11 +17,9 @@ def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
     Raises:
         BadRequest: one of them is invalid.
     """
-    limit, order = page_limit(query), query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidParameter("order", f'order must be "asc" or "desc", not {quote(order)}')
+    limit, ascending = page_limit(query), is_ascending(query)
     items = [_item(f"msg_{stored.id}_{i}", message) for i, message in enumerate(stored.messages[:-1])]
-    if order == "desc":
+    if not ascending:
         items.reverse()
     if "after" in query:
         ids = [item["id"] for item in items]

@@ -171,6 +171,31 @@ def test_function_calls(
     )
 
 
+def test_allowed_tools(
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    tool_tokenizers: dict[str, Tokenizer],
+    backend: ScriptedBackend,
+) -> None:
+    client = make_client(make_app(tool_tokenizers["hermes"]))
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
+    response = client.post(RESPONSES, {"input": "hello", "tools": TOOLS, "tool_choice": choice})
+    assert response.status_code == 200 and response.json()["tool_choice"] == choice
+    forced = client.post(RESPONSES, {"input": "hello", "tools": TOOLS, "tool_choice": choice["tools"][0]})
+    assert forced.status_code == 200
+    several, one = backend.requests
+    assert several.sampling.grammar == one.sampling.grammar and several.prompt == one.prompt
+    faults: list[dict[str, Any]] = [
+        {"mode": "none"},
+        {"tools": []},
+        {"tools": [{"type": "function", "name": "rm"}]},
+        {"a": 1},
+    ]
+    for wrong in faults:
+        response = client.post(RESPONSES, {"input": "hello", "tools": TOOLS, "tool_choice": {**choice, **wrong}})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+
+
 def test_a_forced_call(
     make_app: Callable[..., Application],
     make_client: type[Client],
@@ -269,7 +294,7 @@ def test_an_error_within_a_stream(client: Client, backend: ScriptedBackend) -> N
         ),
         ({"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type must be 'function', not 'web_search'"),
         ({"tools": [{"type": "function", "name": "a"}]}, "this model's chat template has no tool-call format"),
-        ({"tool_choice": {"type": "function", "name": "a"}}, 'tool_choice must be "none", "auto", "required", or {'),
+        ({"tool_choice": {"type": "function", "name": "a"}}, 'tool_choice must be "none", "auto", "required", {'),
         (
             {"previous_response_id": "r"},
             "previous_response_id is not supported: this router keeps no responses; send the whole conversation",

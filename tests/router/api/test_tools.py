@@ -16,6 +16,7 @@ import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 from pydantic import BaseModel
 
+from pdserve.errors import InvalidParameter
 from pdserve.grammars.specification import lark_grammar
 from pdserve.router.api.schemas import ChatBody
 from pdserve.router.api.tools import parse_tools
@@ -282,6 +283,85 @@ def test_structured_output_leaves_calls_possible(parser: type[ToolParser], token
         assert Matcher(spec).accepts(text), text
     for text in ("", "Yes.", f"{final}6", write(parser, ("rm", {}))):
         assert not Matcher(spec).accepts(text), text
+
+
+ALL = ["weather", "time"]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
+@pytest.mark.parametrize(
+    ("mode", "names", "weather", "time", "text"),
+    [
+        ("auto", ["time"], False, True, True),
+        ("required", ["time"], False, True, False),
+        ("required", ALL, True, True, False),
+    ],
+)
+def test_allowed_tools_are_a_part_of_those_in_the_prompt(
+    mode: str,
+    names: list[str],
+    weather: bool,
+    time: bool,
+    text: bool,
+    tool_tokenizers: dict[str, Tokenizer],
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    backend: ScriptedBackend,
+) -> None:
+    client = make_client(make_app(tool_tokenizers["hermes"]))
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=4000)
+    tools: Any = copy.deepcopy(STRICT)
+    tools[1]["function"]["strict"] = True
+    for choice in ("auto", allowed(mode, *names)):
+        assert client.post(CHAT, {**ASKING, "tools": tools, "tool_choice": choice}).status_code == 200
+    everything, restricted = backend.requests
+    assert everything.prompt == restricted.prompt, "so the prompt's KV is the same"
+    spec = json.loads(restricted.sampling.grammar)
+    a_call = write(HermesParser, ("weather", {"city": "Ulm", "unit": "C", "days": []}))
+    assert Matcher(spec).accepts(a_call) is weather
+    assert Matcher(spec).accepts(write(HermesParser, ("time", {}))) is time
+    assert Matcher(spec).accepts("It is sunny.") is text
+
+
+def test_a_call_of_a_tool_that_is_not_allowed_is_text(
+    tool_tokenizers: dict[str, Tokenizer],
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    backend: ScriptedBackend,
+) -> None:
+    tokenizer = tool_tokenizers["hermes"]
+    client = make_client(make_app(tokenizer))
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=4000)
+    loose = [{"type": "function", "function": {"name": name}} for name in ALL]
+    for name, is_call in (("weather", False), ("time", True)):
+        backend.generates(tokenizer.encode(write(HermesParser, (name, {}))), "stop")
+        body = {**ASKING, "tools": loose, "tool_choice": allowed("auto", "time")}
+        [choice] = client.post(CHAT, body).json()["choices"]
+        assert bool(choice["message"].get("tool_calls")) is is_call, choice
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        allowed("none", "time"),
+        allowed("auto"),
+        allowed("auto", "time", "time"),
+        allowed("required", "rm"),
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [5]}},
+        {"type": "allowed_tools"},
+    ],
+)
+def test_allowed_tools_that_are_none(choice: dict[str, Any], tool_tokenizers: dict[str, Tokenizer]) -> None:
+    body = ChatBody.model_validate({**ASKING, "tool_choice": choice})
+    with pytest.raises(InvalidParameter, match="allowed_tools"):
+        parse_tools(body, tool_tokenizers["hermes"])
 
 
 NO_STRING = "an argument of the type string without a string among its values"

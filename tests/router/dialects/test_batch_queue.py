@@ -144,6 +144,10 @@ def test_pages_of_a_listing(serve: Callable[[], AbstractContextManager[str]]) ->
         page = official.files.list(limit=2)
         assert [one.filename for one in page.data] == ["4.jsonl", "3.jsonl"] and page.has_more
         assert [one.filename for one in page] == names[::-1], "the client asks for the other pages"
+        oldest = official.files.list(limit=2, order="asc")
+        assert [one.filename for one in oldest.data] == names[:2] and [one.filename for one in oldest] == names
+        with pytest.raises(openai.BadRequestError, match='order must be "asc" or "desc", not '):
+            official.files.list(extra_query={"order": "up"})
         with pytest.raises(openai.BadRequestError, match="limit must be from 1 to 100, not '0'"):
             official.files.list(limit=0)
 
