@@ -14,7 +14,8 @@ Path = tuple[object, ...]  # place in a schema: keys and indices
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-REAL_DATE = f"(?:.{{4}}-(?:(?:0[13-9]|1[0-2])-..|02-(?:[01].|2[0-8]))|{LEAP_YEAR}-02-29)"
+YEAR = "(?:[1-9]...|0[1-9]..|00[1-9].|000[1-9])"  # without 0, which Python's dates lack
+REAL_DATE = f"(?:{YEAR}-(?:(?:0[13-9]|1[0-2])-..|02-(?:[01].|2[0-8]))|{LEAP_YEAR}-02-29)"
 FRACTION = r"[0-9](?:\.[0-9]{1,9})?[Zz+-].*$"  # of seconds, and what follows
 PATTERNS = {  # of further formats; of days and seconds that FORMATS allow and calendars lack; and of numbers without an end
     "date": f"^{REAL_DATE}$",

@@ -57,7 +57,7 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         ({"type": "string", "pattern": PASSWORD}, ['"aB1c"'], ['"aB1"', '"abcd1"', '"ABCD"']),
         ({"type": "string", "format": "uuid4"}, ['"3fa85f64-5717-4562-b3fc-2c963f66afa6"'], ['"3fa85f64"', '"3fa85f64-5717-4562-f3fc-2c963f66afa6"']),
         ({"type": "string", "format": "duration"}, ['"P1Y2M3DT4H5M6S"', '"P999999Y"', '"P3W"', '"PT999999999S"'], ['"P"', '"P1000000Y"', '"PT1"', '"PT1000000000S"']),
-        ({"type": "string", "format": "date-time"}, ['"2024-02-29T23:59:59.123456789+01:00"', '"2026-01-01T00:00:00Z"'], ['"2023-02-29T00:00:00Z"', '"2026-01-01T00:00:60Z"', '"2026-01-01T00:00:00.1234567890Z"']),
+        ({"type": "string", "format": "date-time"}, ['"2024-02-29T23:59:59.123456789+01:00"', '"2026-01-01T00:00:00Z"'], ['"2023-02-29T00:00:00Z"', '"0000-01-01T00:00:00Z"', '"2026-01-01T00:00:60Z"', '"2026-01-01T00:00:00.1234567890Z"']),
         ({"type": "string", "format": "time"}, ['"23:59:59.1Z"', '"00:00:00+01:00"'], ['"00:00:60Z"', '"00:00:00"', '"00:00:00.1234567890Z"']),
         ({"type": "string", "format": "json-pointer", "minLength": 2}, ['"/a~1b/é"'], ['"/~"', '"a"', '"/"']),
         ({"type": "string", "format": "ipvanyaddress"}, ['"any"'], ["5"]),
