@@ -80,7 +80,7 @@ class GuardedConnector(ForwardingConnector):
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         if self._breaker.is_open:
             return _done(0)
-        return self._watch(self._inner.match(keys), self._breaker.record_match)
+        return self._watch(lambda: self._inner.match(keys), self._breaker.record_match)
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         if not self._breaker.is_open:  # otherwise the leases expire
@@ -93,16 +93,17 @@ class GuardedConnector(ForwardingConnector):
     def stats(self) -> Stats:
         return replace(self._inner.stats().plus(self._skipped), is_out=self._breaker.is_out)
 
-    def _transfer(self, direction: str, keys: Sequence[bytes], start: Callable[[], Future[Result]]) -> Future[Result]:
+    def _transfer(self, direction: str, keys: Sequence[bytes], begin: Callable[[], Future[Result]]) -> Future[Result]:
         if not self._breaker.is_open:
-            return self._watch(start(), self._breaker.record_transfer)
+            return self._watch(begin, self._breaker.record_transfer)
         if list(keys) != [PROBE_KEY]:
             self._skipped.count_failures(direction, Outcome.UNAVAILABLE, len(keys))
         return _done(Result([Outcome.UNAVAILABLE] * len(keys), 0.0))
 
-    def _watch(self, future: Future[T], record: Callable[[T, float, float], None]) -> Future[T]:
-        """Record the end of an operation, before its caller learns of it."""
+    def _watch(self, begin: Callable[[], Future[T]], record: Callable[[T, float, float], None]) -> Future[T]:
+        """Begin an operation, and record its end before its caller learns of it."""
         started = self._now()
+        future = begin()
 
         def on_end(done: Future[T]) -> None:
             now = self._now()
@@ -130,9 +131,13 @@ class GuardedConnector(ForwardingConnector):
         if self._is_probing or not self._breaker.is_open:
             return
         self._is_probing = True
-        future = self._inner.match([PROBE_KEY])
-        future.add_done_callback(lambda _: setattr(self, "_is_probing", False))
-        self._watch(future, self._breaker.record_match)
+
+        def begin() -> Future[int]:
+            future = self._inner.match([PROBE_KEY])
+            future.add_done_callback(lambda _: setattr(self, "_is_probing", False))
+            return future
+
+        self._watch(begin, self._breaker.record_match)
 
 
 def _done(result: T) -> Future[T]:
