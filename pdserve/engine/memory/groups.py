@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 from pdserve.keys import STATE_WINDOW, Tokens
@@ -33,7 +34,7 @@ class Group:
     per_page: int = 1
     first_id: int = 0
 
-    @property
+    @cached_property
     def is_states(self) -> bool:
         return self.window == STATE_WINDOW
 
