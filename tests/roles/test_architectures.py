@@ -24,9 +24,8 @@ ALIKE = [
     "qwen3_5_moe",
     "granite_hybrid",
     "granite_moe_swa",
-    "gemma3",
+    "gemma3_mixed",
     "gpt_oss",
-    "lfm2",
     "qwen3_next",
 ]  # others show it
 
