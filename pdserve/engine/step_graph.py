@@ -190,7 +190,8 @@ class StepGraph:
         self.unsupported_reason = detector.unsupported_reason
         self.reads_values = recorder.reads_values
         self.verified = False
-        self._pass_drafted(batch)
+        if batch.drafted is not None:
+            self._pass_runs(batch.drafted)
 
     def replay(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Return the logits [S, V] of another step of the same batch size.
@@ -201,13 +202,14 @@ class StepGraph:
         self._copy_inputs(ids_1S, positions_1S, batch)
         for call in self._calls:
             call()
-        self._pass_drafted(batch)
+        if batch.drafted is not None:
+            self._pass_runs(batch.drafted)
         return self.logits_SV
 
-    def _pass_drafted(self, batch: PagedBatch) -> None:
+    def _pass_runs(self, drafted: DraftedRows) -> None:
         """Pass on what recurrent layers have read."""
-        if batch.drafted is not None and self._batch.drafted is not None:
-            batch.drafted.runs[:] = self._batch.drafted.runs
+        if self._batch.drafted is not None:
+            drafted.runs[:] = self._batch.drafted.runs
 
     def _copy_inputs(self, ids_1S: torch.Tensor, positions_1S: torch.Tensor, batch: PagedBatch) -> None:
         self._ids_1S.copy_(ids_1S)

@@ -58,6 +58,15 @@ def test_equals_generate(architecture: str, checkpoint: Callable[..., Path], gen
         assert run(engine, prompts()) == expected, "with a warm prefix cache"
 
 
+@pytest.mark.parametrize("architecture", ["jamba"])
+def test_chunks_change_no_bit_of_16(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    """Its mixers multiply a layer's weight themselves."""
+    path, found = str(checkpoint(architecture, dtype="bfloat16")), []
+    for size in (512, 24):
+        found.append(run(Engine(EngineConfig(model=path, num_blocks=64, max_num_batched_tokens=size)), prompts()))
+    assert found[0] == found[1]
+
+
 def test_states_that_no_adapter_knows_are_refused(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,29 @@ FUNCTIONS: dict[str, Any] = {
 }
 
 
+class TimeProjection(torch.nn.Module):
+    """A linear layer whose weight Jamba multiplies itself: its rows have the bits of a layer's product, packed or not.
+
+    Attributes:
+        weight: what the mixer multiplies by columns, `weight @ x`.
+        bias: that of the layer, which the mixer adds.
+    """
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.bias = layer.bias
+        self.layer = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.layer.weight = layer.weight
+
+    @property
+    def weight(self) -> "TimeProjection":
+        return self
+
+    def __matmul__(self, x_1CT: torch.Tensor) -> torch.Tensor:
+        y_1TC: torch.Tensor = self.layer(x_1CT.transpose(1, 2))
+        return y_1TC.transpose(1, 2)
+
+
 def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
     dt = dt.float() if bias is None else dt.float() + bias.float()
     return F.softplus(dt) if softplus else dt
@@ -187,5 +210,8 @@ def adapt(model: torch.nn.Module, source: Source) -> None:
             layer, has_mixers = module.layer_idx, True
             assert isinstance(layer, int)
             setattr(module, "forward", Mixer(step, layer).bind(module, forward))  # noqa: B010, mypy takes it for a layer
+            projection = getattr(module, "dt_proj", None)
+            if isinstance(projection, torch.nn.Linear) and projection.weight.dtype != torch.float32:
+                module.dt_proj = TimeProjection(projection)
     if has_mixers:
         model.register_forward_pre_hook(step.begin, with_kwargs=True)

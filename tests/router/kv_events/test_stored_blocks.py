@@ -125,8 +125,8 @@ def test_sizes_that_are_no_multiples_of_16_are_errors_and_change_nothing() -> No
 def test_blocks_of_windows_and_states_are_not_taken_for_those_of_all_tokens() -> None:
     """Their hashes may be the same."""
     blocks, keys = StoredBlocks(), KEYS[:2]
-    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
-    others = [
+    full: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    others: list[dict[str, Any]] = [
         {"group_idx": 0, "kv_cache_spec_kind": "mamba"},
         {"group_idx": 2, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 128},
     ]
