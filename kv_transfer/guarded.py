@@ -71,22 +71,22 @@ class GuardedConnector(ForwardingConnector):
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         if self._breaker.is_open:
             return self._skip("store", keys)
-        return self._watch_transfer(self._inner.store(keys, block_ids, lease_s=lease_s))
+        return self._watch_transfer(lambda: self._inner.store(keys, block_ids, lease_s=lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
         if self._breaker.is_open:
             return self._skip("load", keys)
-        return self._watch_transfer(self._inner.load(keys, block_ids, tickets=tickets))
+        return self._watch_transfer(lambda: self._inner.load(keys, block_ids, tickets=tickets))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
         if self._breaker.is_open:
             return self._skip("load", keys)
-        return self._watch_transfer(self._inner.follow(keys, block_ids, patience_s=patience_s))
+        return self._watch_transfer(lambda: self._inner.follow(keys, block_ids, patience_s=patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         if self._breaker.is_open:
             return _done(0)
-        return self._watch(self._inner.match(keys), self._breaker.record_match)
+        return self._watch(lambda: self._inner.match(keys), self._breaker.record_match)
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         if not self._breaker.is_open:  # otherwise the leases expire
@@ -104,12 +104,13 @@ class GuardedConnector(ForwardingConnector):
             self._skipped.count_failures(direction, Outcome.UNAVAILABLE, len(keys))
         return _done(Result([Outcome.UNAVAILABLE] * len(keys), 0.0))
 
-    def _watch_transfer(self, future: Future[Result]) -> Future[Result]:
-        return self._watch(future, self._breaker.record_transfer)
+    def _watch_transfer(self, begin: Callable[[], Future[Result]]) -> Future[Result]:
+        return self._watch(begin, self._breaker.record_transfer)
 
-    def _watch(self, future: Future[T], record: Callable[[T, float, float], None]) -> Future[T]:
-        """Record the end of an operation, before its caller learns of it."""
+    def _watch(self, begin: Callable[[], Future[T]], record: Callable[[T, float, float], None]) -> Future[T]:
+        """Begin an operation, and record its end before its caller learns of it."""
         started = self._now()
+        future = begin()
 
         def on_end(done: Future[T]) -> None:
             now = self._now()
@@ -137,9 +138,13 @@ class GuardedConnector(ForwardingConnector):
         if self._is_probing or not self._breaker.is_open:
             return
         self._is_probing = True
-        future = self._inner.match([PROBE_KEY])
-        future.add_done_callback(lambda _: setattr(self, "_is_probing", False))
-        self._watch(future, self._breaker.record_match)
+
+        def begin() -> Future[int]:
+            future = self._inner.match([PROBE_KEY])
+            future.add_done_callback(lambda _: setattr(self, "_is_probing", False))
+            return future
+
+        self._watch(begin, self._breaker.record_match)
 
 
 def _done(result: T) -> Future[T]:

@@ -46,19 +46,23 @@ def test_a_burst_is_shared_and_tokens_are_the_same(
     complete: Callable[..., dict[str, Any]],
 ) -> None:
     path = checkpoint("llama")
-    prompts = [[1 + (7 * i + j) % 40 for j in range(680 + i)] for i in range(24)]
-    expected = generate(path, prompts, 3)  # short answers: prefill is what they wait for
     settings: dict[str, Any] = {
-        "num_blocks": 1200,
+        "num_blocks": 2400,
         "itl_target_ms": 20,
         "ttft_target_ms": 1,
         "local_prefill_tokens": None,
     }
-    with deploy(model=str(path), **settings) as deployment, ThreadPoolExecutor(24) as threads:
-        bodies = [{"prompt": prompt, "max_tokens": 3, "ignore_eos": True} for prompt in prompts]
-        replies = list(threads.map(lambda body: complete(deployment, **body), bodies))
-        assert [reply["choices"][0]["token_ids"] for reply in replies] == expected
-        assert ("decode", "backlog") in reasons(deployment)
+    with deploy(model=str(path), **settings) as deployment:
+        for burst in range(
+            10
+        ):  # while other work stretches the steps that are measured at start, answers look too long
+            prompts = [[1 + (7 * i + j + burst) % 40 for j in range(680 + i)] for i in range(24)]
+            expected = generate(path, prompts, 3)  # short answers: prefill is what they wait for
+            reply = complete(deployment, prompt=prompts, max_tokens=3, ignore_eos=True)
+            assert [choice["token_ids"] for choice in reply["choices"]] == expected
+            if ("decode", "backlog") in reasons(deployment):
+                return
+    raise AssertionError(f"no prompt gave way: {reasons(deployment)}")
 
 
 def test_an_idle_prefill_instance_decodes_and_says_so(

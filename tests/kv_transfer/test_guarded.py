@@ -99,6 +99,21 @@ def scene() -> Scene:
     return Scene()
 
 
+def test_seconds_in_which_an_operation_begins_count(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time-out that the store counts from its own start is one, however late the caller sees it begin."""
+    begin = scene.inner.store
+
+    def begin_late(keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
+        scene.now += TIMEOUT
+        return begin(keys, block_ids, lease_s=lease_s)
+
+    monkeypatch.setattr(scene.inner, "store", begin_late)
+    for _ in range(2):
+        scene.connector.store(KEYS, [0, 1], lease_s=1.0)
+        scene.end(Result(UNAVAILABLE, TIMEOUT), 0.0)
+    assert scene.connector.load(KEYS, [0, 1]).result(0).outcomes == UNAVAILABLE
+
+
 def test_calls_pass_while_the_store_answers(scene: Scene) -> None:
     for _ in range(3):
         future = scene.connector.load(KEYS, [0, 1])
