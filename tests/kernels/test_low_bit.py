@@ -73,7 +73,9 @@ def test_scales_of_any_size(bits: int, scale_dtype: torch.dtype, exponent: int) 
         x = (torch.randn(7, 128).double() * 2.0 ** min(-exponent, 100)).clamp(-60000, 60000).to(dtype)
         packed, plain = low_bit.pack(codes, dtype), linear.pack(weight)
         for rows in (1, 2, 4, 7):
-            assert torch.equal(linear.linear(x[:rows], packed).nan_to_num(), linear.linear(x[:rows], plain).nan_to_num())
+            assert torch.equal(
+                linear.linear(x[:rows], packed).nan_to_num(), linear.linear(x[:rows], plain).nan_to_num()
+            )
 
 
 @pytest.mark.parametrize("bits", low_bit.BITS)
