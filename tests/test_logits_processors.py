@@ -73,7 +73,7 @@ def test_they_change_their_own_requests_only(checkpoint: Callable[..., Path]) ->
 def test_one_that_fails_amid_a_beam_search_ends_it(checkpoint: Callable[..., Path]) -> None:
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), num_blocks=60))
     params = structs.replace(sampling(ids=[1], fails_after=3), beam_width=2, num_answers=2)
-    seq = engine.new_sequence("0", [*range(20)], params)
+    seq = engine.new_sequence("0", Request(prompt=[*range(20)], sampling=params))
     engine.add(seq)
     assert seq.group is not None
     while seq.output.fault is None and not seq.group.search.is_over:

@@ -208,7 +208,7 @@ def test_a_line_that_cannot_be_answered_fails_alone(serve: Callable[[], Abstract
     unlucky = batch_file("unlucky").replace(b'"model"', b'"user": "unlucky", "model"')
     with serve() as url, client(url) as official, patch.object(chat, "parse_chat", parse):
         batch = ended(official, start(official, batch_file("a") + deep + unlucky + batch_file("b")).id)
-        assert (batch.status, answers(official, batch.output_file_id).keys()) == ("completed", {"a", "b"})
+        assert batch.status == "completed" and answers(official, batch.output_file_id).keys() == {"a", "b"}
         errors = {name: line["response"] for name, line in answers(official, batch.error_file_id).items()}
         found = {name: (one["status_code"], one["body"]["error"]["code"]) for name, one in errors.items()}
         assert found == {"deep": (400, found["deep"][1]), "unlucky": (500, "internal_error")}
