@@ -155,7 +155,6 @@ class RoleInstance:
         self.transfers = Transfers(
             self.engine.pool, connector, self.context, 16, [group.block_bytes for group in layout.groups]
         )
-        self.transfers.group_bytes = [group.block_bytes for group in layout.groups]
         self.fetcher = Fetcher(self.engine, connector, self.transfers, self.context)
         self.prefiller = Prefiller(self.engine, self.transfers, self.fetcher, self.context, 30.0)
         self.decoder = Decoder(
