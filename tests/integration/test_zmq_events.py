@@ -288,7 +288,7 @@ def test_events_name_the_groups_of_blocks() -> None:
         found.append(
             [
                 (
-                    event.group_idx,
+                    getattr(event, "group_idx", None),
                     getattr(event, "kv_cache_spec_kind", ""),
                     getattr(event, "kv_cache_spec_sliding_window", 0),
                 )
