@@ -11,8 +11,8 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 MOST = {"files": 65, "functions": 459, "returns": 179}
-# By which machines differ: in their kernels, in which connection speaks first and, if they are busy, in what watches a chat and
-# in whether the cost model has decode look for drafts.
+# By which machines differ: in their kernels, in which connection speaks first and, if they are busy, in what watches a chat
+# and in whether the cost model has decode look for drafts.
 SLACK = {"files": 2, "functions": 30, "returns": 15}
 
 
