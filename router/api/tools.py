@@ -139,7 +139,7 @@ def _forced_functions(choice: object, names: list[str]) -> list[str]:
         if choice == {"type": "function", "function": {"name": name}}:
             return [name]
     named = '{"type": "function", "function": {"name": …}} with the name of one of the tools'
-    raise InvalidParameter("tool_choice", f'tool_choice must be "none", "auto", "required", allowed_tools, or {named}')
+    raise InvalidParameter("tool_choice", f'tool_choice must be "none", "auto", "required", or {named}')
 
 
 def _object_schema(name: str, parameters: Schema) -> Schema:

@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.costs import Costs
 from pdserve.instance.kv_events import KVEventPublisher
-from pdserve.request import SamplingParams
+from pdserve.request import Request, SamplingParams
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 from tests.roles.pair import TOKENS, alone, answer, hand_over
 
@@ -75,7 +75,7 @@ def test_a_router_forecasts_what_is_found(instance: Instance, expected: Expected
         prompt = [*shared[:length], *(k * i % 250 for i in range(200))]
         removed, added = pending.pop_batch(10_000)
         index.update("one", b"".join(removed), b"".join(added))
-        keys = one.engine.new_sequence("", prompt, SamplingParams()).kv.full_keys()
+        keys = one.engine.new_sequence("", Request(prompt=prompt, sampling=SamplingParams())).kv.full_keys()
         count = index.match(keys).get("one", 0)
         forecasts.append(index.usable("one", keys, count, windows, 16) * 16 if count else 0)
         assert alone(one, prompt).prompt_sources()["local_hit"] == forecasts[-1]

@@ -483,10 +483,11 @@ class Scheduler:
         for seq in loaded if waiting is None else [*loaded, waiting]:
             if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits):
                 continue
-            hits = [] if seq.kv.block_ids else self.pool.match(seq.usable_keys)
-            computed = seq.kv.num_computed + len(hits) * self.pool.block_size
-            if seq.kv.swapped is not None:  # by then, the pool may have more of it than was swapped
-                computed = max(computed, seq.kv.swapped.num_tokens)
+            if seq.kv.swapped is not None:
+                computed = seq.kv.swapped.num_tokens
+            else:
+                hits = [] if seq.kv.block_ids else self.pool.match(seq.usable_keys)
+                computed = seq.kv.num_computed + len(hits) * self.pool.block_size
             is_prompt = len(seq) - computed > 1
             has_time = has_time and (not is_prompt or budget.min_chunk > 0 or budget.affordable(computed) > 0)
             if has_time or not is_prompt:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -247,9 +248,11 @@ def test_marks_are_events_of_the_models_stream() -> None:
             log.append("wait for the mark")
 
     stream = SimpleNamespace(synchronize=lambda: log.append("synchronize"))
-    context = SimpleNamespace(__enter__=lambda: None, __exit__=lambda *_: None)
     cuda = SimpleNamespace(
-        Event=Event, Stream=lambda device: stream, stream=lambda stream: context, current_stream=lambda device: "model"
+        Event=Event,
+        Stream=lambda device: stream,
+        stream=lambda stream: nullcontext(),
+        current_stream=lambda device: "model",
     )
     memory = GPURows(torch.zeros(2, 64, dtype=torch.uint8), cuda)
     mark = memory.mark()
