@@ -427,9 +427,8 @@ class Decoder:
         if job.ended:
             self._context.count("store_back_skipped_blocks", max(0, ready - stop))
             if pool.has_states and ready == stop:
-                first = min(
-                    first, max(seq.kv.num_dropped, stop - 1)
-                )  # with the state behind it, which another turn needs
+                # With the last block, which has the state that another turn needs, unless it was dropped.
+                first = min(first, max(seq.kv.num_dropped, stop - 1))
         if stop - first < min_blocks:
             return
         state.submitted_blocks = stop

@@ -46,7 +46,7 @@ class Capabilities:
 
 
 class Scores(NamedTuple):
-    """How a layer scores the tokens to which one attends.
+    """Parameters of a layer's attention scores.
 
     Attributes:
         scale: of the product of query and key.

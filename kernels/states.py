@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from pdserve.kernels.batch import PagedBatch
-from pdserve.kernels.native import functions
+from pdserve.kernels.native import addresses, functions
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class StateRows:
 
     def arguments(self, layer: int, kind: str, tokens: "Tokens", block_size: int) -> "StateArguments":
         """Return where kernels find the states of a layer for some tokens."""
-        tables_SM, rows_NX, kept = tokens.tables_SM, self.rows_NX, tokens.kept_starts
+        tables_SM, rows_NX = tokens.tables_SM, self.rows_NX
         assert tables_SM.is_contiguous()
         return StateArguments(
-            *(x.data_ptr() for x in (rows_NX, tables_SM, tokens.starts_S, tokens.stops_S)),
-            *(None if kept is None else kept.data_ptr(), tokens.kv_lens_S.data_ptr()),
+            *addresses(rows_NX, tables_SM, tokens.starts_S, tokens.stops_S, tokens.kept_starts, tokens.kv_lens_S),
             *(rows_NX.stride(0), self.offsets[layer, kind], *tables_SM.shape, block_size, torch.get_num_threads()),
         )
 
@@ -56,7 +55,7 @@ class Tokens:
 
 @dataclass
 class DraftedRows:
-    """What recurrent layers have read of the rows of a step, so that states can go on with drafts that are accepted.
+    """Inputs of recurrent layers in a step with drafts, with which states are advanced over the accepted ones.
 
     Attributes:
         num_rows: leading rows, with all drafts among them.
@@ -95,11 +94,10 @@ def convolve(
     """Return the causal convolution of each channel over its own sequence, float32 [T, C]. Changes the layer's states."""
     x_TC, weight_CK = x_TC.float().contiguous(), weight_CK.float().contiguous()
     bias_C = None if bias_C is None else bias_C.float().contiguous()
-    bias = None if bias_C is None else bias_C.data_ptr()
 
     def run(states: StateArguments, y_TC: torch.Tensor, x_TC: torch.Tensor) -> None:
-        addresses = y_TC.data_ptr(), x_TC.data_ptr(), weight_CK.data_ptr(), bias
-        functions().pdserve_convolve(ctypes.byref(states), *addresses, *weight_CK.shape)
+        operands = addresses(y_TC, x_TC, weight_CK, bias_C)
+        functions().pdserve_convolve(ctypes.byref(states), *operands, *weight_CK.shape)
 
     y_TC = torch.empty_like(x_TC)
     _run(run, batch, layer, "convolution", [y_TC, x_TC])
@@ -128,8 +126,8 @@ def linear_attention(
     sizes = heads, q_TGK.shape[1], q_TGK.shape[2], values, decay.dim() - 2
 
     def run(states: StateArguments, *tensors: torch.Tensor) -> None:
-        addresses = [x.data_ptr() for x in tensors]
-        arguments = LinearAttentionArguments(*addresses, *([None] if beta_TH is None else []), *sizes)
+        operands = addresses(*tensors, *([None] if beta_TH is None else []))
+        arguments = LinearAttentionArguments(*operands, *sizes)
         functions().pdserve_linear_attention(ctypes.byref(states), ctypes.byref(arguments))
 
     tensors = [y_THV, q_TGK, k_TGK, v_THV, decay]

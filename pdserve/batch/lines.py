@@ -148,7 +148,7 @@ def read_done(file: BinaryIO) -> dict[int, str | None]:
     end = 0
     for number, raw in enumerate(file, 1):
         if not raw.endswith(b"\n"):
-            if not _ANSWER.startswith(raw[: len(_ANSWER)]):  # somebody's file, of which nothing may be cut off
+            if not _ANSWER.startswith(raw[: len(_ANSWER)]):  # another file, which must not be truncated
                 raise ValueError(f"line {number} is not an answer of a batch")
             break
         try:

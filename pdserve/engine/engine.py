@@ -358,8 +358,17 @@ class Engine:
                 if seq.output.constraint is not None:
                     self._unasked.append(seq)
         idle = not (advanced or schedule.preempted or schedule.resumed or schedule.swap_in)
-        done = [*advanced], outcome, schedule, swap_seconds
-        return StepResult(*done, recomputed, work, drafted, num_tokens, idle)
+        return StepResult(
+            advanced=[*advanced],
+            outcome=outcome,
+            schedule=schedule,
+            swap_seconds=swap_seconds,
+            recomputed=recomputed,
+            work=work,
+            drafted=drafted,
+            num_tokens=num_tokens,
+            idle=idle,
+        )
 
     def ask_for_masks(self) -> None:
         """Ask for the masks of sequences that got tokens and are still here. At the latest, the next step does so."""

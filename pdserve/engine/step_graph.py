@@ -57,7 +57,7 @@ class Graphs(ABC):
         self.num_replayed = 0
 
     def extra_seconds(self, size: int) -> float:
-        """Return by how much a step of so many sequences takes longer than one that is replayed; 0 if none ever is."""
+        """Return the seconds that a step of `size` sequences loses because it is not replayed; 0 if no step ever is."""
         return 0.0
 
     @abstractmethod

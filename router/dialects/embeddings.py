@@ -79,7 +79,7 @@ class Embedding(Answer):
 
 
 class Listed(Answer):
-    """What the lists have in common."""
+    """Common fields of the answers that are lists."""
 
     object: Literal["list"]
     model: str

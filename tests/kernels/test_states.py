@@ -118,7 +118,7 @@ def state_rows(layer: Layer) -> StateRows:
 
 
 def batch_of(memory: StateRows, seqs: list[int], counts: list[int], kv_lens: list[int]) -> PagedBatch:
-    """Return a batch of rows, each with so many new tokens of a sequence, which then has so many."""
+    """Return a batch of sequences by their numbers of new tokens and of all tokens."""
     batch = PagedBatch(
         caches=[torch.zeros(1, 2, 1, B, 8)],
         slots_T=torch.zeros(sum(counts), dtype=torch.long),

@@ -28,7 +28,7 @@ shapes = pytest.mark.parametrize(
 
 
 def check(where: Any, prompt: list[int], expected: Expected, most: int, name: str) -> None:
-    """Compute a prompt on an instance, of at most so many of its tokens."""
+    """Answer a prompt on an instance, which may compute only a limited number of its tokens."""
     where.engine.scheduler.costs = SLOW
     job = alone(where, prompt)
     sources = job.prompt_sources()
@@ -39,7 +39,7 @@ def check(where: Any, prompt: list[int], expected: Expected, most: int, name: st
 @shapes
 @pytest.mark.parametrize("max_tokens", [TOKENS, 3])
 def test_another_turn(instance: Instance, expected: Expected, max_tokens: int) -> None:
-    """Where the prompt was computed, where the answer was, and where neither was."""
+    """On the instance that computed the prompt, on the one that computed the answer, and on a third one."""
     prompt = [max_tokens, *((i * i + 3 * i) % 250 for i in range(330))]
     pair = instance(num_blocks=200), instance(num_blocks=200, store_generated="auto")
     job = hand_over(*pair, prompt, max_tokens=max_tokens)

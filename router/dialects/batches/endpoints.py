@@ -165,7 +165,7 @@ class Batches(Dialect):
 
 
 def _check_charset(request: Request) -> None:
-    """Raise UnsupportedMediaType for a form in another charset: Python has such as take hours for a megabyte (punycode)."""
+    """Raise UnsupportedMediaType for a form in another charset: decoding some takes quadratic time (punycode)."""
     from python_multipart.multipart import parse_options_header
 
     _, options = parse_options_header(request.headers.get("content-type"))

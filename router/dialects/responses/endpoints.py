@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Annotated
+from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -134,7 +134,7 @@ def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
 
 def _item(item_id: str, message: Json) -> Json:
     kind = "output_text" if message["role"] == "assistant" else "input_text"
-    content = message.get("content") or ""
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]  # type: ignore[attr-defined]
+    content: Any = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     parts = [{"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {}) for text in texts]
     return {"id": item_id, "type": "message", "role": message["role"], "status": "completed", "content": parts}
