@@ -7,10 +7,10 @@ slot.on_decision = ...            called when a queued request has been admitted
 slot.release(tokens)              however the request ended
 """
 
-import heapq
+import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -191,21 +191,13 @@ class AdmissionQueue:
         self._metrics.key_refusals.labels(key=key, reason=refusal.kind).inc()
 
 
-@dataclass(order=True)
-class _Entry(Generic[Item]):
-    rank: int
-    arrival: int
-    tokens: int = field(compare=False)
-    item: Item = field(compare=False)
-
-
 class _KeyQueue(Generic[Item]):
-    """The queued requests of one key, as a heap, and its counter."""
+    """The queued requests of one key, as sorted tuples (rank, arrival, tokens, item), and its counter."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.counter = 0.0
-        self.heap: list[_Entry[Item]] = []
+        self.entries: list[tuple[int, int, int, Item]] = []
 
 
 class FairQueue(Generic[Item]):
@@ -232,25 +224,24 @@ class FairQueue(Generic[Item]):
         self._last_counter = 0.0  # the highest counter at which an item has been popped
 
     def __len__(self) -> int:
-        return sum(len(queue.heap) for queue in self.backlogged.values())
+        return sum(len(queue.entries) for queue in self.backlogged.values())
 
     def __iter__(self) -> Iterator[Item]:
-        return (entry.item for queue in self.backlogged.values() for entry in queue.heap)
+        return (item for queue in self.backlogged.values() for *_, item in queue.entries)
 
     def num_queued(self, key: str) -> int:
-        return len(self._queues[key].heap)
+        return len(self._queues[key].entries)
 
     def push(self, key: str, item: Item, tokens: int, priority: int = 0) -> None:
         """Queue an item. `tokens`, 1 or more, are charged to the key when the item is popped."""
         assert tokens > 0, tokens
         queue = self._queues[key]
-        if not queue.heap:
+        if not queue.entries:
             queue.counter = max(queue.counter, self._last_counter)
             self.backlogged[key] = queue
         self._arrivals += 1
-        heapq.heappush(
-            queue.heap, _Entry(self._arrivals + ARRIVALS_PER_PRIORITY * priority, self._arrivals, tokens, item)
-        )
+        rank = self._arrivals + ARRIVALS_PER_PRIORITY * priority
+        bisect.insort(queue.entries, (rank, self._arrivals, tokens, item))  # no two have the same arrival
 
     def pass_by(self, key: str, tokens: int) -> None:
         """Charge an item that is served at once because nothing is queued, as if it had been pushed and popped."""
@@ -270,7 +261,7 @@ class FairQueue(Generic[Item]):
     def peek(self, key: str | None = None) -> Item | None:
         """Return the item that `pop` would return, or None if there is none."""
         queue = self.backlogged.get(key or self.next_key() or "")
-        return queue.heap[0].item if queue is not None else None
+        return queue.entries[0][-1] if queue is not None else None
 
     def pop(self, key: str | None = None) -> Item:
         """Remove and return the first item of a key, by default of the next one, and charge its tokens to the key."""
@@ -278,10 +269,10 @@ class FairQueue(Generic[Item]):
         assert key is not None, "the queue is empty"
         queue = self.backlogged[key]
         self._last_counter = max(self._last_counter, queue.counter)
-        entry = heapq.heappop(queue.heap)
-        self.charge(key, entry.tokens)
+        _, _, tokens, item = queue.entries.pop(0)
+        self.charge(key, tokens)
         self._discard_if_empty(key)
-        return entry.item
+        return item
 
     def charge(self, key: str, tokens: int) -> None:
         """Charge further tokens, such as an output, for an item popped earlier."""
@@ -290,9 +281,8 @@ class FairQueue(Generic[Item]):
 
     def remove(self, key: str, item: Item) -> None:
         """Remove a queued item without charging its key."""
-        queue = self.backlogged[key]
-        queue.heap = [entry for entry in queue.heap if entry.item is not item]
-        heapq.heapify(queue.heap)
+        entries = self.backlogged[key].entries
+        del entries[next(i for i, entry in enumerate(entries) if entry[-1] is item)]
         self._discard_if_empty(key)
 
     def drop(self) -> Item:
@@ -300,11 +290,11 @@ class FairQueue(Generic[Item]):
 
         When the queue is full, this sheds load from the heaviest sender and not from keys that arrive later or send less.
         """
-        key = max(self.backlogged, key=lambda name: len(self.backlogged[name].heap) / self.backlogged[name].weight)
-        item = max(self.backlogged[key].heap).item
-        self.remove(key, item)
+        key = max(self.backlogged, key=lambda name: len(self.backlogged[name].entries) / self.backlogged[name].weight)
+        *_, item = self.backlogged[key].entries.pop()
+        self._discard_if_empty(key)
         return item
 
     def _discard_if_empty(self, key: str) -> None:
-        if not self._queues[key].heap:
+        if not self._queues[key].entries:
             del self.backlogged[key]
