@@ -21,7 +21,7 @@ from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
 from pdserve.router.text.parsers.output_parser import OutputParser
 from pdserve.router.text.tokenizer import Tokenizer
 
-SLICE_TOKENS = 256  # that are parsed one by one without a pause: some milliseconds
+SLICE_TOKENS = 256  # that become text one by one without a pause: some milliseconds
 Json = dict[str, object]
 
 
@@ -72,9 +72,9 @@ class Choice:
     def deltas(self, chunks: list[Output]) -> Iterator[Delta]:
         """Yield one delta per chunk up to the end of the choice. Tokens are counted as the iterator advances.
 
-        A long chunk that is to be parsed gives several, between which others can be served.
+        A long chunk gives several, between which others can be served.
         """
-        for chunk in chunks if self.parser is None else _sliced(chunks):
+        for chunk in chunks if len(chunks[0].token_ids) <= SLICE_TOKENS else _sliced(chunks):
             if self.parser is not None:
                 output, token_ids = self._parse(chunk, self.parser)
             else:
@@ -92,6 +92,8 @@ class Choice:
                 offsets = []
             if self.echo_length and logprobs:
                 offsets = [self.echo_length + offset for offset in offsets]
+            if self.text.finish_reason is not None and chunk.finish_reason is None:
+                self.stream.cancel(self.text.finish_reason)  # before a client reads it, which may be slow, or leave
             yield Delta(
                 self.index,
                 output.text,
@@ -221,18 +223,20 @@ class Generation:
         async for index, outputs in read(running):
             choice = self.choices[index]
             yield choice.deltas(outputs)
-            if choice.text.finish_reason is not None and index in running:
-                running.pop(index).cancel(choice.text.finish_reason)
+            if choice.text.finish_reason is not None:
+                running.pop(index, None)
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and release the request's admission."""
-        used = self.prompt_tokens
+        generated = 0
         for choice in self.choices:
-            used += choice.num_tokens
+            generated += choice.num_tokens
             if choice.text.finish_reason is None:  # cut short, so there may be tokens that were never emitted
                 choice.stream.cancel()
-                used += max(0, choice.stream.timeline.output_tokens - choice.num_tokens)
-        self._release(used)
+                generated += max(0, choice.stream.timeline.output_tokens - choice.num_tokens)
+        if width := self.requests[0].sampling.beam_width:  # beams that are no answer were as much work
+            generated = generated * width * len(self.prompts) // len(self.requests)
+        self._release(self.prompt_tokens + generated)
 
     @property
     def prompt_tokens(self) -> int:

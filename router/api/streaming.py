@@ -25,6 +25,7 @@ from pdserve.router.api.logprobs import (
 )
 from pdserve.router.text.parsers.output import ToolCallDelta
 
+MAX_DELTAS = 64  # sent at once; a client that has not read for a while has many, and others are served between
 BuildBody = Callable[[Generation, list[Delta]], Json]  # builds the response body from one merged delta per choice
 
 
@@ -182,13 +183,17 @@ class EventStream(Response, ABC):
             async for deltas in self._generation.run():
                 async with self._sending:
                     events: list[bytes] = []
-                    for delta in deltas:
+                    for number, delta in enumerate(deltas, 1):
                         scores = delta.logprobs or delta.prompt_logprobs
                         if scores and are_many(*_all_logprobs([delta])):
                             events += await asyncio.to_thread(self._large_events, delta)
                         else:
                             events += self.encoded_events(delta)
                         self._unfinished -= delta.finish_reason is not None
+                        if not number % MAX_DELTAS:
+                            await self._send(send, events, last=False)
+                            await asyncio.sleep(0)
+                            events = []
                     last = not self._unfinished
                     if last:
                         events += map(self.encode, self.final_events())

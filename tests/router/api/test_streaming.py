@@ -8,7 +8,9 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,6 +18,7 @@ import pytest
 from starlette.types import Message
 
 from pdserve.errors import BadRequest, Overloaded, RequestError, Unavailable
+from pdserve.output import Output
 from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
@@ -245,6 +248,62 @@ def test_tokens_that_arrive_together_share_one_write(app: Application, backend: 
     assert [event["choices"][0]["token_ids"] for event in parsed] == [[token_id] for token_id in IDS]
     assert [event["usage"]["completion_tokens"] for event in parsed] == [1, 2, 3]
     assert b'"choices":[]' in usage and done == b"data: [DONE]"
+
+
+def test_many_tokens_that_arrive_together_are_sent_in_parts(app: Application, backend: ScriptedBackend) -> None:
+    """A client that has read nothing for a while would keep the event loop busy otherwise."""
+    backend.generates([40] * 200, at_once=True)
+    bodies = writes(app)
+    assert len(bodies) > 2 and sum(body.count(b'"text"') for body in bodies) == 200
+
+
+def test_a_stop_string_ends_the_choice_before_its_text_is_sent(
+    app: Application, backend: ScriptedBackend, tokenizer: Tokenizer
+) -> None:
+    """A client that is slow to read, or leaves, does not make instances go on."""
+    backend.generates(tokenizer.encode("hello Paris fox"), finish_reason=None, at_once=True, hang=True)
+    reasons = list[tuple[bool, str]]()
+
+    async def send(message: Message) -> None:
+        reasons.append((backend.streams[0].cancelled, backend.streams[0].timeline.finish_reason))
+
+    body = [{"type": "http.request", "body": json.dumps({**HELLO, "stream": True, "stop": "Paris"}).encode()}]
+
+    async def receive() -> Message:
+        return body.pop() if body else await asyncio.Future()
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": []}
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 600))
+    assert set(reasons) == {(True, "stop")}
+
+
+def test_others_are_served_while_a_long_answer_becomes_text(app: Application, backend: ScriptedBackend) -> None:
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=9000, common_model_len=9000)
+    backend.script.chunks = [[Output([40] * 8000, "length")]]
+    body = [{"type": "http.request", "body": json.dumps({**HELLO, "max_tokens": 8000, "logprobs": 0}).encode()}]
+    turns = [0, 0]
+
+    async def receive() -> Message:
+        return body.pop() if body else await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        pass
+
+    async def count_turns() -> None:
+        while True:
+            turns[bool(backend.streams)] += 1
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        other = asyncio.create_task(count_turns())
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": []}
+        with patch("asyncio.to_thread", lambda function: asyncio.sleep(0, function())):  # its turns do not count
+            await app(scope, receive, send)
+        other.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 600))
+    assert turns[1] > 8000 // 300
 
 
 def test_nothing_runs_for_a_client_that_has_disconnected() -> None:
