@@ -202,7 +202,11 @@ class EmbeddingEndpoints(Dialect):
         async def run() -> None:
             vectors.append(await embed(generation, service.backend, slot.release))
 
-        if not await client.run(run()):
+        try:
+            finished = await client.run(run())
+        finally:
+            slot.release(0)  # of a client that has left before anything ran
+        if not finished:
             return Response(status_code=CLIENT_GONE)
         num_bytes = len(body) + sum(vector.nbytes for vector in vectors[0])
         if num_bytes < LARGE_BODY:

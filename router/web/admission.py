@@ -78,8 +78,10 @@ class AdmissionController:
             tenant = self.queue.tenants[key]
             generation.requests[:] = [structs.replace(request, tenant=tenant) for request in generation.requests]
         prompt_tokens, requests = sum(map(len, generation.prompts)), generation.requests
-        max_tokens = prompt_tokens + len(requests) * requests[0].sampling.max_tokens
-        slot = self.queue.enter(key, prompt_tokens, max_tokens, len(requests), requests[0].priority)
+        sampling = requests[0].sampling
+        choices = max(len(requests), len(generation.prompts) * sampling.beam_width)  # instances compute all beams
+        max_tokens = prompt_tokens + choices * sampling.max_tokens
+        slot = self.queue.enter(key, prompt_tokens, max_tokens, choices, requests[0].priority)
         if slot.is_admitted:
             return slot
         entered = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from pdserve.config import RouterConfig
 from pdserve.router.api.streaming import ClientConnection
@@ -131,6 +132,46 @@ def test_limits_of_keys(
     assert sample(metrics, "pdserve_key_requests_under_way", key="key-1") == 0
     assert sample(metrics, "pdserve_refusals_total", reason="rate_limit_tokens") == 1
     assert len(backend.requests) == 3 + 3 * 2, "refused requests do not reach the backend"
+
+
+def test_beams_count_as_choices(
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+    keys_file: str,
+    metrics: Metrics,
+) -> None:
+    """Instances compute each of them, whatever number of answers is asked for."""
+    client = make_client(make_app(tokenizer, lambda: 1000.0, keys_file=keys_file))
+
+    def search(key: str, width: int, **body: Any) -> httpx.Response:
+        fields = {**PROMPT, "use_beam_search": True, "beam_width": width, **body}
+        return client.post("/v1/completions", fields, headers={"Authorization": f"Bearer {key}"})
+
+    refused = search("c", 3)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_choices")
+    assert search("c", 2).status_code == 200
+    first = search("a", 2)
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(50 - 3 - 2 * 20), "the most that it may use"
+    assert sample(metrics, "pdserve_key_tokens_total", key="alice") == 3 + 2, "a token of each beam"
+    assert search("a", 3).json()["error"]["code"] == "rate_limit_tokens"
+
+
+def test_embeddings_hold_no_place_for_a_client_that_has_left(app: Application, metrics: Metrics) -> None:
+    """It may have left while the texts were parsed."""
+    client = ClientConnection()
+    client.disconnect()
+    body = [{"type": "http.request", "body": b'{"input": "a"}'}]
+
+    async def receive() -> Message:
+        return body.pop()
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "query_string": b"", "headers": []}
+    asyncio.run(app({**scope, "state": {"client": client}}, receive, send))
+    assert sample(metrics, "pdserve_key_requests_under_way", key="anonymous") == 0
 
 
 class Callers:
