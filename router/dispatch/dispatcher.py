@@ -10,6 +10,7 @@ open ── select, check SLO, submit ──► on_output, on_lost, on_draining 
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 from msgspec import structs
@@ -307,12 +308,12 @@ class Dispatcher:
         self._waiting.place()
 
     def on_draining(self, instance: InstanceHandle) -> None:
-        """Migrate the streams that the instance decodes. Without other eligible instances, they finish where they are."""
+        """Migrate the streams that the instance decodes. Those that no other instance can take finish where they are."""
         for request_id in list(instance.requests):
             state = self.states.get(request_id)
             if state is None or instance is not state.final_instance:
                 continue
-            if not self._selector.missing_roles(avoid=instance):
+            if not self._selector.missing_roles(replace(state.needs, left=instance)):
                 state.cancel_on(instance)
                 reason = Unavailable(f"instance {instance.id} was drained", kind="drained")
                 self.handle(state, Event.DRAINED, reason)

@@ -4,6 +4,7 @@ import logging
 
 from pdserve.errors import Conflict, NotFound
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.router.dispatch.request_state import Needs
 from pdserve.router.dispatch.selector import InstanceSelector
 from pdserve.router.instances.fleet import Fleet
 
@@ -36,7 +37,7 @@ class Operations:
             raise Conflict(f"{instance_id} is already draining", kind="draining")
         if role == instance.hello.role:
             return
-        if missing := self._selector.missing_roles(avoid=instance):
+        if missing := self._selector.missing_roles(Needs(left=instance)):
             raise Conflict(f"{missing} would be available while {instance_id} drains", kind="last_instance")
         hello = pb.Hello()
         hello.CopyFrom(instance.hello)

@@ -100,9 +100,7 @@ class RequestState:
         )
         self.emitted: list[int] = []
         self.num_tokens, self.remaining_tokens = len(request.prompt), sampling.max_tokens
-        # A beam search alone has a decode phase without its last token.
-        num_output = sampling.max_tokens + bool(sampling.beam_width)
-        self.needs = Needs(len(request.prompt) + num_output, self.newest_field[0], adapter=request.adapter)
+        self.needs = Needs(self.num_tokens + sampling.max_tokens, self.newest_field[0], adapter=request.adapter)
         self.cached: Mapping[str, int] = {}
         self._on_cancel = on_cancel
         self._outputs: list[Output] = []  # not yet taken by the HTTP side

@@ -74,7 +74,7 @@ class InstanceSelector:
         prefills, decodes = self._eligible("prefill", needs), self._eligible("decode", needs)
         if not prefills and not decodes:
             what = f" with the adapter {state.request.adapter_name!r}" if needs.adapter else ""
-            missing = self.missing_roles(needs.left) or f"no instance{what} for {needs.context} tokens"
+            missing = self.missing_roles(Needs(left=needs.left)) or f"no instance{what} for {needs.context} tokens"
             if state.is_suspect:
                 missing = "no instance that has been heard from since its last fault"
             raise Unavailable(f"{missing} is available", kind="no_instance", retry_after_s=1)
@@ -86,7 +86,7 @@ class InstanceSelector:
             self._turn,
             state.request.session,
             cached,
-            needs.context - state.num_tokens,
+            state.remaining_tokens + bool(state.request.sampling.beam_width),  # a search decodes for one token, too
             prefills_itself=not prefills or not decodes or all([one.role == "both" for one in prefills]),
             stored=stored,
             mean_answer=self.mean_answer,
@@ -100,13 +100,9 @@ class InstanceSelector:
             self._metrics.decisions.labels(role=role, policy=decision.policy).inc()
         return selection
 
-    def missing_roles(self, avoid: InstanceHandle | None = None) -> str:
-        """Describe the roles without an eligible instance, such as `no decode instance`; empty if there is none.
-
-        Args:
-            avoid: an instance that is not eligible.
-        """
-        roles = [role for role in ("prefill", "decode") if not self._eligible(role, Needs(left=avoid))]
+    def missing_roles(self, needs: Needs | None = None) -> str:
+        """Describe the roles without an eligible instance, such as `no decode instance`; empty if there is none."""
+        roles = [role for role in ("prefill", "decode") if not self._eligible(role, needs or Needs())]
         if not roles:
             return ""
         breakers, now = self._fleet.breakers, self._fleet.now()
@@ -136,6 +132,11 @@ class InstanceSelector:
     def forget(self, instance: InstanceHandle) -> None:
         """Drop what was recorded about an instance that left."""
         self._reachability.forget(instance.id)
+        counter = self._metrics.failed_handovers
+        samples = [sample for metric in counter.collect() for sample in metric.samples]
+        for pair in {(sample.labels["prefill"], sample.labels["decode"]) for sample in samples}:
+            if instance.id in pair:
+                counter.remove(*pair)
 
     def _select_single_role(self, request: PlacementRequest, role: str, eligible: list[InstanceHandle]) -> Selection:
         """Let an instance of the only available role do everything; every instance contains the code of both roles."""

@@ -212,6 +212,7 @@ class TimelineLog:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
+        self._first_attempt = 0  # no request of which nothing is known any more had this one
 
     def new(self, request: RoutedRequest, now: float) -> Timeline:
         """Return the timeline of a new request, which is not in the log yet."""
@@ -223,7 +224,8 @@ class TimelineLog:
             "chat" if request.multi_turn else "text_completion",
             request.sampling.max_tokens,
             request.adapter_name,
-            attempt=0 if earlier is None else earlier.attempt + 1,  # outputs of the earlier request may still arrive
+            # Outputs of an earlier request may still arrive.
+            attempt=self._first_attempt if earlier is None else earlier.attempt + 1,
             prompt_tokens=len(request.prompt),
             prompt_block=block,
             prompt_ids=ids,
@@ -235,7 +237,8 @@ class TimelineLog:
         """Add a timeline, and drop the oldest one if there are too many."""
         self._timelines[timeline.request_id] = timeline
         while len(self._timelines) > self._capacity:
-            self._timelines.popitem(last=False)
+            _, dropped = self._timelines.popitem(last=False)
+            self._first_attempt = max(self._first_attempt, dropped.attempt + 1)
 
     def get(self, request_id: str) -> Timeline | None:
         return self._timelines.get(request_id)

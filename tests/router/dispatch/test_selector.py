@@ -11,6 +11,7 @@ from pdserve.errors import Unavailable
 from pdserve.keys import block_keys
 from pdserve.output import Failure, Moved, Stored
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import SamplingParams
 from pdserve.router.dispatch.selector import MAX_FAILED_HANDOVERS, RETRY_AFTER_S, StoreReachability
 from pdserve.router.instances.fleet import InstanceHandle
 
@@ -55,6 +56,14 @@ def test_an_instance_gets_the_requests_that_it_has_room_for(make_cluster: type[C
     assert info is not None and (info.max_model_len, info.common_model_len) == (100, 5)
     with pytest.raises(Unavailable, match="no instance for 103 tokens is available"):
         cluster.open("too-long", max_tokens=100)
+
+
+def test_a_beam_search_may_take_the_whole_context(make_cluster: type[Cluster]) -> None:
+    cluster = make_cluster("prefill", "decode")
+    search = SamplingParams(max_tokens=97, beam_width=2, num_answers=2)
+    assert cluster.open(sampling=search).timeline.decode_instance == "decode-1"
+    one_token = SamplingParams(max_tokens=1, beam_width=2, num_answers=2)
+    assert cluster.open("short", sampling=one_token).timeline.decode_instance == "decode-1"
 
 
 def test_each_role_has_its_own_policy_explained_in_the_timeline(make_cluster: type[Cluster]) -> None:
@@ -102,6 +111,14 @@ def test_pairs_without_a_common_store_are_detected_and_avoided(
     assert hand_over(blocks=2) is unreachable, "there is no other prefill instance"
     cluster.instances[1] = reachable = cluster.join("prefill-1", "prefill")
     assert {hand_over().id for _ in range(4)} == {"prefill-0", "prefill-1"}, "the pair is reachable again"
+    assert hand_over(blocks=0) and b"in_vain_total{" in cluster.dispatcher._metrics.text()
+    for prefill in (unreachable, reachable):
+        cluster.fleet.deregister(prefill, "test")
+    assert b"in_vain_total{" not in cluster.dispatcher._metrics.text(), "names of instances that left are not kept"
+    cluster.instances[0], cluster.instances[1] = (
+        cluster.join("prefill-0", "prefill"),
+        cluster.join("prefill-1", "prefill"),
+    )
     caplog.set_level("WARNING")
 
 
