@@ -114,6 +114,9 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameter("prompt", "send either prompt or messages")
     if body.messages is not None:
+        if body.add_special_tokens:
+            message = "add_special_tokens needs a prompt: the chat template writes those of messages"
+            raise InvalidParameter("add_special_tokens", message)
         names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
         return render(ChatBody(**{name: getattr(body, name) for name in names}), tokenizer)[0]
     for name in ("tools", "chat_template_kwargs", "continue_final_message"):

@@ -199,7 +199,7 @@ def grammar_of(body: SamplingBody, info: ModelInfo) -> str:
 
 def _logit_bias(biases: dict[str, float], _: str, info: ModelInfo, tokenizer: Tokenizer) -> dict[int, float]:
     for name in biases:
-        if not (name.isascii() and name.isdigit() and len(name) < 10):
+        if not (name.isascii() and name.isdigit() and len(name) < 10 and name == str(int(name))):
             message = f'logit_bias maps token ids, such as "276", to numbers; {quote(name)} is not a token id'
             raise InvalidParameter("logit_bias", message)
     by_id = {int(name): value for name, value in biases.items()}

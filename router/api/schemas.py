@@ -230,6 +230,7 @@ class Prediction(Body):
 
 
 class ChatBody(SamplingBody):
+    no_ops: ClassVar = {**NO_OPS, "add_special_tokens": (False,)}  # the chat template writes them
     message: ClassVar = Message
 
     messages: Messages[Message]

@@ -6,12 +6,13 @@ from typing import Annotated
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from pdserve.errors import BadRequest, InvalidParameter, NotFound
+from pdserve.errors import BadRequest, InvalidParameter, NotFound, Unavailable
 from pdserve.router.api.parsing import Body, JsonBody, parse_body
 from pdserve.router.web.dialect import Dialect
 from pdserve.router.web.endpoint import Access, endpoint, example
 
 MAX_NAME_CHARS = 200
+TIMEOUT_S = 300.0  # for all instances to answer
 TEXT = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
@@ -82,13 +83,26 @@ class AdapterEndpoints(Dialect):
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
     async def _change(self, name: str, path: str, replaces: bool) -> None:
-        """Wait until all instances have loaded or unloaded an adapter. Raises BadRequest if one cannot."""
+        """Wait until all instances have loaded or unloaded an adapter.
+
+        Raises:
+            BadRequest: one cannot.
+            Unavailable: one does not answer; it may yet do it.
+        """
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def on_done(error: str) -> None:
-            if not done.done():  # the client may have left
+            if not done.done():  # it may be too late
                 done.set_result(error)
 
         self.service.backend.change_adapter(name, path, replaces, on_done)
-        if error := await done:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                error = await done
+        except TimeoutError:
+            message = (
+                f"not all instances have answered within {TIMEOUT_S:g} s; /v1/models has the adapters that are loaded"
+            )
+            raise Unavailable(message, kind="timeout") from None
+        if error:
             raise BadRequest(error, kind="adapter_refused", param="lora_path" if path else "lora_name")

@@ -38,7 +38,7 @@ class Detokenizer:
         """`replaced`: special tokens that are not skipped, and the text in place of their strings, which it ends with."""
         self._replaced = replaced or {}
         skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._skipped = skipped - self._replaced.keys() if self._replaced else skipped
+        self._skipped = (skipped - self._replaced.keys() if self._replaced else skipped) | tokenizer.unused_ids
         self._vocab_size = tokenizer.vocab_size
         skips_in_decode = skip_special_tokens and not self._replaced
         self._text_length = tokenizer.text_length if skips_in_decode else None

@@ -97,6 +97,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: exclusive upper bound of the tokenizer's ids. The model may have further ids, which decode to nothing.
+        unused_ids: those below that the vocabulary skips; they decode to nothing either.
         eos_token_ids: the tokenizer's end-of-sequence id; empty if it has none.
         special_ids: special tokens, which `decode` omits by default.
         parsers: those of the model's reasoning and tool calls.
@@ -130,7 +131,9 @@ class Tokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         self.decode: Callable[..., str] = self._rust.decode
-        self.vocab_size = max(self._rust.get_vocab().values()) + 1  # the vocabulary may skip ids
+        used = self._rust.get_vocab().values()
+        self.vocab_size = max(used) + 1
+        self.unused_ids = frozenset(range(self.vocab_size)).difference(used)
         eos = self._hf.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset([eos])
         added = self._rust.get_added_tokens_decoder()

@@ -47,8 +47,8 @@ def create_app(
     service = Service(config, tokenizer, backend, admission, grammars)
     served = [dialect(service) for dialect in (load_dialects() if dialects is None else dialects)]
     dialect_routes = [route for dialect in served for route in dialect.routes()]
-    service.handlers |= {
-        route.path: route.respond for route in dialect_routes if route.has_body and route.access is Access.CLIENT
+    service.endpoints |= {
+        route.path: route for route in dialect_routes if route.has_body and route.access is Access.CLIENT
     }
     clients, operators = KeySet(admission.keys), KeySet(load_api_keys(config.admin_key))
 

@@ -38,7 +38,7 @@ from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry import tracing
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
-from pdserve.router.web.endpoint import Access, Endpoints, Handler, Method, endpoint, generation_examples
+from pdserve.router.web.endpoint import Access, Endpoint, Endpoints, Method, endpoint, generation_examples
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.parse_queue import Parse, Result, parse_request, read_body, served
 
@@ -54,7 +54,7 @@ class Service:
     Functions that parse can be pickled, as what they get and return: large bodies are parsed in another process.
 
     Attributes:
-        handlers: of the endpoints of all dialects that take a body, by path.
+        endpoints: those of all dialects that take a body, by path.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Service:
         self.tokenizer = tokenizer
         self.backend = backend
         self.admission = admission
-        self.handlers: dict[str, Handler] = {}
+        self.endpoints: dict[str, Endpoint] = {}
         self._grammars = grammars
         # A request for more choices than the router may run at once would stay queued for ever.
         self._max_n = min(config.max_n, config.max_requests)

@@ -156,6 +156,10 @@ class Endpoint(APIRoute):
         response = await self._respond(Request(scope, receive))
         await response(scope, receive, send)
 
+    def body_of(self, error: RequestError, request_id: str) -> Mapping[str, object]:
+        """Return the body of an error."""
+        return error.body() if self.error_body is None else self.error_body(error, request_id)
+
     async def respond(self, request: Request) -> Response:
         """Return the response to a request with a JsonBody."""
         answer = await self.endpoint(request, await read_json(request), **request.path_params)

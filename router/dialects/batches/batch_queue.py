@@ -1,4 +1,4 @@
-"""Answers the batches of all clients, one after the other for each API key, through the handlers of the router's endpoints.
+"""Answers the batches of all clients, one after the other for each API key, through the router's endpoints.
 
     validating ──► in_progress ──► completed          failed: a line is no request, or the answers cannot be written
          │              │
@@ -39,7 +39,7 @@ from pdserve.router.api.http_responses import InternalError
 from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.dialects.batches.answer_files import AnswerFiles
 from pdserve.router.dialects.batches.file_store import BATCH, FILE, FileStore, Json, new_id
-from pdserve.router.web.endpoint import Handler
+from pdserve.router.web.endpoint import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ Item = TypeVar("Item")
 class BatchQueue:
     """The batches of a router. Lives on one event loop, and reads and writes files in threads."""
 
-    def __init__(self, store: FileStore, concurrency: int, handlers: Mapping[str, Handler]) -> None:
-        """`handlers` are those of the endpoints by path; they may come later, but before a batch starts."""
+    def __init__(self, store: FileStore, concurrency: int, endpoints: Mapping[str, Endpoint]) -> None:
+        """`endpoints` are the router's by path; they may come later, but before a batch starts."""
         self.store = store
-        self._handlers = handlers
+        self._endpoints = endpoints
         self._concurrency = concurrency
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch id
         self._keys: dict[str, str] = {}  # of these batches
@@ -245,7 +245,7 @@ class BatchQueue:
                 began = time.monotonic()
 
     def _sender(self, key: str) -> Callable[[BatchRequest], Any]:
-        """Return a function that calls the handler of a request's endpoint, as if the key had sent it."""
+        """Return a function that calls a request's endpoint, as if the key had sent it."""
 
         async def send(request: BatchRequest) -> tuple[int, str, Json]:
             request_id = new_id("batch_req-")
@@ -266,15 +266,18 @@ class BatchQueue:
                 "query_string": b"",
                 "state": {"key": key, "request_id": request_id, "client": ClientConnection()},
             }
+            endpoint = self._endpoints[request.url]
+            error: RequestError
             try:
-                response = await self._handlers[request.url](Request(scope, receive))
-            except RequestError as error:
-                return error.status, request_id, error.with_traceback(None).body()
+                response = await endpoint.respond(Request(scope, receive))
+                answer: Json = await asyncio.to_thread(json.loads, bytes(response.body))
+                return response.status_code, request_id, answer
+            except RequestError as refusal:
+                error = refusal.with_traceback(None)
             except Exception:  # of this line: the others have answers all the same
                 log.exception("line %d of a batch failed", request.line)
-                return InternalError.status, request_id, InternalError().body()
-            answer: Json = await asyncio.to_thread(json.loads, bytes(response.body))
-            return response.status_code, request_id, answer
+                error = InternalError()
+            return error.status, request_id, {**endpoint.body_of(error, request_id)}
 
         return send
 

@@ -41,7 +41,7 @@ class Batches(Dialect):
                 raise not_imported("python_multipart", error) from error
             size, is_shared = parse_size(service.config.max_batch_bytes), len(service.admission.keys) > 1
             store = FileStore(Path(service.config.batch_folder), size, is_shared=is_shared)
-            self._opened_queue = BatchQueue(store, service.config.batch_concurrency, service.handlers)
+            self._opened_queue = BatchQueue(store, service.config.batch_concurrency, service.endpoints)
             self.larger_bodies = {"/v1/files": size}
 
     def start(self) -> None:

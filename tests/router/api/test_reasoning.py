@@ -182,6 +182,19 @@ def test_invalid_fields(expect_error: Callable[..., dict[str, Any]], fields: dic
     assert message in expect_error(CHAT, {"messages": [QUESTION], **fields})["message"]
 
 
+@pytest.mark.parametrize("text", ["<think>\nI", "<think>\nI</think>It"])
+def test_an_answer_goes_on_in_the_reasoning_of_the_final_message(
+    reasoning_client: Client, reasoning_tokenizer: Tokenizer, backend: ScriptedBackend, text: str
+) -> None:
+    backend.generates([*reasoning_tokenizer.encode(" see.</think>Paris."), 0], "stop")
+    messages = []
+    for content in (text, [{"type": "text", "text": text}]):
+        turns = [QUESTION, {"role": "assistant", "content": content}]
+        response = reasoning_client.post(CHAT, {"messages": turns, "continue_final_message": True})
+        messages.append(response.json()["choices"][0]["message"])
+    assert messages[0] == messages[1] and ("reasoning" in messages[0]) == ("</think>" not in text)
+
+
 def test_prompts_of_later_turns(
     reasoning_client: Client, reasoning_tokenizer: Tokenizer, backend: ScriptedBackend
 ) -> None:

@@ -275,6 +275,11 @@ def test_forms_of_a_prompt(
             "logit_bias",
             "logit_bias maps token ids, such as \"276\", to numbers; 'a' is not a token id",
         ),
+        (
+            {"logit_bias": {"7": 1, "07": 2}},
+            "logit_bias",
+            "logit_bias maps token ids, such as \"276\", to numbers; '07' is not a token id",
+        ),
     ],
 )
 def test_parameters_out_of_range(expect_error: ExpectError, field: dict[str, Any], param: str, message: str) -> None:

@@ -29,6 +29,17 @@ CLASSES = [one for _, one in inspect.getmembers(schemas, inspect.isclass) if iss
 ExpectError = Callable[..., dict[str, Any]]
 
 
+def test_special_tokens_are_added_to_prompts_and_not_to_chats(client: Client) -> None:
+    """As vLLM has it by default: the chat template writes those of a chat."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hello"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    }
+    for path, body in bodies.items():
+        statuses = [client.post(path, {**body, "add_special_tokens": one}).status_code for one in (True, False)]
+        assert statuses == ([400, 200] if "messages" in body else [200, 400])
+
+
 def test_no_field_is_both_supported_and_unsupported() -> None:
     assert not set(NO_OPS) & (set(CompletionBody.model_fields) | set(ChatBody.model_fields))
 

@@ -136,6 +136,18 @@ def test_a_batch(serve: Callable[[], AbstractContextManager[str]], backend: Scri
             official.batches.cancel(batch.id)
 
 
+def test_the_errors_of_lines_are_those_of_their_endpoints(serve: Callable[[], AbstractContextManager[str]]) -> None:
+    data = batch_file("a").replace(CHAT.encode(), b"/v1/messages")  # without max_tokens
+    with serve() as url, client(url) as official:
+        file = official.files.create(file=("in.jsonl", data), purpose="batch")
+        endpoint: Any = "/v1/messages"
+        batch = official.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+        response = answers(official, ended(official, batch.id).error_file_id)["a"]["response"]
+    assert response["status_code"] == 400
+    error = {"type": "invalid_request_error", "message": "max_tokens is required"}
+    assert response["body"] == {"type": "error", "error": error, "request_id": response["request_id"]}
+
+
 def test_pages_of_a_listing(serve: Callable[[], AbstractContextManager[str]]) -> None:
     with serve() as url, client(url) as official:
         names = [f"{i}.jsonl" for i in range(5)]

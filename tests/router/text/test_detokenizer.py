@@ -54,6 +54,15 @@ def test_byte_fallback_and_trimmed_spaces(fallback_tokenizer: Tokenizer) -> None
         assert "\ufffd" not in "".join(out)
 
 
+def test_ids_that_the_vocabulary_skips_add_nothing(fallback_tokenizer: Tokenizer) -> None:
+    """A client may allow only such ones, of which a window would grow without end."""
+    detokenizer = Detokenizer(fallback_tokenizer)
+    cat = fallback_tokenizer.token_id("▁cat")
+    assert cat is not None
+    assert [detokenizer.push([one]) for one in (cat, *[1] * 100, cat)] == ["cat", *[""] * 100, " cat"]
+    assert len(detokenizer._window) < 10 and not detokenizer.has_rest
+
+
 def test_ids_in_any_order_equal_decode(tokenizer: Tokenizer) -> None:
     @SHARED
     @given(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=60))

@@ -54,6 +54,11 @@ def test_tokenize_a_chat(client: Client, tokenizer: Tokenizer) -> None:
     [
         ("/tokenize", {}, "send either prompt or messages"),
         ("/tokenize", {"prompt": "a", "messages": []}, "send either prompt or messages"),
+        (
+            "/tokenize",
+            {**CHATTING, "add_special_tokens": True},
+            "add_special_tokens needs a prompt: the chat template writes those of messages",
+        ),
         ("/tokenize", {"promt": "a"}, "unknown field 'promt'; did you mean 'prompt'?"),
         ("/detokenize", {}, "tokens is required"),
         ("/detokenize", {"tokens": [300]}, "tokens holds the token id 300; this model's ids are 0 to 299"),
