@@ -41,16 +41,21 @@ def mask_budget_s(num_tokens: int) -> float:
     return MASK_CPU_S + MASK_CPU_S_PER_TOKEN * num_tokens
 
 
+def check_size(num_chars: int, param: str | None = None) -> None:
+    """Raise GrammarTooComplex if a specification with so many characters is too long."""
+    if num_chars > MAX_CHARS:
+        message = f"{param or 'the grammar'} has {num_chars} characters as JSON; at most {MAX_CHARS} are allowed"
+        raise GrammarTooComplex(message, kind="invalid_grammar", param=param)
+
+
 def check_grammar(spec: str, param: str | None = None) -> None:
     """Check the size and the depth of a specification in the format of `grammars/specification.py`.
 
     Raises:
         GrammarTooComplex: it exceeds MAX_CHARS or MAX_DEPTH; `param` is the field of the request that it came from.
     """
+    check_size(len(spec), param)
     name = param or "the grammar"
-    if len(spec) > MAX_CHARS:
-        message = f"{name} has {len(spec)} characters as JSON; at most {MAX_CHARS} are allowed"
-        raise GrammarTooComplex(message, kind="invalid_grammar", param=param)
     parsed = json.loads(spec)
     specs = [*specifications(parsed.get("format")), parsed]
     texts = [one[kind] for one in specs for kind in ("regex", "grammar") if kind in one]

@@ -8,6 +8,7 @@ from typing import Any
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.grammars import formats
+from pdserve.grammars.limits import check_size
 from pdserve.router.api.parsing import or_default, quote
 from pdserve.router.api.schemas import ChatBody
 from pdserve.router.text.parsers.json_calls import HermesParser, Llama3JsonParser
@@ -43,17 +44,15 @@ class AllowedTools:
             structured: the grammar of an output without calls, or empty.
 
         Raises:
-            BadRequest: the format of this model's calls cannot be held to the schemas.
+            BadRequest: the format of this model's calls cannot be held to the schemas, or they are too large.
         """
+        schemas = {name: _object_schema(name, self.tools.schemas[name]) for name in self.forced or self.strict}
+        check_size(sum(len(json.dumps(one)) for one in schemas.values()), "tools")  # before it is written with them
         if self.forced:
-            schemas = {name: _object_schema(name, self.tools.schemas[name]) for name in self.forced}
             return json.dumps({"format": self.parser.forced_format(schemas)})
         if not (self.strict or structured):
             return ""
-        functions = {
-            name: _object_schema(name, schema) if name in self.strict else None
-            for name, schema in self.tools.schemas.items()
-        }
+        functions = {name: schemas.get(name) for name in self.tools.schemas}
         return json.dumps({"format": self._output_format(functions, structured)})
 
     def may_reason(self, structured: str) -> bool:
@@ -118,7 +117,9 @@ def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
 def _allowed_functions(choice: Mapping[str, Any], names: Set[str]) -> tuple[str, list[str]]:
     """Return the mode of a choice of the type `allowed_tools`, and the functions that it leaves of these."""
     match choice:
-        case {"allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}}:
+        case {"allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}} if len(tools) <= len(
+            names
+        ):
             allowed = [name for name in names if {"type": "function", "function": {"name": name}} in tools]
             if len(allowed) == len(tools):
                 return mode, allowed

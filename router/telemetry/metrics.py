@@ -22,7 +22,7 @@ LATENCY_BUCKETS = (*(one / 1e3 for one in MILLISECONDS), 1, 2, 5, 10, 20, 40, 60
 LOST = ("instance_lost", "drained", "timeout")  # why requests move to another instance
 # Counter → values of its label from the start, so that the first event is an increase.
 FROM_START = {
-    "requests": ("stop", "length", "cancelled", "error", "refused"),
+    "requests": ("stop", "length", "cancelled", "error"),
     "refusals": (
         *("max_requests", "slo_ttft", "slo_itl", "body_bytes", "too_many_choices"),
         *("rate_limit_requests", "rate_limit_tokens", "rate_limit_concurrency"),

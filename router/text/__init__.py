@@ -1,4 +1,4 @@
 """Text and tokens: chat templates, tokenization, detokenization and tool-call parsing.
 
-In reading order: tokenizer; detokenizer, overlap; parsers.
+In reading order: tokenizer; detokenizer; parsers.
 """

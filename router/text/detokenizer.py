@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from pdserve.output import Output
-from pdserve.router.text.overlap import overlap
 from pdserve.router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -119,7 +118,8 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = tuple(stops)
+        self._stops = [(stop, _prefix_function(stop)) for stop in stops]
+        self._lengths = [0] * len(stops)  # of the beginning of each stop string with which the text so far ends
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -128,13 +128,23 @@ class StopMatcher:
         """Add text and return the part that can no longer belong to a stop string. Sets `matched` on a complete match."""
         if not self._stops:
             return text
+        hits, before = list[tuple[int, int, str]](), len(self._held)
+        for number, (stop, shorter) in enumerate(self._stops):  # as Knuth, Morris and Pratt do
+            length = self._lengths[number]
+            for end, character in enumerate(text if length or stop[0] in text else "", before + 1):
+                while length and stop[length] != character:
+                    length = shorter[length]
+                length += stop[length] == character
+                if length == len(stop):
+                    hits.append((end, -length, stop))
+                    break
+            self._lengths[number] = length
         text = self._held + text
-        hits = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
         if hits:
-            end, self.matched = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+            end, _, self.matched = min(hits)
             self._held = ""
             return text[:end] if self._include else text[: end - len(self.matched)]
-        keep = max((overlap(text, stop) for stop in self._stops), default=0)
+        keep = max(self._lengths)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -142,6 +152,17 @@ class StopMatcher:
         """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return held
+
+
+def _prefix_function(stop: str) -> list[int]:
+    """Return for each number of its first characters how many of these it also ends with, fewer than all."""
+    lengths = [0, 0]
+    for character in stop[1:]:
+        length = lengths[-1]
+        while length and stop[length] != character:
+            length = lengths[length]
+        lengths.append(length + (stop[length] == character))
+    return lengths
 
 
 class TextStream:

@@ -196,7 +196,7 @@ def _tool_choice(body: ResponseBody) -> object:
         case {"type": "function", "name": str(name), **rest} if name in named and not rest:
             return named[name]
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **rest} if (
-            not rest
+            not rest and len(tools) <= len(named)
         ):
             allowed = [one for name, one in named.items() if {"type": "function", "name": name} in tools]
             if len(allowed) == len(tools):

@@ -1,15 +1,18 @@
 """The arguments of a function one by one, for formats of calls that do not write them as a JSON object."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.grammars.limits import MAX_CHARS
 from pdserve.router.text.parsers.tool_parser import Schema
 
 DEFINITIONS = ("$defs", "definitions")
 KEYWORDS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+MAX_SCHEMAS = 1000
 PYTHON_TYPES = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
 
 
@@ -38,7 +41,11 @@ def arguments_of(schema: Schema) -> list[Argument]:
     ):
         raise ValueError("required arguments that are not among properties")
     definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
-    return [Argument(name, _with_definitions(properties[name], definitions), name in required) for name in properties]
+    found = [Argument(name, _with_definitions(properties[name], definitions), name in required) for name in properties]
+    num_referring = sum(one.schema.keys() >= definitions.keys() for one in found) if definitions else 0
+    if num_referring * len(json.dumps(definitions)) > MAX_CHARS:  # they would be written with each
+        raise ValueError(f"{min(definitions)} to which {num_referring} arguments refer")
+    return found
 
 
 def keywords_in(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -61,6 +68,8 @@ def may_match(pattern: str, character: str) -> bool:
 def allows(schema: object, value: object, root: Schema) -> bool:
     """Return whether a schema allows a value, as far as its types, its values and what it is composed of say.
 
+    So does one with more than `MAX_SCHEMAS` in it that would have to be looked at: all streams wait meanwhile.
+
     Args:
         root: what its references point into.
     """
@@ -69,10 +78,10 @@ def allows(schema: object, value: object, root: Schema) -> bool:
     def check(one: object) -> bool:
         if not isinstance(one, Mapping):
             return one is not False
-        if id(one) not in known:
+        if id(one) not in known and len(known) < MAX_SCHEMAS:
             known[id(one)] = True  # as far as a reference to itself says
             known[id(one)] = fits(one)
-        return known[id(one)]
+        return known.get(id(one), True)
 
     def fits(one: Schema) -> bool:
         if value is None and one.get("nullable") is True:

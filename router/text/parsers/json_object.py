@@ -13,6 +13,7 @@ from pdserve.router.text.parsers.output import parse_json
 
 MAX_DEPTH = 100  # brackets within each other
 MAX_WORD = 4096  # characters of a number or a constant
+PIECE = 256  # characters that are read at a time, as long as they are enough
 PLAIN = re.compile(r'[^"\\\x00-\x1f\ufdd0]+')
 HEX = "[0-9a-fA-F]"
 ESCAPE = re.compile(
@@ -187,11 +188,11 @@ class JsonObject:
 
 def mended(text: str) -> str:
     """Return the JSON object with which a text begins, as far as it goes; an empty one if it begins otherwise."""
-    value, out = JsonObject(()), ""
-    text = text.lstrip()
-    while text.startswith("{") or value.depth:
-        length, part = value.read(text, is_last=True)
-        text, out = text[length:], out + part
-        if value.is_over or not text:
-            return out + value.close()
+    value, parts, at, size = JsonObject(()), list[str](), len(text) - len(text.lstrip()), PIECE
+    while text.startswith("{", at) or value.depth:
+        length, part = value.read(text[at : at + size], is_last=at + size >= len(text))
+        parts.append(part)
+        at, size = at + length, PIECE if length else 2 * size
+        if value.is_over or at == len(text):
+            return "".join([*parts, value.close()])
     return "{}"

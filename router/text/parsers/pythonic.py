@@ -10,6 +10,7 @@ import re
 
 from pdserve.grammars import formats
 from pdserve.grammars.formats import Format
+from pdserve.grammars.limits import MAX_CHARS
 from pdserve.router.text.parsers.arguments import arguments_of
 from pdserve.router.text.parsers.output import parse_json
 from pdserve.router.text.parsers.reader import Steps
@@ -45,10 +46,15 @@ class PythonicParser(ToolParser):
             one = _argument_format(formats.pattern("[A-Za-z_][A-Za-z0-9_]*"), {})
             return formats.optional(formats.sequence(one, formats.repeated(_after_comma(one))))
         arguments, beginnings = list[Format](), list[Format]()
+        size = total = 0  # characters of the arguments, and of the beginnings that hold them
         for argument in reversed(arguments_of(schema)):
             if not (argument.name.isidentifier() and argument.name.isascii()) or argument.name in NAMES:
                 raise ValueError(f"an argument with the name {argument.name!r}")
             one = _argument_format(formats.literal(argument.name), argument.schema)
+            size += len(json.dumps(one))
+            total = size if argument.is_required else total + size
+            if total > MAX_CHARS:
+                raise ValueError("so many optional arguments")
             beginning = formats.sequence(one, *arguments)
             beginnings = [beginning] if argument.is_required else [beginning, *beginnings]
             follower = _after_comma(one)

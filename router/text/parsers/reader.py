@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import ClassVar, TypeVar
 
-from pdserve.router.text.overlap import overlap
 from pdserve.router.text.parsers.output import ParsedOutput
 
 Result = TypeVar("Result")
@@ -118,7 +117,7 @@ class Reader(ABC):
                 emit(self._take(at))
                 return self._take(len(tag))
             keeps_all = self._has_ended and not drops_part
-            held = 0 if keeps_all else max((overlap(self._buffer, tag) for tag in tags), default=0)
+            held = 0 if keeps_all else max((_overlap(self._buffer, tag) for tag in tags), default=0)
             emit(self._take(len(self._buffer) - held))
             if self._has_ended:
                 self._take(held)
@@ -152,3 +151,13 @@ class Reader(ABC):
         assert self._consumed is not None
         self._buffer = "".join(self._consumed) + self._buffer
         self._consumed = None
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
+    begin = max(0, len(text) - len(tag) + 1)
+    while (begin := text.find(tag[0], begin)) >= 0:
+        if tag.startswith(text[begin:]):
+            return len(text) - begin
+        begin += 1
+    return 0

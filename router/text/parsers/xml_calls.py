@@ -171,7 +171,8 @@ class Glm45Parser(XmlCallParser):
 
 def _value_format(schema: Schema, ends: tuple[str, ...]) -> Format:
     """Return the format of an argument's value, in which none of the tags `ends` may be. Raises `ValueError`."""
-    if found := [end for end in ends if end.lstrip("\n") in json.dumps(schema, ensure_ascii=False)]:
+    text = json.dumps(schema, ensure_ascii=False)
+    if found := [end for end in ends if end.lstrip("\n") in text]:
         raise ValueError(f"a value with {found[0].lstrip()!r}")
     for key, value in keywords_in(schema):
         is_map = key == "patternProperties" and isinstance(value, dict)

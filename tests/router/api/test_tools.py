@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,10 @@ import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 from pydantic import BaseModel
 
-from pdserve.errors import InvalidParameter
+from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.grammars.specification import lark_grammar
 from pdserve.router.api.schemas import ChatBody
-from pdserve.router.api.tools import parse_tools
+from pdserve.router.api.tools import AllowedTools, parse_tools
 from pdserve.router.text.parsers.harmony import HarmonyParser, HarmonyReasoning
 from pdserve.router.text.parsers.json_calls import HermesParser, Llama3JsonParser
 from pdserve.router.text.parsers.output import ParsedOutput, ToolCallDelta
@@ -355,6 +356,8 @@ def test_a_call_of_a_tool_that_is_not_allowed_is_text(
         allowed("required", "rm"),
         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]},
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [5]}},
+        allowed("auto", *["time"] * 1_000_000),
+        allowed("auto", *["rm"] * 1_000_000),
         {"type": "allowed_tools"},
     ],
 )
@@ -395,6 +398,33 @@ def test_schemas_that_a_format_cannot_hold(
     error = client.post(CHAT, {**ASKING, "tools": [{"type": "function", "function": function}]}).json()["error"]
     assert error["message"].startswith(f"a grammar cannot hold {reason} in the format in which this model writes calls")
     assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+
+
+def with_references(count: int) -> dict[str, Any]:
+    unit = {"enum": [f"unit {i}" for i in range(1000)]}
+    return {"properties": {f"a{i}": {"$ref": "#/$defs/unit"} for i in range(count)}, "$defs": {"unit": unit}}
+
+
+@pytest.mark.parametrize(
+    ("parser", "schema", "reason"),
+    [
+        (Qwen3CoderParser, with_references(50), "$defs to which 50 arguments refer"),
+        (PythonicParser, with_references(50), "$defs to which 50 arguments refer"),
+        (
+            PythonicParser,
+            {"properties": {f"a{i}": {"type": "integer"} for i in range(500)}},
+            "so many optional arguments",
+        ),
+        (HermesParser, {"properties": {"a": {"enum": ["b" * 1000 for _ in range(70)]}}}, "tools has "),
+    ],
+)
+def test_a_grammar_that_would_be_too_large_is_not_written(
+    parser: type[ToolParser], schema: dict[str, Any], reason: str
+) -> None:
+    """Of a body of 160 KB it would have had 25 GB."""
+    tools = AllowedTools(parser, Tools({"f": {"type": "object", **schema}}), strict=frozenset("f"))
+    with pytest.raises(BadRequest, match=re.escape(reason)):
+        tools.grammar("")
 
 
 def test_a_budget_of_reasoning_that_calls_may_end(

@@ -208,26 +208,6 @@ def test_draining_decode_migrates_its_streams_if_another_decode_exists(make_clus
     assert cluster.open("later").final_instance is prefill
 
 
-@pytest.mark.parametrize("lack", ["context", "adapter"])
-def test_a_stream_that_no_other_instance_can_take_finishes_on_the_draining_one(
-    make_cluster: type[Cluster], lack: str
-) -> None:
-    cluster = make_cluster("both", "both", policy="round_robin")
-    here, other = cluster.instances
-    if lack == "context":
-        other.max_model_len = 6
-    else:
-        here.adapters = frozenset([b"sql"])
-    state = cluster.open(adapter=b"sql" if lack == "adapter" else b"")
-    cluster.deliver(here, token_ids=[7])
-    cluster.sent(here)
-    cluster.fleet.begin_drain(here)
-    cluster.dispatcher.on_draining(here)
-    assert not cluster.sent(here) and not cluster.sent(other)
-    cluster.deliver(here, token_ids=[8], finish_reason="stop")
-    assert cluster.tokens(state) == [7, 8]
-
-
 def test_drains_do_not_count_against_the_migration_limits(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "decode", "decode")
     cluster.dispatcher._retry_budget = 0.0
@@ -492,18 +472,6 @@ def test_late_outputs_of_a_cancelled_request_do_not_reach_the_next_one_with_its_
     assert cluster.dispatcher.fleet.instances.keys() == {prefill.id, decode.id}
     cluster.deliver(prefill, "r#1", token_ids=[1], finish_reason="length")
     assert cluster.tokens(state) == [1]
-
-
-def test_late_outputs_are_told_apart_when_the_timeline_of_their_request_was_dropped(
-    make_cluster: type[Cluster],
-) -> None:
-    cluster = make_cluster("prefill", "decode", timelines=1)
-    prefill, _ = cluster.instances
-    cluster.open("r").cancel()
-    cluster.open("other").cancel()
-    state = cluster.open("r")
-    cluster.deliver(prefill, "r", token_ids=[7])
-    assert state.emitted == [] and state.id != "r"
 
 
 def test_slo_rejection_leaves_no_state_and_spares_running_requests(make_cluster: type[Cluster]) -> None:

@@ -36,6 +36,18 @@ def test_unread_chunks_are_taken_together_and_before_an_error(make_cluster: type
         state.take()
 
 
+def test_late_outputs_are_told_apart_when_the_timeline_of_their_request_was_dropped(
+    make_cluster: type[Cluster],
+) -> None:
+    cluster = make_cluster("prefill", "decode", timelines=1)
+    prefill, _ = cluster.instances
+    cluster.open("r").cancel()
+    cluster.open("other").cancel()
+    state = cluster.open("r")
+    cluster.deliver(prefill, "r", token_ids=[7])
+    assert state.emitted == [] and state.id != "r"
+
+
 def test_whole_request_is_readable_once_at_the_end_or_raises(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "decode")
     prefill, decode = cluster.instances

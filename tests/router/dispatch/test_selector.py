@@ -66,6 +66,26 @@ def test_a_beam_search_may_take_the_whole_context(make_cluster: type[Cluster]) -
     assert cluster.open("short", sampling=one_token).timeline.decode_instance == "decode-1"
 
 
+@pytest.mark.parametrize("lack", ["context", "adapter"])
+def test_a_stream_that_no_other_instance_can_take_finishes_on_the_draining_one(
+    make_cluster: type[Cluster], lack: str
+) -> None:
+    cluster = make_cluster("both", "both", policy="round_robin")
+    here, other = cluster.instances
+    if lack == "context":
+        other.max_model_len = 6
+    else:
+        here.adapters = frozenset([b"sql"])
+    state = cluster.open(adapter=b"sql" if lack == "adapter" else b"")
+    cluster.deliver(here, token_ids=[7])
+    cluster.sent(here)
+    cluster.fleet.begin_drain(here)
+    cluster.dispatcher.on_draining(here)
+    assert not cluster.sent(here) and not cluster.sent(other)
+    cluster.deliver(here, token_ids=[8], finish_reason="stop")
+    assert cluster.tokens(state) == [7, 8]
+
+
 def test_each_role_has_its_own_policy_explained_in_the_timeline(make_cluster: type[Cluster]) -> None:
     roles = ["prefill"] * 2 + ["decode"] * 2
     cluster = make_cluster(*roles, prefill_policy="round_robin", decode_policy="session")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from starlette.types import Message
 
 from pdserve.router.api import http_responses, parsing
 from pdserve.router.text.tokenizer import Tokenizer
@@ -73,6 +76,31 @@ def test_invalid_bodies(client: Client, path: str, body: object, message: str) -
     response = client.post(path, body)
     assert response.status_code == 400
     assert response.json()["error"]["message"] == message
+
+
+def test_others_are_served_while_many_texts_are_embedded(app: Application, backend: ScriptedBackend) -> None:
+    turns = set[int]()
+    body = [{"type": "http.request", "body": json.dumps({"input": ["a"] * 1000}).encode()}]
+
+    async def receive() -> Message:
+        return body.pop() if body else await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        pass
+
+    async def watch() -> None:
+        while True:
+            turns.add(len(backend.streams))
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        other = asyncio.create_task(watch())
+        scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "query_string": b"", "headers": []}
+        await app(scope, receive, send)
+        other.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 600))
+    assert len(turns) > 10
 
 
 @pytest.mark.parametrize(
