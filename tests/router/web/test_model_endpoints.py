@@ -112,6 +112,7 @@ def test_others_are_served_while_many_texts_are_embedded(app: Application, backe
         ("/detokenize", {"tokens": [10**6] * 20_000}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a" * 40_000}]}),
         ("/v1/embeddings", {"input": ["a" * 200] * 200}),
+        ("/v1/embeddings", {"input": ["a"] * 1000}),
         ("/rerank", {"query": "a", "documents": ["a" * 200] * 200}),
     ],
 )
