@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.router.api.schemas import NO_OPS
+from pdserve.router.api.parsing import NoOps
+from pdserve.router.api.schemas import NO_OPS, ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client
@@ -19,11 +20,13 @@ CHATTING: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "cont
 ExpectError = Callable[..., dict[str, Any]]
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, HELLO), (CHAT, CHATTING)])
+@pytest.mark.parametrize(
+    ("path", "body", "no_ops"), [(COMPLETIONS, HELLO, CompletionBody.no_ops), (CHAT, CHATTING, ChatBody.no_ops)]
+)
 def test_unsupported_fields_are_accepted_only_without_effect(
-    client: Client, expect_error: ExpectError, path: str, body: dict[str, Any]
+    client: Client, expect_error: ExpectError, path: str, body: dict[str, Any], no_ops: NoOps
 ) -> None:
-    accepted = {name: value for name, values in NO_OPS.items() for value in (None, *values)[-1:]}
+    accepted = {name: value for name, values in no_ops.items() for value in (None, *values)[-1:]}
     assert client.post(path, {**body, **accepted}).status_code == 200
     assert client.post(path, {**body, **dict.fromkeys(NO_OPS)}).status_code == 200
     for name in NO_OPS:
