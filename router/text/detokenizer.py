@@ -118,7 +118,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = [(stop, _prefix_function(stop)) for stop in stops]
+        self._stops = [*zip(stops, map(_prefix_function, stops), strict=True)]
         self._lengths = [0] * len(stops)  # of the beginning of each stop string with which the text so far ends
         self._include = include
         self._held = ""
