@@ -310,3 +310,44 @@ def test_other_bases_are_told_apart(
     path = make_adapter(tmp_path / "x", checkpoint("qwen3_moe", dtype="float32"), targets=("gate",))
     with pytest.raises(AdapterError, match=r"layers.0.mlp.gate maps 64 → 4, and here is no such linear layer"):
         adapters.read(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer", "dtype", "message"),
+    [
+        ("llama4", "router", "float32", "router maps .* no such linear layer"),
+        ("jamba", "dt_proj", "bfloat16", "dt_proj maps .* no such linear layer"),
+        (
+            "jamba",
+            "dt_proj",
+            "float32",
+            "JambaForCausalLM does not run with it: 'Linear' object has no attribute 'weight'",
+        ),
+    ],
+)
+def test_layers_that_are_more_than_their_product_are_refused(
+    architecture: str,
+    layer: str,
+    dtype: str,
+    message: str,
+    make_engine: Callable[..., Engine],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """A router of Llama 4 chooses experts, too; Jamba multiplies the weight of its projection itself.
+
+    The model is then what it was, and takes other adapters.
+    """
+    base = checkpoint(architecture, dtype=dtype)
+    path = make_adapter(tmp_path / "x", base, targets=(layer,))
+    with pytest.raises(SetupError, match=message):
+        make_engine(architecture, {"x": Made(path, {})}, dtype)
+    engine = make_engine(
+        architecture, {"good": Made(make_adapter(tmp_path / "good", base, targets=("o_proj",)), {})}, dtype
+    )
+    adapters: Any = engine.adapters
+    work = [Work(name, [1, 2, 3]) for name in ("good", "")]
+    expected = run(engine, work)
+    with pytest.raises(AdapterError, match=message):
+        adapters.add("x", adapters.read(path))
+    assert run(engine, work) == expected and expected[0] != expected[1] and digests(engine).keys() == {"good"}
