@@ -318,10 +318,13 @@ class Engine:
         self._rest -= 1
         if self._rest < 0 and plan.counts and self.drafter is not None:
             self._draft(plan, self.drafter)
-        kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
-        swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
+        kv, swap_seconds = self.runner.kv, 0.0
+        if schedule.swap_out:
+            swap_seconds = kv.swap(schedule.swap_out, [])
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
+        if schedule.swap_in:  # maybe into a block that was copied, and then given up
+            swap_seconds = kv.swap([], schedule.swap_in)
         if self.on_planned is not None:
             plan.on_layer = self.on_planned(plan)
         if self.adapters is not None:

@@ -197,10 +197,10 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
             paused_at[seq] = len(seq)
         for block, host_block in output.swap_out:
             swapped[host_block] = list(memory[block])
-        for block, host_block in output.swap_in:
-            memory[block] = swapped.pop(host_block)
         for source, target in output.block_copies:
             memory[target] = list(memory[source])
+        for block, host_block in output.swap_in:
+            memory[block] = swapped.pop(host_block)
         outcome = (pipeline if pipelined else runner).step(output.plan)
         assert bool(outcome) == bool(output.plan.counts)
         for seq, accepted in outcome.items():
