@@ -318,9 +318,8 @@ class Engine:
         self._rest -= 1
         if self._rest < 0 and plan.counts and self.drafter is not None:
             self._draft(plan, self.drafter)
-        kv, swap_seconds = self.runner.kv, 0.0
-        if schedule.swap_out:
-            swap_seconds = kv.swap(schedule.swap_out, [])
+        kv = self.runner.kv
+        swap_seconds = kv.swap(schedule.swap_out, []) if schedule.swap_out else 0.0
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
         if schedule.swap_in:  # maybe into a block that was copied, and then given up
