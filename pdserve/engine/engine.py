@@ -216,6 +216,16 @@ class Engine:
             raise ValueError(f"token ids go from 0 to {vocab_size - 1}")
         if prediction and np.frombuffer(prediction, np.uint32).max() >= vocab_size:
             raise ValueError(f"predicted token ids go from 0 to {vocab_size - 1}")
+        named = (
+            *sampling.logit_bias,
+            *sampling.allowed_token_ids,
+            *sampling.stop_token_ids,
+            *itertools.chain(*sampling.bad_words),
+        )
+        if max(named, default=0) >= vocab_size:
+            raise ValueError(f"sampling token ids go from 0 to {vocab_size - 1}")
+        if () in sampling.bad_words:
+            raise ValueError("a bad word has no tokens")
         if (size := len(request.packed_keys)) > len(prompt) // HASH_TOKENS * KEY_BYTES:
             raise ValueError(f"{size} bytes of keys are more than those of {len(prompt)} tokens")
         pooling = self.checkpoint.pooling
