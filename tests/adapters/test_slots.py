@@ -220,6 +220,19 @@ def test_more_adapters_than_slots(tiny: Callable[..., Engine], prompts: list[lis
     assert run(tiny(1), work) == run(tiny(2), work) == expected
 
 
+def test_a_slot_has_nothing_of_the_adapter_before(
+    make_engine: Callable[..., Engine], checkpoint: Callable[..., Path], tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    """Which had other layers, too."""
+    base = checkpoint("llama", dtype="float32")
+    made = {"all": Made(make_adapter(tmp_path / "all", base), {})}
+    made["one"] = Made(make_adapter(tmp_path / "one", base, targets=("q_proj",), size=3), {})
+    [expected] = run(make_engine("llama", made, max_loras=2), [Work("one", prompts[3])])
+    engine = make_engine("llama", made, max_loras=1)
+    other, plain = (run(engine, [Work(name, prompts[3])]) for name in ("all", ""))
+    assert run(engine, [Work("one", prompts[3])]) == [expected] and expected not in (*other, *plain)
+
+
 def test_keys_are_those_of_the_weights(tiny: Callable[..., Engine], prompts: list[list[int]]) -> None:
     """No block is shared by two adapters, nor with the base, and all are with the same one under another name."""
     engine, prompt = tiny(3), prompts[9]
