@@ -193,6 +193,18 @@ def test_slots(tiny: Callable[..., Engine]) -> None:
     assert adapters.acquire(new(engine, "a"))
 
 
+def test_an_adapter_that_is_used_again_stays(tiny: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one gives way, though it came later."""
+    engine, filled = tiny(2), list[bytes]()
+    adapters: Any = engine.adapters
+    monkeypatch.setattr(adapters, "_fill", lambda slot, adapter: filled.append(adapter.digest))
+    for name in "abaca":
+        seq = new(engine, name)
+        assert adapters.acquire(seq)
+        adapters.release(seq)
+    assert filled == [digests(engine)[name] for name in "abc"]
+
+
 def test_what_waits_is_not_overtaken_for_ever(tiny: Callable[..., Engine]) -> None:
     engine = tiny(1)
     adapters: Any = engine.adapters
