@@ -23,7 +23,7 @@ from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.costs import Costs, Work, attention_pairs
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError
-from pdserve.keys import KeyChain, Layout
+from pdserve.keys import KeyChain, Layout, Tokens
 from pdserve.profile.profile import StepModel
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import Job
@@ -259,7 +259,12 @@ def test_a_request_that_does_not_fit_gets_the_error_of_a_live_router() -> None:
 def test_the_keys_of_a_prompt_that_does_not_fit_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 100 million tokens take minutes."""
     hashed, pack = list[int](), KeyChain.pack
-    monkeypatch.setattr(KeyChain, "pack", lambda chain, tokens: hashed.append(len(tokens)) or pack(chain, tokens))
+
+    def record(chain: KeyChain, tokens: Tokens) -> bytes:
+        hashed.append(len(tokens))
+        return pack(chain, tokens)
+
+    monkeypatch.setattr(KeyChain, "pack", record)
     loads = [Load(0, 8, (("huge", 3_000_000),), at=0.0), Load(1, 8, (("short", 100),), at=0.0)]
     samples = Simulation(Deployment(), make_model()).play(loads).samples
     assert [sample.ok for sample in sorted(samples, key=lambda sample: sample.index)] == [False, True]
