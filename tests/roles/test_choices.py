@@ -121,6 +121,22 @@ def test_leases_end_once_if_every_choice_ends_before_the_final_report(instance: 
     decode.check_nothing_is_held()
 
 
+def test_leases_last_until_the_prompt_is_loaded_if_another_choice_ends(instance: Instance) -> None:
+    prefill, decode = instance(), instance()
+    there = prefill.submit_choices(pb.PREFILL, PROMPTS["partial last block"], SAMPLING, N)
+    here = decode.submit_choices(pb.DECODE, PROMPTS["partial last block"], SAMPLING, N)
+    prefill.run()
+    prefill.end_all()
+    pass_on(prefill, decode, [*zip(there, here, strict=True)])
+    assert decode.store.active
+    decode.decoder.cancel(here[2])
+    assert not decode.store.released, "the first one still reads the blocks"
+    decode.end_all()
+    assert decode.store.released == here[0].keys
+    decode.run()
+    decode.check_nothing_is_held()
+
+
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60))])
 def test_any_choice_may_end_at_any_time(
     instance: Instance, alone: Callable[[list[int]], list[list[int]]], seed: int
