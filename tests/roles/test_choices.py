@@ -121,7 +121,8 @@ def test_leases_end_once_if_every_choice_ends_before_the_final_report(instance: 
     decode.check_nothing_is_held()
 
 
-def test_leases_last_until_the_prompt_is_loaded_if_another_choice_ends(instance: Instance) -> None:
+@pytest.mark.parametrize("which", [0, 2], ids=["the one that loads", "another one"])
+def test_leases_last_until_the_prompt_is_loaded_if_a_choice_ends(instance: Instance, which: int) -> None:
     prefill, decode = instance(), instance()
     there = prefill.submit_choices(pb.PREFILL, PROMPTS["partial last block"], SAMPLING, N)
     here = decode.submit_choices(pb.DECODE, PROMPTS["partial last block"], SAMPLING, N)
@@ -129,8 +130,14 @@ def test_leases_last_until_the_prompt_is_loaded_if_another_choice_ends(instance:
     prefill.end_all()
     pass_on(prefill, decode, [*zip(there, here, strict=True)])
     assert decode.store.active
-    decode.decoder.cancel(here[2])
-    assert not decode.store.released, "the first one still reads the blocks"
+    decode.decoder.cancel(here[which])
+    assert not decode.store.released, "one of them still reads the blocks"
+    if which == 0:
+        while decode.store.active:
+            decode.end()
+        assert not decode.store.released, "the next one is to load them"
+        decode.decoder.reserve()
+        assert decode.store.active
     decode.end_all()
     assert decode.store.released == here[0].keys
     decode.run()
