@@ -63,7 +63,6 @@ ELSEWHERE = {
     # processes: it needs several
     "__main__.py": "integration/test_up.py",
     "cli/*.py": "integration/test_up.py integration/test_startup_errors.py integration/test_ray.py",
-    "engine/architectures/states.py": "engine/test_architectures.py roles/test_states.py",
     "engine/parallel/*.py": "ranks/test_engine.py",
     "instance/*.py": "integration/test_moves.py integration/test_probes.py integration/test_zmq_events.py",
     "interop/grpc_*.py": "router/rpc/test_server.py",

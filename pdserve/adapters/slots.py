@@ -20,6 +20,7 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from pdserve.adapters.checkpoint import AdapterError, read_adapter
 from pdserve.config import EngineConfig
@@ -62,14 +63,15 @@ class LoadedAdapter:
 class _LayerDelta:
     """Adds to the output of one layer. Which rows add what is the same for all layers of a step: `rows`."""
 
-    def __init__(self, rows: lora.Rows, num_slots: int, max_rank: int) -> None:
-        self.table = lora.Table(num_slots)
-        self._rows = rows
-        self._max_rank = max_rank
+    def __init__(self, rows: lora.Rows, max_rank: int, dtype: torch.dtype) -> None:
+        self.table = lora.Table(rows.num_slots)
+        self._rows, self._max_rank, self._dtype = rows, max_rank, dtype
         self._add = lora.add if native.is_available() else lora.add_by_torch
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Delta`."""
+        """See `Delta`. Raises ValueError if the layer gets other rows than the step has, or in another dtype."""
+        if x.dtype != self._dtype or x.numel() != self._rows.num_rows * x.shape[-1]:
+            raise ValueError(f"a layer gets {x.numel() // x.shape[-1]} rows of {x.dtype}")
         return self._add(x, y, self._rows, self.table, self._max_rank)
 
 
@@ -125,12 +127,20 @@ class Adapters:
         return LoadedAdapter(found.digest, found.rank, str(path), found.invocation, layers)
 
     def add(self, name: str, adapter: LoadedAdapter) -> None:
-        """Give an adapter a name. One that has it loses it: new requests get the new one, and the others keep theirs."""
+        """Give an adapter a name. One that has it loses it: new requests get the new one, and the others keep theirs.
+
+        Raises:
+            AdapterError: the model does not run with it; nothing has changed.
+        """
         adapter = self._by_digest.setdefault(adapter.digest, adapter)
+        if new := [layer for layer in adapter.layers if layer not in self._layers]:
+            try:
+                self._attach(new)
+            except Exception as error:  # whatever the model does with its layers
+                kind = type(self._runner.checkpoint.model).__name__
+                raise AdapterError(f"{adapter.path}: {kind} does not run with it: {error}") from error
         self.remove(name)
         self._names[name] = adapter
-        if new := [layer for layer in adapter.layers if layer not in self._layers]:
-            self._attach(new)
         log.info("adapter %s: rank %d on %d layers, %s", name, adapter.rank, len(adapter.layers), adapter.digest.hex())
 
     def remove(self, name: str) -> None:
@@ -149,8 +159,12 @@ class Adapters:
             if order.name in self._names and not order.replaces:
                 on_done(f"the name {order.name!r} is taken")
                 return
-            self.add(order.name, adapter)
-            on_done("")
+            try:
+                self.add(order.name, adapter)
+            except AdapterError as error:
+                on_done(str(error))
+            else:
+                on_done("")
 
         def read() -> None:
             try:
@@ -177,15 +191,27 @@ class Adapters:
         return path
 
     def _attach(self, names: list[str]) -> None:
-        """Prepare further layers. Recorded steps with adapters lack them, and are recorded again."""
+        """Prepare further layers, and try them. Recorded steps with adapters lack them, and are recorded again."""
         self._switch(False)
-        model = self._runner.checkpoint.model
-        for name in names:
-            delta = _LayerDelta(self._rows, self._rows.num_slots, lora.padded(self._max_rank))
-            add_delta(model, name, delta)
-            layer = cast(Linear, model.get_submodule(name))
-            layer.delta = None
-            self._layers[name] = layer, delta
+        model: Any = self._runner.checkpoint.model
+        before = {name: model.get_submodule(name) for name in names}
+        added = dict[str, tuple[Linear, _LayerDelta]]()
+        try:
+            for name in names:
+                delta = _LayerDelta(self._rows, lora.padded(self._max_rank), self._runner.checkpoint.dtype)
+                add_delta(model, name, delta)
+                added[name] = model.get_submodule(name), delta
+            self._rows.set([-1, -1])
+            with self._runner.scratch_sequence() as last_logits:
+                last_logits(0, 2)
+        except Exception:
+            for name, layer in before.items():
+                model.set_submodule(name, layer)
+            raise
+        finally:
+            for layer, _ in added.values():
+                layer.delta = None
+        self._layers |= added
         self._graphs = self._runner.new_graphs()
 
     def find(self, digest: bytes) -> LoadedAdapter:
@@ -289,7 +315,6 @@ def _features(model: torch.nn.Module, name: str) -> tuple[int, int] | None:
         return None
     if layer is cast(Any, model).get_output_embeddings():
         return None  # which gets only some of a step's rows
-    weight = getattr(layer, "weight", None)
-    if isinstance(layer, torch.nn.Linear | Linear):
+    if type(layer) in (torch.nn.Linear, Linear):
         return layer.in_features, layer.out_features
-    return (weight.shape[0], weight.shape[1]) if type(layer).__name__ == "Conv1D" and weight is not None else None
+    return (layer.weight.shape[0], layer.weight.shape[1]) if type(layer) is Conv1D else None

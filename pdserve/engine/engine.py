@@ -216,6 +216,16 @@ class Engine:
             raise ValueError(f"token ids go from 0 to {vocab_size - 1}")
         if prediction and np.frombuffer(prediction, np.uint32).max() >= vocab_size:
             raise ValueError(f"predicted token ids go from 0 to {vocab_size - 1}")
+        named = (
+            *sampling.logit_bias,
+            *sampling.allowed_token_ids,
+            *sampling.stop_token_ids,
+            *itertools.chain(*sampling.bad_words),
+        )
+        if max(named, default=0) >= vocab_size:
+            raise ValueError(f"sampling token ids go from 0 to {vocab_size - 1}")
+        if () in sampling.bad_words:
+            raise ValueError("a bad word has no tokens")
         if (size := len(request.packed_keys)) > len(prompt) // HASH_TOKENS * KEY_BYTES:
             raise ValueError(f"{size} bytes of keys are more than those of {len(prompt)} tokens")
         pooling = self.checkpoint.pooling
@@ -318,10 +328,12 @@ class Engine:
         self._rest -= 1
         if self._rest < 0 and plan.counts and self.drafter is not None:
             self._draft(plan, self.drafter)
-        kv, swaps = self.runner.kv, (schedule.swap_out, schedule.swap_in)
-        swap_seconds = kv.swap(*swaps) if any(swaps) else 0.0
+        kv = self.runner.kv
+        swap_seconds = kv.swap(schedule.swap_out, []) if schedule.swap_out else 0.0
         if schedule.block_copies:
             kv.copy_blocks(schedule.block_copies)
+        if schedule.swap_in:  # maybe into a block that was copied, and then given up
+            swap_seconds = kv.swap([], schedule.swap_in)
         if self.on_planned is not None:
             plan.on_layer = self.on_planned(plan)
         if self.adapters is not None:

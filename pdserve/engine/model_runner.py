@@ -5,7 +5,7 @@ Shape legend: see kernels/batch.py; V vocabulary, A rows of sequences whose toke
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -122,19 +122,8 @@ class ModelRunner:
         Raises:
             SetupError: it needs attention that the kernels do not support, or states that are not known.
         """
-        blocks, name = block_table(range(-(-2 // self.block_size))), type(self.checkpoint.model).__name__
-        num_groups = len(self.kv.groups)
-        with self.scratch_pool(len(blocks) * num_groups), torch.inference_mode():
-            groups = [*enumerate(self.kv.groups)][1:]  # each with pages of its own
-            pages = {at: [page + at * len(blocks) for page in blocks] for at in range(num_groups)}
-            tails = [
-                [block_table(group.first_id + page * group.per_page for page in pages[at])] for at, group in groups
-            ]
-
-            def last_logits(first: int, count: int) -> torch.Tensor:
-                ids_T = np.zeros(count, np.uint32)
-                return self.forward(self.step_inputs(ids_T, [count], [first], [blocks], [count - 1], tails)).float()
-
+        name = type(self.checkpoint.model).__name__
+        with self.scratch_sequence() as last_logits:
             try:
                 logits_1V = last_logits(0, 2)
             except UnsupportedAttention as error:
@@ -146,6 +135,23 @@ class ModelRunner:
                 raise SetupError(
                     f"architecture {name} is not supported: some of its layers keep states of another kind"
                 )
+
+    @contextmanager
+    def scratch_sequence(self) -> Iterator[Callable[[int, int], torch.Tensor]]:
+        """Yield what computes tokens [first, first + count) of two in a small pool, and returns the last logits."""
+        blocks, num_groups = block_table(range(-(-2 // self.block_size))), len(self.kv.groups)
+        with self.scratch_pool(len(blocks) * num_groups), torch.inference_mode():
+            groups = [*enumerate(self.kv.groups)][1:]  # each with pages of its own
+            pages = {at: [page + at * len(blocks) for page in blocks] for at in range(num_groups)}
+            tails = [
+                [block_table(group.first_id + page * group.per_page for page in pages[at])] for at, group in groups
+            ]
+
+            def last_logits(first: int, count: int) -> torch.Tensor:
+                ids_T = np.zeros(count, np.uint32)
+                return self.forward(self.step_inputs(ids_T, [count], [first], [blocks], [count - 1], tails)).float()
+
+            yield last_logits
 
     def _is_exact(self) -> bool:
         """Return whether the model's products, of which a step has run, give a row the same bits in any batch.

@@ -36,9 +36,11 @@ def numerics_class(
 
 @cache
 def _digest(device_type: str) -> str:
-    """Return a digest of the sources of our kernels for a device, and of the compiler's flags."""
+    """Return a digest of the sources of our kernels for a device, of what takes the place of torch's functions on CPUs, and
+    of the compiler's flags."""
     gpu = sorted((Path(native.__file__).parent / "gpu").glob("*.py"))
-    files, flags = ([*native.SOURCES, *native.HEADERS], native.FLAGS) if device_type == "cpu" else (gpu, [])
+    functions = Path(__file__).parent / "cpu_fusion" / "row_products.py"
+    files, flags = ([*native.SOURCES, *native.HEADERS, functions], native.FLAGS) if device_type == "cpu" else (gpu, [])
     digest = hashlib.blake2b(digest_size=4)
     for part in (*(path.read_text() for path in files), *flags):
         digest.update(part.encode() + b"\0")

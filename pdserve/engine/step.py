@@ -186,7 +186,7 @@ class SchedulerOutput:
         paused: sequences that lost their slots to another tenant, and keep their blocks.
         resumed: preempted sequences that have blocks again and whose KV may be in the store. They are in no queue until
             their owner adds them again.
-        swap_out, swap_in: (block, host block) pairs to copy before anything else. Never both in one step.
+        swap_out, swap_in: (block, host block) pairs to copy, before and after `block_copies`. Never both in one step.
         storing_paused: whether sequences whose KV is stored as it is computed were left out.
         late: sequences that wait for the masks of their grammars.
         left_out: sequences that the step must not have, for either reason.

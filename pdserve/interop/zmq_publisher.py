@@ -31,7 +31,7 @@ from pdserve.interop.vllm_kv_events import (
     Event,
     KVEventBatch,
 )
-from pdserve.keys import STATE_WINDOW, block_keys
+from pdserve.keys import HASH_TOKENS, STATE_WINDOW, block_keys
 from pdserve.kv_transfer.connector import Outcome
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class ZmqPublisher:
     evictions to all instances, so a block in the store is withdrawn once a load or a match of this instance does not find it.
 
     Args:
-        root: key of no tokens, without a salt. Blocks of requests with one are published with `extra_keys`, so that readers
-            that know blocks by their tokens do not take them for those of other requests.
+        root: key of no tokens, without a salt. The block in which a salt or an adapter begins is published with `extra_keys`,
+            so that readers that know blocks by their tokens do not take it for that of other requests.
         on_drop: called for each step whose changes are dropped because the queue is full.
         windows: of the pool's groups of blocks, in tokens; None: its blocks serve all later tokens.
 
@@ -98,16 +98,20 @@ class ZmqPublisher:
     ) -> None:
         """Record that a block is there. It joins the last event if it continues that one's blocks."""
         last, group_idx = self._events[-1] if self._events else None, group if self._windows else None
-        place = medium, group_idx
-        if isinstance(last, BlockStored) and (last.medium, last.group_idx) == place and parent == last.block_hashes[-1]:
+        depends_on_more = self._depends_on_more(key, parent, tokens)
+        joins = isinstance(last, BlockStored) and (last.medium, last.group_idx, last.block_hashes[-1]) == (
+            medium,
+            group_idx,
+            parent,
+        )
+        if isinstance(last, BlockStored) and joins and not depends_on_more:
             last.block_hashes.append(key)
             last.token_ids.extend(tokens)
             if last.extra_keys is not None:
                 last.extra_keys.append(None)
             return
-        extra_keys: list[Any] | None = None
-        if parent is None and key != block_keys(self._root, tokens, self._block_size)[0]:
-            extra_keys = [[key.hex()]]  # in place of the salt, which is not known here: it is as unique
+        # In place of the salt or the adapter, which are not known here: the key is as unique.
+        extra_keys: list[Any] | None = [[key.hex()]] if depends_on_more else None
         event = BlockStored([key], parent, list(tokens), self._block_size, None, medium, None, extra_keys, group_idx)
         if self._windows:
             window = self._windows[group]
@@ -115,6 +119,15 @@ class ZmqPublisher:
             event.kv_cache_spec_kind = "mamba" if is_state else "sliding_window" if window else "full_attention"
             event.kv_cache_spec_sliding_window = None if is_state else window
         self._events.append(event)
+
+    def _depends_on_more(self, key: bytes, parent: bytes | None, tokens: Sequence[int]) -> bool:
+        """Return whether a key does not follow from parent and tokens: a salt or an adapter begins in the block.
+
+        Behind another block, only blocks of whole units of keys tell: the others are not chained to their parents.
+        """
+        if parent is not None and self._block_size % HASH_TOKENS:
+            return False
+        return key != block_keys(self._root if parent is None else parent, tokens, self._block_size)[0]
 
     def remove(self, key: bytes, group: int = 0, medium: str = MEDIUM_POOL) -> None:
         """Record that a block is no longer there."""

@@ -218,7 +218,10 @@ def _allowed_token_ids(ids: list[int], grammar: str, info: ModelInfo, _: Tokeniz
 
 
 def _bad_words(words: Sequence[str], _: str, info: ModelInfo, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word, also those that it has after a space."""
+    """Return the token ids of each word, also those that it has after a space.
+
+    Words of which a tokenizer leaves nothing, or with tokens that the model lacks, are never generated, and left out.
+    """
     if len(words) > MAX_BAD_WORDS or any(
         len(word) > MAX_STOP_CHARS for word in words
     ):  # before each is tokenized twice
@@ -234,7 +237,7 @@ def _bad_words(words: Sequence[str], _: str, info: ModelInfo, tokenizer: Tokeniz
         found[plain] = None
         if spaced[-len(plain) :] != plain:
             found[spaced] = None
-    return tuple(found)
+    return tuple(ids for ids in found if ids and max(ids) < info.vocab_size)
 
 
 FIELDS: dict[str, Read | None] = {

@@ -193,6 +193,18 @@ def test_slots(tiny: Callable[..., Engine]) -> None:
     assert adapters.acquire(new(engine, "a"))
 
 
+def test_an_adapter_that_is_used_again_stays(tiny: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one gives way, though it came later."""
+    engine, filled = tiny(2), list[bytes]()
+    adapters: Any = engine.adapters
+    monkeypatch.setattr(adapters, "_fill", lambda slot, adapter: filled.append(adapter.digest))
+    for name in "abaca":
+        seq = new(engine, name)
+        assert adapters.acquire(seq)
+        adapters.release(seq)
+    assert filled == [digests(engine)[name] for name in "abc"]
+
+
 def test_what_waits_is_not_overtaken_for_ever(tiny: Callable[..., Engine]) -> None:
     engine = tiny(1)
     adapters: Any = engine.adapters
@@ -218,6 +230,19 @@ def test_more_adapters_than_slots(tiny: Callable[..., Engine], prompts: list[lis
     expected = run(tiny(3), work)
     assert len({str(one) for one in expected}) == len(work)
     assert run(tiny(1), work) == run(tiny(2), work) == expected
+
+
+def test_a_slot_has_nothing_of_the_adapter_before(
+    make_engine: Callable[..., Engine], checkpoint: Callable[..., Path], tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    """Which had other layers, too."""
+    base = checkpoint("llama", dtype="float32")
+    made = {"all": Made(make_adapter(tmp_path / "all", base), {})}
+    made["one"] = Made(make_adapter(tmp_path / "one", base, targets=("q_proj",), size=3), {})
+    [expected] = run(make_engine("llama", made, max_loras=2), [Work("one", prompts[3])])
+    engine = make_engine("llama", made, max_loras=1)
+    other, plain = (run(engine, [Work(name, prompts[3])]) for name in ("all", ""))
+    assert run(engine, [Work("one", prompts[3])]) == [expected] and expected not in (*other, *plain)
 
 
 def test_keys_are_those_of_the_weights(tiny: Callable[..., Engine], prompts: list[list[int]]) -> None:
@@ -310,3 +335,44 @@ def test_other_bases_are_told_apart(
     path = make_adapter(tmp_path / "x", checkpoint("qwen3_moe", dtype="float32"), targets=("gate",))
     with pytest.raises(AdapterError, match=r"layers.0.mlp.gate maps 64 → 4, and here is no such linear layer"):
         adapters.read(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer", "dtype", "message"),
+    [
+        ("llama4", "router", "float32", "router maps .* no such linear layer"),
+        ("jamba", "dt_proj", "bfloat16", "dt_proj maps .* no such linear layer"),
+        (
+            "jamba",
+            "dt_proj",
+            "float32",
+            "JambaForCausalLM does not run with it: 'Linear' object has no attribute 'weight'",
+        ),
+    ],
+)
+def test_layers_that_are_more_than_their_product_are_refused(
+    architecture: str,
+    layer: str,
+    dtype: str,
+    message: str,
+    make_engine: Callable[..., Engine],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """A router of Llama 4 chooses experts, too; Jamba multiplies the weight of its projection itself.
+
+    The model is then what it was, and takes other adapters.
+    """
+    base = checkpoint(architecture, dtype=dtype)
+    path = make_adapter(tmp_path / "x", base, targets=(layer,))
+    with pytest.raises(SetupError, match=message):
+        make_engine(architecture, {"x": Made(path, {})}, dtype)
+    engine = make_engine(
+        architecture, {"good": Made(make_adapter(tmp_path / "good", base, targets=("o_proj",)), {})}, dtype
+    )
+    adapters: Any = engine.adapters
+    work = [Work(name, [1, 2, 3]) for name in ("good", "")]
+    expected = run(engine, work)
+    with pytest.raises(AdapterError, match=message):
+        adapters.add("x", adapters.read(path))
+    assert run(engine, work) == expected and expected[0] != expected[1] and digests(engine).keys() == {"good"}

@@ -6,10 +6,12 @@ computes the token anew, after a fault or for another request with the same pref
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pdserve.config import EngineConfig
@@ -131,6 +133,24 @@ def test_products_of_few_rows(kind: str, outputs: int) -> None:
         whole_RN = model(x_RK)
         for count in (1, 2, 3, 16, 36, 48):
             assert all(torch.equal(model(x_RK[i : i + count]), whole_RN[i : i + count]) for i in range(0, 60, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "function",
+    [torch.sigmoid, F.silu, F.softplus, F.gelu, partial(F.gelu, approximate="tanh"), torch.tanh, torch.exp],
+    ids=["sigmoid", "silu", "softplus", "gelu", "gelu_tanh", "tanh", "exp"],
+)
+def test_functions_of_numbers_do_not_depend_on_their_place(
+    function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """In a tensor, of which each thread has a part, and where the rest of a vector is computed one by one."""
+    x_N = (torch.randn(200_000, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    apart_N = torch.stack([x_N, x_N], 1)[:, 0]  # numbers that are not contiguous are computed one by one
+    with RowProducts():
+        together_N = function(x_N)
+        assert torch.equal(function(apart_N), together_N)
+    torch.testing.assert_close(together_N, function(x_N))
 
 
 def test_class_names_instructions_and_kernels(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,11 @@ def test_a_reset_pins_nothing_of_a_warm_prompt_that_is_under_way(driver: Driver)
         (packed(prompt=b"abc"), "3 bytes are not token ids"),
         (packed(prompt=[1, 2]), "token ids are sent as bytes"),
         (packed(prompt=pack_tokens([2**32 - 1])), "token ids go from 0"),
+        (packed(sampling=GREEDY | {"logit_bias": {10**6: 1.0}}), "sampling token ids go from 0"),
+        (packed(sampling=GREEDY | {"allowed_token_ids": [1, 10**6]}), "sampling token ids go from 0"),
+        (packed(sampling=GREEDY | {"stop_token_ids": [10**6], "min_tokens": 2}), "sampling token ids go from 0"),
+        (packed(sampling=GREEDY | {"bad_words": [[1], [1, 10**6]]}), "sampling token ids go from 0"),
+        (packed(sampling=GREEDY | {"bad_words": [[]]}), "a bad word has no tokens"),
     ],
 )
 def test_what_no_router_may_send_ends_the_request_with_an_error(

@@ -14,8 +14,9 @@ import zmq
 from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
 from pdserve.instance.kv_events_config import KVEventsConfig
+from pdserve.interop import vllm_kv_events
 from pdserve.interop.zmq_publisher import ZmqPublisher
-from pdserve.keys import STATE_WINDOW, block_keys, root_key
+from pdserve.keys import STATE_WINDOW, KeyChain, block_keys, root_key
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.kv_events.sources import KVEventsSource
 from pdserve.router.kv_events.subscriber import STORE, Subscriber
@@ -278,9 +279,9 @@ def is_closed(client: socket.socket) -> bool:
 
 def test_events_name_the_groups_of_blocks() -> None:
     """Of a pool with windows and states; those of a pool of one group have no such fields."""
-    config = KVEventsConfig(endpoint=f"tcp://*:{free_port()}")
     tokens, found = [*range(BLOCK)], list[list[tuple[object, ...]]]()
     for windows in ([None, 128, STATE_WINDOW], [None]):
+        config = KVEventsConfig(endpoint=f"tcp://*:{free_port()}")
         publisher = ZmqPublisher(config, BLOCK, b"root", lambda: None, windows)
         for group in range(len(windows)):
             publisher.store(b"key", None, tokens, group)
@@ -298,3 +299,21 @@ def test_events_name_the_groups_of_blocks() -> None:
         publisher.close()
     assert found[0] == [(0, "full_attention", None), (1, "sliding_window", 128), (2, "mamba", None), (2, "", 0)]
     assert found[1] == [(None, None, None), (None, "", 0)]
+
+
+def test_the_block_in_which_an_adapter_begins_has_extra_keys() -> None:
+    """Else readers that know blocks by their tokens would take it for the base's; those behind it have it as their parent."""
+    tokens, root = [*range(5 * BLOCK)], bytes(16)
+    base, activated = KeyChain(root), KeyChain(root, adapter=b"a" * 16, start=2 * BLOCK + 3)
+    publisher = ZmqPublisher(KVEventsConfig(endpoint=f"tcp://*:{free_port()}"), BLOCK, root, lambda: None)
+    for chain in (base, activated):
+        keys = chain.block_keys(tokens, BLOCK)
+        for i, key in enumerate(keys):
+            if chain is base or i >= 2:
+                publisher.store(key, keys[i - 1] if i else None, tokens[i * BLOCK : (i + 1) * BLOCK])
+    first, second = publisher._events
+    publisher.close()
+    assert isinstance(first, vllm_kv_events.BlockStored) and isinstance(second, vllm_kv_events.BlockStored)
+    assert first.extra_keys is None and len(first.block_hashes) == 5
+    assert second.parent_block_hash == first.block_hashes[1]
+    assert second.block_hashes == keys[2:] and second.extra_keys == [[keys[2].hex()], None, None]

@@ -12,8 +12,9 @@ from pdserve.kernels.batch import Kernel
 
 DTYPES = [torch.bfloat16, torch.float16]
 ROWS = (0, 1, 3, 6, 17, 97, 200)
-# K, N and the codes that share a scale: padded in both dimensions, deeper than what is unpacked at a time, whole columns.
-SHAPES = [(64, 96, 32), (512, 100, 128), (40, 70, 40), (2080, 33, 2080), (2048, 64, 64)]
+# K, N and the codes that share a scale: padded in both dimensions, deeper than what is unpacked at a time, which ends amid a
+# group, whole columns.
+SHAPES = [(64, 96, 32), (512, 100, 128), (40, 70, 40), (2080, 33, 2080), (2048, 64, 64), (576, 40, 96)]
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,7 @@ def test_quantized_weights_are_near_the_weights(bits: int, most: float) -> None:
     weight = torch.randn(64, 256).bfloat16()
     codes = low_bit.quantize(weight, bits, 32)
     assert codes.scales.shape == (64, 8)
+    assert codes.codes.min() <= (bits == 8) and codes.codes.max() == 2**bits - 1, "all codes are used"
     assert (codes.dequantize(torch.float32) - weight.float()).abs().mean() < most * weight.float().abs().max()
     assert low_bit.quantize(weight, bits, 48).scales.shape == (64, 1)  # no multiple: whole columns
     assert not low_bit.quantize(torch.zeros(4, 32).half(), bits, 32).dequantize(torch.float16).any()

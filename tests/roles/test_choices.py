@@ -121,6 +121,29 @@ def test_leases_end_once_if_every_choice_ends_before_the_final_report(instance: 
     decode.check_nothing_is_held()
 
 
+@pytest.mark.parametrize("which", [0, 2], ids=["the one that loads", "another one"])
+def test_leases_last_until_the_prompt_is_loaded_if_a_choice_ends(instance: Instance, which: int) -> None:
+    prefill, decode = instance(), instance()
+    there = prefill.submit_choices(pb.PREFILL, PROMPTS["partial last block"], SAMPLING, N)
+    here = decode.submit_choices(pb.DECODE, PROMPTS["partial last block"], SAMPLING, N)
+    prefill.run()
+    prefill.end_all()
+    pass_on(prefill, decode, [*zip(there, here, strict=True)])
+    assert decode.store.active
+    decode.decoder.cancel(here[which])
+    assert not decode.store.released, "one of them still reads the blocks"
+    if which == 0:
+        while decode.store.active:
+            decode.end()
+        assert not decode.store.released, "the next one is to load them"
+        decode.decoder.reserve()
+        assert decode.store.active
+    decode.end_all()
+    assert decode.store.released == here[0].keys
+    decode.run()
+    decode.check_nothing_is_held()
+
+
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60))])
 def test_any_choice_may_end_at_any_time(
     instance: Instance, alone: Callable[[list[int]], list[list[int]]], seed: int

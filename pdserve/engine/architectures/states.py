@@ -210,6 +210,9 @@ def adapt(model: torch.nn.Module, source: Source) -> None:
             layer, has_mixers = module.layer_idx, True
             assert isinstance(layer, int)
             setattr(module, "forward", Mixer(step, layer).bind(module, forward))  # noqa: B010, mypy takes it for a layer
+            for convolution in module.children():
+                if isinstance(convolution, torch.nn.Conv1d):
+                    convolution.float()  # as the kernel reads it: else each call would make a copy
             projection = getattr(module, "dt_proj", None)
             if isinstance(projection, torch.nn.Linear) and projection.weight.dtype != torch.float32:
                 module.dt_proj = TimeProjection(projection)

@@ -4,9 +4,11 @@ torch, oneDNN and MKL choose a kernel, and with it an order of summation, by the
 So no product of a model in 16 bits is theirs: layers are packed for our kernels (linear_method.py, experts.py), and products
 with other weights, such as those of a mixture's router, are computed by ours from the weights as they are.
 
-torch computes some functions of float32 otherwise in the vectors of a tensor than at its end. They are computed from others.
+torch computes some functions otherwise in the vectors of a tensor than at its end, and at the end of each thread's part. They
+are computed from others.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +39,17 @@ def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.
     return (beta * x.clamp(min=0) + torch.log1p(torch.exp(-beta * x.abs()))) / beta
 
 
+def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    y = x.float()
+    if approximate == "tanh":
+        share = torch.tanh((y + 0.044715 * y.pow(3)) * math.sqrt(2 / math.pi))
+    else:
+        share = torch.erf(y * math.sqrt(0.5))
+    return (0.5 * y * (1 + share)).to(x.dtype)
+
+
 _ELEMENTWISE: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    F.gelu: _gelu,
     **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid), _sigmoid),
     F.silu: _silu,
     F.softplus: _softplus,
@@ -62,7 +74,9 @@ class RowProducts(TorchFunctionMode):
         if func is F.linear and not isinstance(args[1], PackedWeight):
             self.is_used = True
             return linear.plain(*args, **kwargs)
-        if func in _ELEMENTWISE and args[0].dtype == torch.float32:
+        if func in _ELEMENTWISE and (
+            func is F.gelu or args[0].dtype == torch.float32
+        ):  # the others are right in 16 bits
             self.is_used = True
             return _ELEMENTWISE[func](*args, **kwargs)
         if func in _OTHER_PRODUCTS or (func in linear.MATMUL and _sums(*args[:2])):

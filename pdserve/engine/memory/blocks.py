@@ -91,6 +91,10 @@ class BlockPool:
         """Number of pages that have holders, without the pinned ones."""
         return self.num_blocks - self.num_free - len({self._page_of[block] for block in self.pinned})
 
+    def num_pages(self, blocks: Iterable[int]) -> int:
+        """Return in how many pages these blocks are."""
+        return len({self._page_of[block] for block in blocks})
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -171,6 +171,9 @@ class SequenceKV:
     ) -> bool:
         """Take over prefix hits, see `take_blocks`, and be promised `num_blocks` blocks of all groups, `num_now` of them now.
 
+        Hits of several sequences are in pages of which other blocks are of no use here. If so many pages are never free, none
+        is taken over.
+
         Returns:
             False if more than `room` pages would have to be promised beyond the spare ones; nothing was taken.
         """
@@ -178,8 +181,9 @@ class SequenceKV:
         num_tokens = max(num_coming, self.num_computed)
         self.tails.take_hits(pool, self.full_keys()[: self.num_registered], num_tokens, self.tokens)
         if (count := num_pages(pool, self._tables, num_blocks)) > room + pool.num_spare:
+            never_fits = count + pool.num_pages([*self.held_blocks, *pool.pinned]) > pool.num_blocks
             self.release_blocks(pool)
-            return False
+            return never_fits and self.take_groups(pool, first, [], num_coming, num_blocks, num_now, room)
         self.promise(pool, count)
         self.take_promised(pool, stop=num_now)
         return True

@@ -118,10 +118,12 @@ class StepBudget:
 
     def allocate(self, seq: Sequence) -> int:
         """Plan as many tokens of a sequence as there is room for, and return their number."""
-        if (kept := self.kept.pop(seq, None)) is not None:
-            self._take(seq, -kept[0], -kept[1])
-            self.min_chunk = max(self.min_chunk, kept[0])
-        count = min(seq.kv.num_uncomputed, self.room(seq))
+        kept, seconds = self.kept.pop(seq, (0, 0.0))
+        if kept:
+            self._take(seq, -kept, -seconds)
+            self.min_chunk = max(self.min_chunk, kept)
+        # What was kept is there, even if another one's last token took longer than its tenant's share had left.
+        count = min(seq.kv.num_uncomputed, max(kept, self.room(seq)))
         if count:
             if seq.features and seq.reads_logits:
                 self.scored_tokens -= count
@@ -196,13 +198,18 @@ def step_shares(
     if 0 < len(owed) < len(demands):
         shares = step_shares(base, owed)
         others = {tenant: seconds for tenant, seconds in demands.items() if tenant not in owed}
-        total = (base + sum((shares or owed).values())) * CREDITOR_SLOWDOWN
-        return shares | (split(total, others) if sum(others.values()) > total else {})
+        return shares | _limits((base + sum((shares or owed).values())) * CREDITOR_SLOWDOWN, others)
     if len(demands) < 2:
         return {}
     longest = min((base + seconds) / tenant.weight for tenant, seconds in demands.items())
-    total = longest * sum(tenant.weight for tenant in demands) - base
-    return split(total, demands) if sum(demands.values()) > total else {}
+    return _limits(longest * sum(tenant.weight for tenant in demands) - base, demands)
+
+
+def _limits(total: float, demands: Mapping[Tenant, float]) -> dict[Tenant, float]:
+    """Return the share of each tenant in `total` seconds; none of those that ask for none, or if that is all or none."""
+    if not 0 < total < sum(demands.values()):
+        return {}
+    return {tenant: seconds for tenant, seconds in split(total, demands).items() if demands[tenant]}
 
 
 class Credit:

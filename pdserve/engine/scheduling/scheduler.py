@@ -46,6 +46,7 @@ from typing import Any
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
+from pdserve.engine.memory.groups import SwappedKV
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
 from pdserve.engine.scheduling.levels import Order, giving_way, levels_of, place_alone, precedes, tokens_now
@@ -58,6 +59,7 @@ Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, 
 Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
 MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
 _RANK, _FIRST = attrgetter("rank"), itemgetter(0)
+_NO_COPY = SwappedKV(0, 0, [])  # of a sequence that was not swapped
 
 
 class Scheduler:
@@ -288,7 +290,7 @@ class Scheduler:
             seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
             seq.kv.promise(self.pool, needed - now)
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
-        self.prefix_hits += len(hits) * self.pool.block_size
+        self.prefix_hits += (seq.kv.num_registered - first_block) * self.pool.block_size
         return True
 
     def _claimed_before(self, seq: Sequence) -> int:
@@ -414,9 +416,9 @@ class Scheduler:
             if has_room := seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 self.loaded.remove(seq)
             return has_room
-        swapped, most, spare = seq.kv.swapped, seq.num_usable_hits, self._watermark(seq)
-        first, coming = (0, 0) if swapped is None else (swapped.first_block, swapped.num_tokens)
-        now = 1 if swapped is None and not seq.kv.needs_refetch else None
+        copy, most, spare = seq.kv.swapped or _NO_COPY, seq.num_usable_hits, self._watermark(seq)
+        first, coming = copy.first_block, copy.num_tokens
+        now = 1 if copy is _NO_COPY and not seq.kv.needs_refetch else None
         has_room = self.reserve(seq, most, len(seq), first_block=first, watermark=spare, num_now=now, num_coming=coming)
         if has_room:
             self._end_wait(seq)
@@ -483,11 +485,11 @@ class Scheduler:
         for seq in loaded if waiting is None else [*loaded, waiting]:
             if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits):
                 continue
-            if seq.kv.swapped is not None:
-                computed = seq.kv.swapped.num_tokens
-            else:
-                hits = [] if seq.kv.block_ids else self.pool.match(seq.usable_keys)
-                computed = seq.kv.num_computed + len(hits) * self.pool.block_size
+            computed = seq.kv.num_computed
+            if not seq.kv.block_ids:
+                copy = seq.kv.swapped or _NO_COPY
+                hits = self.pool.match(seq.usable_keys[copy.first_block :], copy.first_block, copy.num_tokens)
+                computed = max((copy.first_block + len(hits)) * self.pool.block_size, copy.num_tokens)
             is_prompt = len(seq) - computed > 1
             has_time = has_time and (not is_prompt or budget.min_chunk > 0 or budget.affordable(computed) > 0)
             if has_time or not is_prompt:

@@ -260,7 +260,7 @@ class _Player:
         self._routers = routers
         self._is_chat = is_chat
         self._think_s = think_s
-        self._block_size = model.layout.block_size
+        self._block_size, self._max_model_len = model.layout.block_size, model.max_model_len
         self._root = root_key(model_digest=model.layout.model_digest)
         self._ids: dict[str, int] = {}  # of the names of which prompts consist
         self._prompts: dict[int, Tokens] = {}  # prompt and answer of turns that have a successor
@@ -285,15 +285,15 @@ class _Player:
         prompt = token_array(self._prompts.get(load.after, ()) if load.continues and load.after is not None else ())
         for name, size in load.blocks:
             prompt += token_array([self._ids.setdefault(name, len(self._ids))]) * size
-        request_id = name_of(load)
-        chain = KeyChain(self._root)
-        keys = {self._block_size: chain.block_keys(prompt, self._block_size)}
-        packed = chain.pack(prompt)
+        request_id, chain, keys, packed = name_of(load), KeyChain(self._root), list[bytes](), b""
+        if len(prompt) + load.output_tokens <= self._max_model_len:  # else it is refused, whatever its keys
+            keys, packed = chain.block_keys(prompt, self._block_size), chain.pack(prompt)
         router = self._routers[next(self._turn) % len(self._routers)]
         sample = Sample(load.index, self._clock.time, key=load.key)
         self.num_begun += 1
         self.sent.append(sample)
-        SimulatedClient(router, request_id, load, prompt, keys, packed, sample, self._on_end, self._is_chat).send()
+        by_size = {self._block_size: keys}
+        SimulatedClient(router, request_id, load, prompt, by_size, packed, sample, self._on_end, self._is_chat).send()
 
     def _on_end(self, client: SimulatedClient) -> None:
         self.samples.append(client.sample)

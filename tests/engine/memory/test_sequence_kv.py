@@ -111,7 +111,10 @@ def test_uncacheable_blocks_are_not_registered() -> None:
     kv.take_blocks(0, [], pool.allocate(2))
     kv.forbid_caching()
     kv.mark_computed(8)
-    kv.register_full_blocks(pool)
+    other = new_kv(8)
+    other.share(kv, pool)
+    for one in (kv, other):
+        one.register_full_blocks(pool)
     assert pool.match(kv.full_keys()) == []
 
 

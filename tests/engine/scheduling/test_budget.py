@@ -72,3 +72,13 @@ def test_forecast_of_the_step_meets_the_target(
 @pytest.mark.parametrize("costs", [Costs(prefill=(0, 0, 0), decode=(0, 0, 0)), Costs(prefill=(0, 0, 1e-6))])
 def test_costs_without_slope(costs: Costs) -> None:
     assert 1 <= budget(0.5, 1, costs=costs).allocate(sequence(5000, 0)) <= 2048
+
+
+def test_what_is_set_aside_for_a_prompt_is_there_whatever_another_one_takes() -> None:
+    """A tenant gets at least a token, and one behind a long context may take longer than its share has left."""
+    step, long = budget(None, 1), sequence(100, 0)
+    step.shares = {long.tenant: 5e-4}
+    assert step.room(long) == 4
+    step.keep_half(long)
+    assert step.allocate(sequence(4002, 4000)) == 1, "it takes 4.1 ms"
+    assert step.allocate(long) == 2

@@ -4,8 +4,10 @@ import pytest
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
+from pdserve.engine.scheduling.preemption import Preemption
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import SchedulerOutput
 from pdserve.keys import token_array
 from pdserve.request import ARRIVALS_PER_PRIORITY, NO_TENANT, SamplingParams, Tenant
 from tests.engine.scheduling.steps import BLOCK, run_step, scheduler, sequence
@@ -107,3 +109,31 @@ def test_resumed_sequence_is_returned_to_its_owner_and_continues_once_added() ->
     sched.add(second)
     output, _ = run_step(sched)
     assert output.plan.counts == {second: 5} and not output.resumed, "its first block is in the prefix cache"
+
+
+def test_time_for_a_swapped_prompt_is_that_behind_what_the_pool_has() -> None:
+    """Another sequence may have computed more of it than was swapped: a token behind that takes longer."""
+    sched = scheduler(64, max_num_seqs=2, host_pool=BlockPool(8, BLOCK))
+    short, swapped = sequence("short", [1, 2, 3], 30), sequence("swapped", [*range(32), 6, 7])
+    sched.add(short)
+    run_step(sched)
+    sched.itl_target = 0.008  # time for 8 prompt tokens
+    sched.costs = Costs(prefill=(0.0, 0.001, 0.0), decode=(0.0, 0.0, 0.0), swap=(0.0, 1e-6))
+    sched.add(swapped)
+    run_step(sched)
+    assert swapped.kv.num_computed == 8
+    Preemption(sched, SchedulerOutput()).preempt(swapped)
+    other = sequence("other", [*range(32), 5], 1)
+    other.rank = -1
+    sched.add(other)
+    sched.itl_target = None
+    while other not in run_step(sched)[1]:
+        assert swapped.kv.swapped is not None and swapped.kv.swapped.num_tokens == 8
+    sched.max_num_seqs = 8
+    sched.costs = Costs(prefill=(0.0, 0.001, 0.0001), decode=(0.01, 0.0, 0.0))
+    sched.itl_target = 0.0195  # 9.5 ms for prompts, of which the first takes 6.25; a token behind 32 takes 4.2
+    first = sequence("first", [8] * 5, 30)
+    first.rank = -1
+    sched.add(first)
+    assert run_step(sched)[0].plan.counts == {short: 1, first: 5} and swapped in sched.waiting
+    assert run_step(sched)[0].plan.counts == {short: 1, first: 1, swapped: 2}

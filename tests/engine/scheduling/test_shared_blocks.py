@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
+from pdserve.engine.memory.groups import Group
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan
@@ -196,10 +197,10 @@ def test_sequences_read_their_own_tokens_despite_shared_blocks(
             paused_at[seq] = len(seq)
         for block, host_block in output.swap_out:
             swapped[host_block] = list(memory[block])
-        for block, host_block in output.swap_in:
-            memory[block] = swapped.pop(host_block)
         for source, target in output.block_copies:
             memory[target] = list(memory[source])
+        for block, host_block in output.swap_in:
+            memory[block] = swapped.pop(host_block)
         outcome = (pipeline if pipelined else runner).step(output.plan)
         assert bool(outcome) == bool(output.plan.counts)
         for seq, accepted in outcome.items():
@@ -240,3 +241,32 @@ def test_fork_copies_only_the_block_that_it_writes_to() -> None:
     sched.remove(seq)
     sched.remove(fork)
     assert sched.pool.num_held == 0
+
+
+def test_hits_that_leave_too_few_pages_are_not_taken_over() -> None:
+    """Two blocks of a further group share a page; those of two sequences are in two, each of which has room for nobody."""
+    pool = BlockPool(12, BLOCK, [Group(None, 1, 0), Group(2 * BLOCK, 2, 12)])
+    sched = Scheduler(pool, max_num_seqs=2, max_num_batched_tokens=64)
+    for length in (5, 9):
+        sched.add(sequence(str(length), [*range(length)], 1))
+        run_step(sched)
+    assert not [*sched.sequences()]
+    longest = sequence("longest", [*range(29)], 4)  # 8 blocks of each group, so all 12 pages
+    sched.add(longest)
+    for _ in range(4):
+        assert run_step(sched)[0].plan.counts, "it waits for pages that nobody has"
+    assert longest.output.finish_reason() and pool.num_held == pool.num_promised == 0
+
+
+def test_hits_are_taken_over_once_pages_that_others_hold_are_free() -> None:
+    pool = BlockPool(13, BLOCK, [Group(None, 1, 0), Group(2 * BLOCK, 2, 13)])
+    sched = Scheduler(pool, max_num_seqs=2, max_num_batched_tokens=64)
+    for length in (5, 9):
+        sched.add(sequence(str(length), [*range(length)], 1))
+        run_step(sched)
+    held = pool.allocate(1)
+    longest = sequence("longest", [*range(29)], 4)
+    sched.add(longest)
+    assert not run_step(sched)[0].plan.counts
+    pool.release(held)
+    assert run_step(sched)[0].plan.counts == {longest: 29 - 2 * BLOCK}

@@ -45,9 +45,9 @@ def test_no_tenant_is_slowed_down_beyond_its_share(base: float, demands: dict[Te
     step = base + sum(shares.get(tenant, demands[tenant]) for tenant in demands)
     for tenant, seconds in demands.items():
         is_whole = shares.get(tenant, seconds) >= seconds - 1e-9
-        assert step <= (base + seconds) * weights / tenant.weight + 1e-6 or not is_whole
+        assert step <= (base + seconds) * weights / tenant.weight + 1e-6 or not is_whole or not base + seconds
     if shares:
-        assert any(shares[tenant] >= demands[tenant] - 1e-9 for tenant in demands), (
+        assert any(shares.get(tenant, math.inf) >= demands[tenant] - 1e-9 for tenant in demands), (
             "the one for which it would be too long"
         )
 
@@ -343,3 +343,10 @@ def test_an_unreserved_hand_over_gets_room() -> None:
             return
         instance.step()
     raise AssertionError("no room was made for it")
+
+
+@pytest.mark.parametrize("creditors", [set[Tenant](), {LIGHT}])
+def test_a_tenant_whose_work_takes_no_time_is_not_limited(creditors: set[Tenant]) -> None:
+    """A fit may find that prompts cost nothing beside the step itself. Nor do all wait for it."""
+    assert step_shares(0.0, {LIGHT: 0.0, HEAVY: 1.0}, creditors) == {}
+    assert step_shares(0.1, {LIGHT: 0.0, HEAVY: 1.0}, creditors).keys() == {HEAVY}

@@ -420,3 +420,21 @@ def test_echo(client: Client, events: Events, tokenizer: Tokenizer, stream: bool
     response = client.post(COMPLETIONS, {"prompt": prompts, "n": 2, "echo": True, "stream": stream})
     answers = events(response) if stream else [response.json()]
     assert [text_of(answers, i) for i in range(4)] == ["hello Paris."] * 2 + ["world Paris."] * 2
+
+
+def test_bad_words_that_the_model_cannot_generate_are_left_out(
+    client: Client, backend: ScriptedBackend, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer may know more tokens than the model has, and normalise a word to nothing."""
+    assert backend.info is not None
+    encode, last = tokenizer.encode, backend.info.vocab_size - 1
+
+    def other(text: str, **options: Any) -> list[int]:
+        return {"extra": [last + 1], " extra": [3, last + 1], "last": [last], "\u200b": []}.get(text) or (
+            [] if "\u200b" in text else encode(text, **options)
+        )
+
+    monkeypatch.setattr(tokenizer, "encode", other)
+    words = ["extra", "last", "\u200b"]
+    assert client.post(COMPLETIONS, {"prompt": "hello", "bad_words": words}).status_code == 200
+    assert backend.requests[0].sampling.bad_words == ((last,), tuple(encode(" last")))

@@ -23,7 +23,7 @@ from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.costs import Costs, Work, attention_pairs
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError
-from pdserve.keys import Layout
+from pdserve.keys import KeyChain, Layout, Tokens
 from pdserve.profile.profile import StepModel
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import Job
@@ -254,6 +254,21 @@ def test_a_request_that_does_not_fit_gets_the_error_of_a_live_router() -> None:
     (failed,) = [sample for sample in samples if not sample.ok]
     message = "this model's context is 2000 tokens; you asked for 2050 (1950 in the prompt, 100 for the answer)"
     assert (failed.status, failed.error) == (400, message)
+
+
+def test_the_keys_of_a_prompt_that_does_not_fit_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 100 million tokens take minutes."""
+    hashed, pack = list[int](), KeyChain.pack
+
+    def record(chain: KeyChain, tokens: Tokens) -> bytes:
+        hashed.append(len(tokens))
+        return pack(chain, tokens)
+
+    monkeypatch.setattr(KeyChain, "pack", record)
+    loads = [Load(0, 8, (("huge", 3_000_000),), at=0.0), Load(1, 8, (("short", 100),), at=0.0)]
+    samples = Simulation(Deployment(), make_model()).play(loads).samples
+    assert [sample.ok for sample in sorted(samples, key=lambda sample: sample.index)] == [False, True]
+    assert hashed == [100]
 
 
 def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector() -> None:
