@@ -77,9 +77,12 @@ class Deployment(Supervisor):
         if self.connector == DEFAULT_CONNECTOR:
             self.connector = next(_private_stores)
         self._cleanup = contextlib.ExitStack()
-        # One for all questions whether routers are ready. Loading CA certificates would be slower than these.
+        # One for all questions whether routers are ready. Loading CA certificates would be slower than these, and a
+        # proxy of the environment does not know them.
         self._http = self._cleanup.enter_context(
-            httpx.Client(timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+            httpx.Client(
+                timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
+            )
         )
         self._quota_file = self._cleanup.enter_context(quota_file(config))
         scheme = "https" if config.ssl_certfile else "http"

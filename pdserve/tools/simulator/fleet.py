@@ -119,9 +119,11 @@ def parse_fleet(text: str) -> Fleet:
     Raises:
         ValueError: the text has another form, or the fleet cannot serve.
     """
-    numbers = {letter: int(count) for count, letter in re.findall(r"(\d+)([PDB])", text)}
+    parts = re.findall(r"(\d+)([PDB])", text)
+    numbers = {letter: int(count) for count, letter in parts}
     fleet = Fleet(numbers.get("P", 0), numbers.get("D", 0), numbers.get("B", 0))
-    if not re.fullmatch(r"\d+[PDB](\+\d+[PDB])*", text) or not fleet.is_complete:
+    is_well_formed = re.fullmatch(r"\d+[PDB](\+\d+[PDB])*", text) and len(numbers) == len(parts)
+    if not is_well_formed or not fleet.is_complete:
         raise ValueError(f"{text!r} is no fleet; write such as 2P+1D, or 3B for instances with the role both")
     return fleet
 

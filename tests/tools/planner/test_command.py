@@ -81,6 +81,7 @@ def test_a_measurement_of_another_load_is_refused(
     [
         ("result.json", "'result.json' is no fleet; write such as 2P+1D, or 3B"),
         ("1P=result.json", "'1P' is no fleet"),
+        ("1P+2P+1D=result.json", "'1P+2P+1D' is no fleet"),
         ("1P+1D=nowhere.json", "the file cannot be read: No such file"),
     ],
 )
