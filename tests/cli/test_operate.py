@@ -45,9 +45,9 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_proxy_is_asked_for_what_runs_here() -> None:
     with answering(READY) as url:
         assert health(url)
-    with answering(READY.replace(b"2\r\n", b"17\r\n").replace(b"{}", b'{"instances": []}')) as url:
-        with AdminClient(url) as client:
-            assert client.instances() == []
+    rows = READY.replace(b"2\r\n", b"17\r\n").replace(b"{}", b'{"instances": []}')
+    with answering(rows) as url, AdminClient(url) as client:
+        assert client.instances() == []
 
 
 @pytest.mark.parametrize(

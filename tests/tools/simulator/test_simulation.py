@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,6 +129,19 @@ def test_every_request_ends_with_all_its_tokens_and_no_real_time_passes(monkeypa
     timelines = [simulation.routers[0].dispatcher.timelines.get(f"r{load.index}") for load in loads]
     ways = {timeline.placement.way for timeline in timelines if timeline is not None and timeline.placement}
     assert len(ways) > 1, "short prompts skip prefill"
+
+
+def test_a_prompt_that_no_instance_takes_is_refused_without_its_tokens_in_memory() -> None:
+    loads = [Load(0, 5, (("long", 3_000_000),), at=0.0), Load(1, 5, (("own", 20),), at=0.1)]
+    simulation = Simulation(Deployment(), make_model())
+    tracemalloc.start()
+    try:
+        refused, served = sorted(simulation.play(loads).samples, key=index)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "context is 2000 tokens; the prompt has 3000000" in refused.error and refused.input_tokens == 3_000_000
+    assert served.ok and peak < 3_000_000
 
 
 COLOCATED, SPLIT = Deployment(prefill=0, decode=0, both=2), Deployment(prefill=2, decode=2)

@@ -77,8 +77,7 @@ def tune(tiny_profile: Path, tmp_path: Path) -> Callable[..., tuple[list[Fleet],
             random_output_len=8,
             try_max_num_batched_tokens="256,512",
             try_max_num_seqs="8,16",
-            state=str(tmp_path / "tune.jsonl"),
-            **{"paced": str(tiny_profile), **settings},
+            **{"paced": str(tiny_profile), "state": str(tmp_path / "tune.jsonl"), **settings},
         )
         measured = list[Fleet]()
         clock = count(0, RUN_S)
@@ -120,8 +119,11 @@ def test_an_interrupted_line_is_measured_again_and_another_load_refused(tune: An
     measured, _ = tune(budget=5 * RUN_S)
     assert len(measured) == 2
     assert all(json.loads(line) for line in state.read_text().splitlines())
-    with pytest.raises(SetupError, match="is of another load or SLO"):
-        tune(seed=1)
+    for settings in ({"seed": 1}, {"model": "another"}, {"max_num_seqs": 99}):
+        with pytest.raises(SetupError, match="is of another load or SLO, or of other settings"):
+            tune(**settings)
+    with pytest.raises(SetupError, match=r"--state .* cannot be read: Is a directory"):
+        tune(state=str(tmp_path))
 
 
 def test_ctrl_c_ends_the_search_and_its_run_does_not_count(tune: Any, capsys: pytest.CaptureFixture[str]) -> None:
