@@ -80,9 +80,7 @@ class Deployment(Supervisor):
         # One for all questions whether routers are ready. Loading CA certificates would be slower than these, and a
         # proxy of the environment does not know them.
         self._http = self._cleanup.enter_context(
-            httpx.Client(
-                timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
-            )
+            httpx.Client(timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
         )
         self._quota_file = self._cleanup.enter_context(quota_file(config))
         scheme = "https" if config.ssl_certfile else "http"
