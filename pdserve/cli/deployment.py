@@ -32,6 +32,7 @@ from pdserve.config import (
     RouterConfig,
     UpConfig,
 )
+from pdserve.cores import num_cores
 from pdserve.errors import SetupError
 from pdserve.settings import shared_settings
 
@@ -200,7 +201,7 @@ class Deployment(Supervisor):
         self._settings = shared_settings(config, InstanceConfig)
         self._gpus, self._gpus_of = gpus_for(config.device), dict[str, list[str]]()
         if not self._gpus and config.threads is None:
-            self._settings["threads"] = max(1, len(os.sched_getaffinity(0)) // instances)
+            self._settings["threads"] = max(1, num_cores() // instances)
         if any(self._gpus) and len(self._gpus) < ranks:
             raise SetupError(f"--tensor-parallel-size {ranks} needs as many GPUs; there are {len(self._gpus)} here")
         self._per_gpu = -(-instances * ranks // len(self._gpus)) if self._gpus else 0
