@@ -16,7 +16,7 @@ ENGINE_SETTINGS = ("max_num_batched_tokens",)  # flags of instances; the others 
 ROLES = ("prefill", "decode", "both")
 ENV_FILE, VALUES_FILE = "plan.env", "plan-values.yaml"
 ROUTER_SETTINGS = ("policy", "prefill_policy", "decode_policy", "local_prefill_tokens", "ttft_target_ms")
-Flags = tuple[Mapping[str, Any], Mapping[str, Any]]  # of instances and of routers, without dashes
+Flags = tuple[dict[str, Any], dict[str, Any]]  # of instances and of routers, without dashes
 NO_FLAGS: Flags = ({}, {})
 
 
@@ -48,7 +48,7 @@ def flags_of(fleet: Fleet, common: Flags = NO_FLAGS) -> tuple[dict[str, Any], di
     engine = {} if fleet.itl_target_ms is None else {"itl-target-ms": fleet.itl_target_ms}
     engine |= common[0] | {_dashed(name): value for name, value in settings.items() if name in ENGINE_SETTINGS}
     router = {_dashed(name): value for name, value in settings.items() if name not in ENGINE_SETTINGS}
-    return engine, dict(common[1]) | router
+    return engine, common[1] | router
 
 
 def _dashed(name: str) -> str:
