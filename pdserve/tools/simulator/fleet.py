@@ -32,6 +32,7 @@ from pdserve.tools.simulator.verdict import Limit
 PERCENTILES = (50, 90, 95, 99)
 CHARS_PER_TOKEN = 4  # of texts, which are not tokenized
 MAX_NUMBERS = 1000
+DAY_S, MAX_DAYS = 86_400, 31  # of a load: idle instances have events, too
 MAX_ITL_TARGET_MS = 1e9  # beyond which routers refuse an instance
 
 
@@ -199,13 +200,19 @@ def num_gpus(config: FleetConfig, fleet: Fleet) -> int:
 
 
 def draw_requests(config: FleetConfig, rate: float) -> list[Request]:
-    """Return the requests of a run at a mean rate; infinite: as the settings say."""
+    """Return the requests of a run at a mean rate; infinite: as the settings say.
+
+    Raises:
+        SetupError: they would go on for too long, or cannot be read.
+    """
     requests = draw_load(config, rate, random.Random(config.seed), lambda text: max(1, len(text) // CHARS_PER_TOKEN))
     if config.ramp_up_strategy is not None and math.isfinite(
         rate
     ):  # a ramp has its own rates: it is slowed or hastened
         factor = _rate_of(requests) / rate
         requests = [replace(request, at=(request.at or 0.0) * factor) for request in requests]
+    if (days := max(request.at or 0.0 for request in requests) / DAY_S) > MAX_DAYS:
+        raise SetupError(f"the load takes {days:.3g} days, of at most {MAX_DAYS}: raise its rate, or --trace-speed")
     return [_stretch(request, config) for request in requests]
 
 

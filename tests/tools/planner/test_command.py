@@ -194,6 +194,12 @@ def test_lengths_are_changed_relative_to_those_given(tiny_profile: Path) -> None
     assert plan["sensitivity"]["prompts +20%"]["total_input_tokens"] == 2400
 
 
+def test_a_load_of_months_is_refused(tiny_profile: Path) -> None:
+    """Idle instances send heartbeats, so a simulation of it would not end."""
+    with pytest.raises(SetupError, match=r"the load takes 46\.\d days, of at most 31: raise its rate"):
+        run(plan_config(tiny_profile, slo="ttft=9s", num_prompts=4, request_rate=1e-6))
+
+
 def have_cores(path: Path, monkeypatch: pytest.MonkeyPatch, *, cores: int, busy: float = 0.0) -> None:
     """Let the profile be of this machine, which has so many cores and busy threads."""
     profile = Profile.load(path)
