@@ -1,4 +1,4 @@
-"""A network namespace whose processes reach this host over a single link, which can be cut."""
+"""A network namespace whose processes reach this host over a single link, which can be cut or slowed down."""
 
 import ctypes
 import os
@@ -19,6 +19,7 @@ class NetworkNamespace:
 
     Attributes:
         host: address of this host for processes in the namespace.
+        inside: address of the namespace for processes of this host.
 
     Raises:
         SetupError: on entry, with the reason why the namespace cannot be created.
@@ -27,7 +28,7 @@ class NetworkNamespace:
     def __init__(self) -> None:
         number = os.getpid()
         self._name, self._link = f"pdserve-{number}", f"pd{number}"
-        self.host, self._inside = HOST.format(number % 250), INSIDE.format(number % 250)
+        self.host, self.inside = HOST.format(number % 250), INSIDE.format(number % 250)
 
     def __enter__(self) -> "NetworkNamespace":
         if shutil.which("ip") is None or os.geteuid() != 0:
@@ -36,7 +37,7 @@ class NetworkNamespace:
             _ip("netns", "add", self._name)
             _ip("link", "add", self._link, "type", "veth", "peer", "name", "out", "netns", self._name)
             _ip("addr", "add", f"{self.host}/30", "dev", self._link)
-            _ip("-n", self._name, "addr", "add", f"{self._inside}/30", "dev", "out")
+            _ip("-n", self._name, "addr", "add", f"{self.inside}/30", "dev", "out")
             for device in ("out", "lo"):
                 _ip("-n", self._name, "link", "set", device, "up")
             self.mend()
@@ -57,6 +58,12 @@ class NetworkNamespace:
     def mend(self) -> None:
         _ip("link", "set", self._link, "up")
 
+    def slow_down(self, bytes_per_s: float) -> None:
+        """Let at most so many bytes a second pass in each direction."""
+        bucket = ["root", "tbf", "rate", f"{bytes_per_s * 8:.0f}bit", "burst", "1mbit", "latency", "100ms"]
+        _run("tc", "qdisc", "replace", "dev", self._link, *bucket)
+        _run("tc", "-n", self._name, "qdisc", "replace", "dev", "out", *bucket)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Start the processes that this thread starts meanwhile inside the namespace."""
@@ -74,6 +81,10 @@ def _enter(namespace: int) -> None:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SetupError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise SetupError(f"{' '.join(words)}: {done.stderr.strip()}")

@@ -369,12 +369,21 @@ class BatchedConnector(Connector):
         return blocks
 
     def __store(self, operation: Operation[Result], lease_s: float) -> None:
+        started = time.perf_counter()
         self.put_many(self._blocks(Outgoing, operation), lease_s)
+        self.__record(operation, started)
 
     def __load(self, operation: Operation[Result]) -> None:
+        started = time.perf_counter()
         self.get_many(blocks := self._blocks(Incoming, operation))
+        self.__record(operation, started)
         if Outcome.CORRUPT in operation.outcomes:
             self.__delete_corrupt(blocks)
+
+    def __record(self, operation: Operation[Result], started: float) -> None:
+        if operation.bytes_moved:
+            seconds = time.perf_counter() - started - operation.codec_seconds
+            self.codec.record_transfer(operation.kind, operation.bytes_moved, seconds)
 
     def __follow(
         self, operation: Operation[Result], patience_s: float, blocks: Sequence[Incoming] = (), give_up_at: float = 0.0

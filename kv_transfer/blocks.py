@@ -73,6 +73,7 @@ class Operation(OperationFuture[T]):
         outcomes: one per block; UNAVAILABLE until marked otherwise.
         expected: outcomes that are no failures.
         bytes_moved: payload bytes stored or loaded so far.
+        codec_seconds: that encoding and decoding took.
         matched: leading keys found so far, for `match` and `follow`.
         started: on the clock `perf_counter`.
         deadline: on the monotonic clock.
@@ -98,6 +99,7 @@ class Operation(OperationFuture[T]):
         self.outcomes = [Outcome.UNAVAILABLE] * len(block_ids)
         self.expected = expected
         self.bytes_moved = 0
+        self.codec_seconds = 0.0
         self.matched = 0
         self.started = time.perf_counter()
         self.deadline = deadline
@@ -268,15 +270,13 @@ class Outgoing(Block):
         detects. Check `in_time` before publishing to keep such a value from becoming visible at all.
         """
         with self._fence:
-            payload = self._codec.encode(self._row)
-            self._payload_bytes = len(payload)
+            payload = self._encode()
             return self._header_format.pack(self.key, payload), payload.data
 
     def copy_to(self, target: Row) -> bytes:
         """Copy the payload to the front of `target`, and return the header of the copied bytes."""
         with self._fence:
-            payload = self._row if self._codec.is_identity else self._codec.encode(self._row)
-            self._payload_bytes = len(payload)
+            payload = self._encode()
             hasher = xxhash.xxh3_64()
             copy_and_hash(target, payload, hasher)
         return self._header_format.pack_checksum(self.key, self._payload_bytes, hasher.digest())
@@ -308,6 +308,13 @@ class Outgoing(Block):
         """Mark the block as not stored, for this reason."""
         self._operation.outcomes[self._index] = outcome
 
+    def _encode(self) -> Row:
+        started = time.perf_counter()
+        payload = self._codec.encode(self._row)
+        self._operation.codec_seconds += time.perf_counter() - started
+        self._payload_bytes = len(payload)
+        return payload
+
 
 class Incoming(Block):
     """A block to be loaded, as passed to `get_many`. A block that is never marked ends as UNAVAILABLE.
@@ -331,9 +338,10 @@ class Incoming(Block):
         """
         if not self._header_format.matches(header, self.key):
             return self._mark(header, None)
-        if self._codec.is_identity:
+        length = payload_length(header)
+        if self._codec.keeps_rows and length == len(self._row):
             return self._mark(header, self._receive(self._row, parts))
-        payload = bytearray(payload_length(header))
+        payload = bytearray(length)
         self._payload_bytes = len(payload)
         digest = self._receive(np.frombuffer(payload, np.uint8), parts)
         return self._mark(header, digest if digest == header[CHECKSUM] and self._decode(payload) else None)
@@ -434,10 +442,12 @@ class Incoming(Block):
                 part.wait()
 
     def _decode(self, payload: bytearray) -> bool:
+        started = time.perf_counter()
         try:
             row = self._codec.decode(payload)
         except Undecodable:
             return False
+        self._operation.codec_seconds += time.perf_counter() - started
         with self._fence:
             self._row[:] = row
         return True

@@ -2,6 +2,7 @@
 
     none         the pool row itself; costs nothing
     lz4, zstd    lossless; a block that would not become shorter is stored uncompressed
+    auto         of none, lz4 and zstd the one that moves blocks fastest now (`codec_choice.py`)
     fp8, int8    lossy: one byte per number, and one scale per layer, K or V, and head of the block
 
 A codec other than `none` is part of the namespace under which a connector stores, so blocks of different codecs never mix.
@@ -13,8 +14,10 @@ saves 10 % of bfloat16 and becomes slower than zstd, which saves twice as much. 
 
 import hashlib
 import importlib
+import itertools
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Final
 
@@ -23,9 +26,11 @@ import numpy.typing as npt
 
 from pdserve.errors import SetupError, install
 from pdserve.keys import KEY_BYTES, Layout
+from pdserve.kv_transfer.codec_choice import CodecChoice
 from pdserve.kv_transfer.header import Buffer, Row
 
 ZSTD_LEVEL: Final = 1  # higher levels save 1 % more and take a third longer
+TRIAL_BLOCKS: Final = 256  # of which `auto` tries all its codecs on one
 
 
 class Undecodable(Exception):
@@ -39,6 +44,7 @@ class Codec(ABC):
         name: the value of `?codec=`.
         lossy: decoded blocks differ from encoded ones. Encoding and decoding a decoded block changes nothing further.
         is_identity: the payload is the row itself.
+        keeps_rows: a payload as long as a block is the row itself.
         namespace: the namespace under which encoded blocks are stored.
         payload_lengths: the possible payload lengths in bytes. Never longer than a block.
     """
@@ -46,6 +52,7 @@ class Codec(ABC):
     name: ClassVar[str]
     lossy: ClassVar[bool] = False
     is_identity: ClassVar[bool] = False
+    keeps_rows: ClassVar[bool] = True
     payload_lengths: range
 
     def __init__(self, layout: Layout) -> None:
@@ -63,6 +70,9 @@ class Codec(ABC):
         Raises:
             Undecodable: the payload was not produced by `encode`. Detecting that takes no more memory than decoding.
         """
+
+    def record_transfer(self, kind: str, num_bytes: int, seconds: float) -> None:  # noqa: B027 - most have nothing to choose
+        """Take the time that a `store` or `load` of so many bytes of payloads took, without that of this codec."""
 
 
 class Plain(Codec):
@@ -154,6 +164,51 @@ class Zstd(_Compressed):
         return row
 
 
+class Auto(Codec):
+    """The fastest of the lossless codecs. A payload shorter than a block begins with the codec's number."""
+
+    name = "auto"
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._block_bytes = layout.block_bytes
+        self._codecs: list[Codec] = [Plain(layout), Lz4(layout), Zstd(layout)]
+        self._choice = CodecChoice(codec.name for codec in self._codecs)
+        self._num_encoded = itertools.count()
+        self._lock = threading.Lock()
+        self.payload_lengths = range(2, layout.block_bytes + 1)
+
+    def encode(self, row: Row) -> Row:
+        if next(self._num_encoded) % TRIAL_BLOCKS == 0:
+            self._try_out(row)
+        number = next(i for i, codec in enumerate(self._codecs) if codec.name == self._choice.fastest)
+        payload = self._codecs[number].encode(row)
+        if len(payload) + 1 >= self._block_bytes:
+            return row
+        return np.concatenate((np.array([number], np.uint8), payload))
+
+    def decode(self, payload: Buffer) -> Row:
+        if len(payload) == self._block_bytes:
+            return np.frombuffer(payload, np.uint8)
+        number = payload[0]
+        if not 0 < number < len(self._codecs):
+            raise Undecodable
+        return self._codecs[number].decode(memoryview(payload)[1:])
+
+    def record_transfer(self, kind: str, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._choice.record_transfer(kind, num_bytes, seconds, time.monotonic())
+
+    def _try_out(self, row: Row) -> None:
+        for codec in self._codecs[1:]:
+            started = time.thread_time()
+            payload = codec.encode(row)
+            codec.decode(payload.data)
+            seconds = time.thread_time() - started
+            with self._lock:
+                self._choice.record_trial(codec.name, seconds / self._block_bytes, len(payload) / self._block_bytes)
+
+
 class _Quantized(Codec):
     """Base of the lossy codecs: a scale per layer, K or V, and head, in the pool's dtype; then one code per number.
 
@@ -163,6 +218,7 @@ class _Quantized(Codec):
     """
 
     lossy = True
+    keeps_rows = False
     max_code: ClassVar[float]
 
     def __init__(self, layout: Layout) -> None:
@@ -239,7 +295,7 @@ class Int8(_Quantized):
         return np.int8
 
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Lz4, Zstd, Fp8, Int8)}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Lz4, Zstd, Auto, Fp8, Int8)}
 
 
 def _import_library(module: str, codec: str) -> Any:

@@ -1,5 +1,6 @@
 """Deflection through real processes: roles give way within an ITL target, and the tokens are those of one instance."""
 
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -40,29 +41,23 @@ def busy(deployment: Deployment) -> dict[str, int]:
 
 
 def test_a_burst_is_shared_and_tokens_are_the_same(
-    deploy: Deploy,
-    checkpoint: Callable[..., Path],
-    generate: Callable[..., list[list[int]]],
-    complete: Callable[..., dict[str, Any]],
+    deploy: Deploy, complete: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    path = checkpoint("llama")
-    settings: dict[str, Any] = {
-        "num_blocks": 2400,
-        "itl_target_ms": 20,
-        "ttft_target_ms": 1,
-        "local_prefill_tokens": None,
-    }
-    with deploy(model=str(path), **settings) as deployment:
-        for burst in range(
-            10
-        ):  # while other work stretches the steps that are measured at start, answers look too long
-            prompts = [[1 + (7 * i + j + burst) % 40 for j in range(680 + i)] for i in range(24)]
-            expected = generate(path, prompts, 3)  # short answers: prefill is what they wait for
-            reply = complete(deployment, prompt=prompts, max_tokens=3, ignore_eos=True)
-            assert [choice["token_ids"] for choice in reply["choices"]] == expected
-            if ("decode", "backlog") in reasons(deployment):
-                return
-    raise AssertionError(f"no prompt gave way: {reasons(deployment)}")
+    fast = StepModel(decode=((1, 0.005), (16, 0.015)), prefill=((1, 0.005), (500, 0.05)))
+    dataclasses.replace(PROFILE, step=fast).save(tmp_path / "profile.json")
+    with deploy(
+        model="demo",
+        paced=str(tmp_path / "profile.json"),
+        itl_target_ms=200,
+        ttft_target_ms=1,
+        local_prefill_tokens=None,
+    ) as deployment:
+        prompts = [[i + 3] * (680 + i) for i in range(24)]
+        reply = complete(deployment, prompt=prompts, max_tokens=3, ignore_eos=True)  # prefill is what they wait for
+        ways = reasons(deployment)
+    expected = [[next_token(len(prompt) + j) for j in range(3)] for prompt in prompts]
+    assert [choice["token_ids"] for choice in reply["choices"]] == expected
+    assert {("split", "forecast"), ("decode", "backlog")} <= ways
 
 
 def test_an_idle_prefill_instance_decodes_and_says_so(
