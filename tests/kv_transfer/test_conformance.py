@@ -31,7 +31,6 @@ from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.connectors.file import FileConnector
 from pdserve.kv_transfer.connectors.shm import connector as shm
 from pdserve.kv_transfer.connectors.shm import segment
-from pdserve.kv_transfer.forwarding import ForwardingConnector
 from pdserve.kv_transfer.rules import behaviour, context
 from pdserve.kv_transfer.rules.context import RuleContext, new_keys
 
@@ -105,17 +104,6 @@ def test_without_a_rule_a_broken_connector_would_pass(needed: str, try_variant: 
         if caught[connector] is None:
             return
     raise AssertionError(f"other rules catch each variant: {caught}")
-
-
-def test_a_store_is_not_left_full_where_nothing_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connector without hooks, whose store has room for the blocks of one rule."""
-    url = f"memory://test-{uuid.uuid4().hex}?size=70KiB"
-    monkeypatch.setattr(context, "connect", lambda url: ForwardingConnector(memory.MemoryConnector(url)))
-    for _ in range(2):
-        rules = RuleContext(url, 0.1)
-        rules.attach().must_store(new_keys(16), range(16), must_fit=True)
-        rules.close()
-    memory.unlink(url)
 
 
 @until_recorded
