@@ -268,7 +268,7 @@ def notes(config: FleetConfig, profile: Profile, sizes: Sequence[int] = ()) -> l
     if (
         config.cores is None
         and sizes
-        and (needed := cores_needed(max(sizes), max(1, known.threads), config.routers)) > known.cores > 0
+        and (needed := cores_needed(max(sizes), known.busy_threads, config.routers)) > known.cores > 0
     ):
         sentences.append(
             f"{max(sizes)} instances, routers and a client need {needed} cores, and the profile's machine has {known.cores}: "
@@ -369,7 +369,7 @@ def role_models(config: FleetConfig, fleet: Fleet) -> dict[str, InstanceModel]:
 
 def shared_cores(config: FleetConfig, profile: Profile, fleet: Fleet) -> SharedCores | None:
     """Return the cores of `--cores`; None if there are none, or enough of them for each to have its own."""
-    threads, busy = max(1, profile.machine.threads), config.busy_threads
+    threads, busy = profile.machine.busy_threads, config.busy_threads
     if config.cores is None or cores_needed(fleet.size, threads, config.routers) + busy <= config.cores:
         return None
     return SharedCores(config.cores, threads, busy)

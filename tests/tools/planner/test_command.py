@@ -18,6 +18,7 @@ from pdserve.tools.bench.requests import Request, Sample
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.charts import frontier, pareto
 from pdserve.tools.planner.command import run
+from pdserve.tools.planner.here import config_here, needed_by
 from pdserve.tools.planner.measured import compare, load_measured, scaled
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
@@ -238,6 +239,13 @@ def test_a_plan_for_enough_cores_says_nothing_of_them(
     have_cores(tiny_profile, monkeypatch, cores=16, busy=3)
     run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, instances=2))
     assert "cores" not in capsys.readouterr().out
+
+
+def test_instances_on_gpus_need_a_core_each_and_not_all_threads_of_torch() -> None:
+    gpu = Profile(model="m", machine=Machine(threads=16, cores=16, device="cuda:0"))
+    cpu = Profile(model="m", machine=Machine(threads=16, cores=16, device="cpu"))
+    needed = [needed_by(PlanConfig(), profile, Fleet(3, 5)) for profile in (gpu, cpu)]
+    assert needed == [8 + 2, 8 * 16 + 2] and config_here(PlanConfig(), gpu, Fleet(3, 5)) is None
 
 
 @pytest.mark.parametrize(("times", "code"), [(1.0, 0), (1.3, 0), (3.0, 1)])
