@@ -49,24 +49,24 @@ QUICK = {"rates": "0.5", "tokens": 64, "rounds": 1}
 def benchmark(settings: Settings) -> None:
     """Move the KV of a text over each link with each codec."""
     settings = settings.sized(QUICK)
-    layout, rows = _kv(settings.tokens)
-    figures: list[dict[str, Any]] = []
+    layout, kv = _kv(settings.tokens)
+    rows: list[dict[str, Any]] = []
     with NetworkNamespace() as island, tempfile.TemporaryDirectory() as folder:
         with island.entered():
             server = stores.RedisServer(folder, STORE_BYTES, "0.0.0.0")
         try:
             for rate in map(float, settings.rates.split(",")):
                 island.slow_down(rate * 1e9)
-                seconds = _measure(f"redis://{island.inside}:{server.port}", layout, rows, settings.rounds)
+                seconds = _measure(f"redis://{island.inside}:{server.port}", layout, kv, settings.rounds)
                 best = min(seconds[codec] for codec in CODECS if codec != "auto")
-                figures += [
+                rows += [
                     {"GB/s": rate, "codec": codec, "ms": round(took * 1000, 2), "of the best": round(took / best, 3)}
                     for codec, took in seconds.items()
                 ]
         finally:
             server.kill()
-    report.show(figures)
-    print(report.write("links", settings, {"bytes": rows.nbytes, "figures": figures}))
+    report.show(rows)
+    print(report.write("links", settings, {"bytes": kv.nbytes, "rows": rows}))
 
 
 def _kv(tokens: int) -> tuple[Layout, Row]:

@@ -1,6 +1,7 @@
 """The benchmark scripts run, and their JSON says what is promised."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def test_structured(run: Callable[..., Any]) -> None:
     assert [row["answers"] for row in content["rows"]] == ["new schemas", "again", "without"]
     assert content["valid"] == content["same_again"] == content["settings"]["requests"]
     assert len({row["tokens"] for row in content["rows"]}) == 1
+
+
+@pytest.mark.slow
+def test_loss(run: Callable[..., Any]) -> None:
+    losses = {row["format"]: row["loss"] for row in run("loss.py")["rows"]}
+    assert losses["int4 weights"] != losses["dense"] != losses["int8 KV"]
+    assert all(abs(loss / losses["dense"] - 1) < 0.1 for loss in losses.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_links(run: Callable[..., Any]) -> None:
+    rows = run("links.py")["rows"]
+    assert [row["codec"] for row in rows] == ["none", "lz4", "zstd", "auto"]
+    assert min(row["of the best"] for row in rows if row["codec"] != "auto") == 1
 
 
 @pytest.mark.slow
