@@ -37,7 +37,7 @@ def check(where: Any, prompt: list[int], expected: Expected, most: int, name: st
 
 
 @shapes
-@pytest.mark.parametrize("max_tokens", [TOKENS, 3])
+@pytest.mark.parametrize("max_tokens", [TOKENS, pytest.param(3, marks=pytest.mark.slow)])
 def test_another_turn(instance: Instance, expected: Expected, max_tokens: int) -> None:
     """On the instance that computed the prompt, on the one that computed the answer, and on a third one."""
     prompt = [max_tokens, *((i * i + 3 * i) % 250 for i in range(330))]
@@ -49,7 +49,9 @@ def test_another_turn(instance: Instance, expected: Expected, max_tokens: int) -
 
 
 @shapes
-@pytest.mark.parametrize("ends", [[799], [99, 199, 399, 799]], ids=["one message", "several"])
+@pytest.mark.parametrize(
+    "ends", [pytest.param([799], marks=pytest.mark.slow), [99, 199, 399, 799]], ids=["one message", "several"]
+)
 def test_a_sibling(instance: Instance, expected: Expected, ends: list[int]) -> None:
     """It shares 800 of 900 tokens, up to the end of a message that is followed by another one."""
     shared = [(i * i + 3 * i) % 250 for i in range(800)]

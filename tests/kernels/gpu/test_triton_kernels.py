@@ -27,6 +27,7 @@ def run_cases(expression: str, *names: str, interpreted: bool) -> None:
     assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-2000:]
 
 
+@pytest.mark.until_recorded("kernels/gpu")
 @pytest.mark.long
 def test_one_case_of_each_feature_equals_the_reference() -> None:
     """Each kernel with and without windows, soft caps, splits and invariance, and at the edges of its tiles."""
