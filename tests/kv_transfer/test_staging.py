@@ -279,8 +279,8 @@ def test_a_load_that_fails_is_over_when_nothing_is_written_any_more(monkeypatch:
 
     def fail_once(*arguments: Any) -> None:
         if not failed.is_set():
+            store.gate.clear()  # holds the second piece, which waits for the line below
             failed.set()
-            store.gate.clear()  # holds the second piece
             raise torch.AcceleratorError("CUDA error: out of memory")
         scatter(*arguments)
 
