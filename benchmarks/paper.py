@@ -38,6 +38,7 @@ from pdserve.config import flag
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
+from pdserve.errors import SetupError
 from pdserve.profile.profile import Profile, StepModel
 from pdserve.tools.load_config import FleetConfig
 from pdserve.tools.roofline.estimate import Estimate
@@ -50,6 +51,7 @@ LENGTHS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # means of p
 SPREAD = 1.0  # standard deviation of the logarithm
 PREFIXES = {"one example": 80, "five examples": 341}  # tokens, in the paper's 6.4
 PRECISION, HIGHEST = 0.06, 1024.0  # of rates; a rate at which all come at once
+LOWEST = 1 / 64  # a rate at which each request is alone: a limit that it misses is missed at any rate
 MORE = {"sharegpt": 1, "alpaca": 6}  # times as many requests, since they are short
 FIRST = {"sharegpt": 2.0, "alpaca": 16.0}  # rates that are tried
 SAMPLED = 16  # steps, of which one is looked at for the slots in use
@@ -211,10 +213,16 @@ SERVERS: dict[str, Serve] = {
 
 
 def capacity(data: str, serve: Serve, settings: Settings) -> tuple[float, list[tuple[float, float]], Outcome]:
-    """Return the highest rate whose normalized latency is within the limit, all (rate, latency), and the run at that rate."""
+    """Return the highest rate whose normalized latency is within the limit, all (rate, latency), and the run at that rate.
+
+    Raises:
+        SetupError: there is none.
+    """
     low, high, points, best = 0.0, math.inf, list[tuple[float, float]](), Outcome([])
     rate = FIRST[data]
     while high > low * (1 + PRECISION) and rate < HIGHEST:
+        if rate < LOWEST:
+            raise SetupError(f"--limit {settings.limit:g} is less than a request alone takes for each output token")
         outcome = serve(draw(data, rate, settings))
         points.append((rate, fmean(outcome.latencies)))
         if points[-1][1] <= settings.limit:

@@ -149,6 +149,10 @@ class StagedConnector(ForwardingConnector):
         with self._inner_calls:
             super().release(keys, tickets=tickets)
 
+    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
+        with self._inner_calls:
+            super().prolong(keys, lease_s=lease_s, tickets=tickets)
+
     def close(self) -> None:
         wait([transfer.future for transfer in list(self._transfers)])
         self._store.close()
@@ -244,15 +248,16 @@ class _Direction:
             work(first_row, piece, *arguments)
         except Exception as error:  # noqa: BLE001 - raised to the caller: a defect, or a GPU that failed
             self.free(first_row)
-            piece.transfer.fail(error)
+            piece.fail(error)
 
 
 class _Transfer:
-    """One store, load or follow.
+    """One store, load or follow, which is over when all of its pieces are: the rows of the others are in use until then.
 
     Attributes:
         mark: what the copies wait for.
         is_cancelled: pieces that have not been started are left out.
+        error: that its future raises in the end, if any.
     """
 
     def __init__(self, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> None:
@@ -262,7 +267,7 @@ class _Transfer:
         self.future: OperationFuture[Result] = OperationFuture(self._cancel)
         self._outcomes = [Outcome.UNAVAILABLE] * len(keys)
         self._unfinished = len(keys)
-        self._is_settled = False
+        self.error: Exception | None = None
         self._running: set[Future[Result]] = set()
         self._started = time.perf_counter()
         self._lock = threading.Lock()
@@ -292,19 +297,10 @@ class _Transfer:
             self.finish()
 
     def finish(self) -> None:
-        if self._settle():
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
             self.future.set_result(Result(self._outcomes, time.perf_counter() - self._started))
-
-    def fail(self, error: Exception) -> None:
-        self.is_cancelled = True
-        if self._settle():
-            self.future.set_exception(error)
-
-    def _settle(self) -> bool:
-        """Return True for the first caller."""
-        with self._lock:
-            first, self._is_settled = not self._is_settled, True
-        return first
 
     def _cancel(self) -> None:
         self.is_cancelled = True
@@ -335,9 +331,14 @@ class _Piece:
         """Record the result of the inner connector."""
         if (error := done.exception()) is not None:
             assert isinstance(error, Exception)
-            self.transfer.fail(error)
+            self.fail(error)
         else:
             self.transfer.end(self._first, done.result().outcomes)
+
+    def fail(self, error: Exception) -> None:
+        """Record a defect, or a GPU that failed. What has not been started of the transfer is left out."""
+        self.transfer.error, self.transfer.is_cancelled = self.transfer.error or error, True
+        self.skip(Outcome.UNAVAILABLE)
 
     def skip(self, outcome: Outcome) -> None:
         """Record that its blocks were not moved, and neither those of the pieces that follow it."""

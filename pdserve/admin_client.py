@@ -10,6 +10,8 @@ from pdserve.errors import SetupError
 
 ADMIN_KEY_VARIABLE = "PDSERVE_ADMIN_KEY"
 TIMEOUT_S = 30.0
+# Where httpx uses no proxy, whatever the environment says: none knows the addresses of this machine.
+DIRECT = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
 
 
 def admin_headers() -> dict[str, str]:
@@ -26,12 +28,15 @@ class AdminClient:
     """Client of one router, with the admin key of the environment.
 
     Raises:
-        SetupError: from `get` and `post`: the router does not respond, or refuses. Its message is the router's.
+        SetupError: the URL is invalid; from `get` and `post`: the router does not respond, or refuses, with its message.
         StateConflict: it refuses because of its present state.
     """
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, headers=admin_headers(), timeout=TIMEOUT_S)
+        try:
+            self._http = httpx.Client(base_url=url, headers=admin_headers(), timeout=TIMEOUT_S, mounts=DIRECT)
+        except httpx.InvalidURL as error:
+            raise SetupError(f"{url!r} is not the URL of a router: {error}") from None
 
     def __enter__(self) -> Self:
         return self

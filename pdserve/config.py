@@ -177,7 +177,9 @@ class EngineConfig(ModelConfig):
         " --profile), and say what differs",
         False,
     )
-    threads: int | None = flag("CPU threads of this instance; default: torch's own", None, least=1)
+    threads: int | None = flag(
+        "CPU threads of this instance; default: torch's own, within the container's quota", None, least=1
+    )
     seed: int = flag("seed of the instance; requests have seeds of their own", 0)
 
     def __post_init__(self) -> None:

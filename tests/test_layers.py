@@ -24,8 +24,8 @@ def names(text: str) -> list[str]:
 
 # What a prompt touches by default, from HTTP to kernel and back, and what all of it shares: packages and files.
 CORE = names("""
-    request output keys kv_spec config settings costs counters errors lifetime slo sizes plugins parent priority model_path
-    reasoning pooling beam_search logits_processors grammars lines
+    request output keys kv_spec config cores settings costs counters errors lifetime slo sizes plugins parent priority
+    model_path reasoning pooling beam_search logits_processors grammars lines
     proto kernels kv_transfer engine roles prefill decode instance control profile
     router.api router.text router.web router.parse_server router.limits router.routed_request
     router.backend router.dispatch router.scheduling router.instances router.telemetry router.server
@@ -43,7 +43,7 @@ EXTENSIONS = names("""
 # Part → all that it may import of ours.
 IMPORTS_ONLY = {
     "kernels": {"kernels"},
-    "kv_transfer": {"kv_transfer", "keys", "errors", "sizes"},
+    "kv_transfer": {"kv_transfer", "keys", "costs", "errors", "sizes"},
     "proto": {"proto"},
     "tools.bench": {
         "tools.bench",

@@ -289,7 +289,9 @@ class Evictor:
             self._thread.join()
 
     def sweep(self) -> None:
-        """Remove files that are too old, then least recently used ones until the rest fits into `max_bytes`."""
+        """Remove what dead writers left, files that are too old, then least recently used ones until the rest fits into
+        `max_bytes`."""
+        self.remove_stale_files(f"{self._root}/tmp")
         now = time.time()
         files = sorted(self._files(), key=lambda file: (file.mtime <= now + MAX_LEASE_S, file.mtime))
         total_bytes = sum(file.size for file in files)

@@ -318,12 +318,18 @@ class RuleContext:
             pool.close()
 
     def delete_blocks(self, pool: AttachedPool) -> bool:
-        """Delete the blocks stored in this pool's namespace. Returns False if the connector cannot delete."""
-        keys = self._keys.pop(pool.layout.namespace, set())
+        """Delete the blocks stored in this pool's namespace. Returns False if the connector cannot delete.
+
+        Where it cannot, their leases end: those of one rule would keep a small store full for the next, and for ten minutes.
+        """
+        keys = list(self._keys.pop(pool.layout.namespace, set()))
         connectors = batched_connectors(pool.connector)
         for connector in connectors:
             with contextlib.suppress(Exception):
-                connector.delete_many(list(keys))
+                connector.delete_many(keys)
+        if keys and not connectors:
+            with contextlib.suppress(Exception):
+                pool.connector.release(keys, tickets=pool.tickets(keys))
         return bool(connectors)
 
 

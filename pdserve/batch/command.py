@@ -12,6 +12,7 @@ import httpx
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
+from pdserve.admin_client import DIRECT
 from pdserve.batch.lines import BatchRequest, InvalidLine, Json, parse_lines, read_done
 from pdserve.batch.runner import run_batch
 from pdserve.errors import SetupError
@@ -45,7 +46,12 @@ async def _run(lines: BinaryIO, answers: BinaryIO, url: str, concurrency: int) -
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
-        base_url=url.rstrip("/"), headers=headers, timeout=None, limits=limits, verify=url.startswith("https")
+        base_url=url.rstrip("/"),
+        headers=headers,
+        timeout=None,
+        limits=limits,
+        verify=url.startswith("https"),
+        mounts=DIRECT,
     ) as http:
         with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as bar:
             task = bar.add_task("requests", total=total, completed=len(done))

@@ -32,6 +32,7 @@ from pdserve.config import (
     RouterConfig,
     UpConfig,
 )
+from pdserve.cores import num_cores
 from pdserve.errors import SetupError
 from pdserve.settings import shared_settings
 
@@ -77,9 +78,10 @@ class Deployment(Supervisor):
         if self.connector == DEFAULT_CONNECTOR:
             self.connector = next(_private_stores)
         self._cleanup = contextlib.ExitStack()
-        # One for all questions whether routers are ready. Loading CA certificates would be slower than these.
+        # One for all questions whether routers are ready. Loading CA certificates would be slower than these, and a
+        # proxy of the environment does not know them.
         self._http = self._cleanup.enter_context(
-            httpx.Client(timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+            httpx.Client(timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
         )
         self._quota_file = self._cleanup.enter_context(quota_file(config))
         scheme = "https" if config.ssl_certfile else "http"
@@ -199,7 +201,7 @@ class Deployment(Supervisor):
         self._settings = shared_settings(config, InstanceConfig)
         self._gpus, self._gpus_of = gpus_for(config.device), dict[str, list[str]]()
         if not self._gpus and config.threads is None:
-            self._settings["threads"] = max(1, len(os.sched_getaffinity(0)) // instances)
+            self._settings["threads"] = max(1, num_cores() // instances)
         if any(self._gpus) and len(self._gpus) < ranks:
             raise SetupError(f"--tensor-parallel-size {ranks} needs as many GPUs; there are {len(self._gpus)} here")
         self._per_gpu = -(-instances * ranks // len(self._gpus)) if self._gpus else 0

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.cli.gpus import nvidia_smi
+from pdserve.cores import num_cores
 
 NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
 GROUPS = {  # by capability of the default kernel
@@ -73,8 +74,8 @@ def _version(package: str) -> str | None:
 
 
 def _python() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Finding("machine", True, f"Python {platform.python_version()}, {platform.machine()}, {cores} cores", "all")
+    machine = f"Python {platform.python_version()}, {platform.machine()}, {num_cores()} cores"
+    return Finding("machine", True, machine, "all")
 
 
 def _torch() -> Finding:

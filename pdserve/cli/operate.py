@@ -3,8 +3,9 @@
 import ssl
 import sys
 import time
-import urllib.request
+from http.client import HTTPException
 from typing import Any
+from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 from pdserve.admin_client import AdminClient
 from pdserve.errors import SetupError
@@ -58,9 +59,10 @@ def health(url: str) -> bool:
         raise SetupError(f"{url!r} is not a URL; write http://127.0.0.1:8000, for example")
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))  # no proxy knows this machine's addresses
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/ready", timeout=HEALTH_TIMEOUT_S, context=context):
+        with opener.open(f"{url.rstrip('/')}/ready", timeout=HEALTH_TIMEOUT_S):
             return True
-    except (OSError, ValueError) as error:  # a status of 400 or more is an OSError
+    except (OSError, ValueError, HTTPException) as error:  # a status of 400 or more is an OSError
         print(f"pdserve: {url} is not ready: {error}", file=sys.stderr)
         return False

@@ -16,6 +16,7 @@ from pdserve import plugins
 from pdserve.config import InstanceConfig
 from pdserve.control.certificates import client_context
 from pdserve.control.registry import Registry
+from pdserve.cores import num_cores
 from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
 from pdserve.grammars.compiler import START_AFTER_S
@@ -47,6 +48,8 @@ def serve(role: str, config: InstanceConfig) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    elif (cores := num_cores()) < torch.get_num_threads():  # torch does not know the quota of a container
+        torch.set_num_threads(cores)
     if torch.cuda.is_available() and not config.paced:
         run_beside(config.device)
     torch.manual_seed(config.seed)

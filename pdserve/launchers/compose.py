@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
 NUMBER_LABEL = "com.docker.compose.container-number"
+COMMAND_TIMEOUT_S = 300.0  # an engine that hangs must not hold the controller for ever; an image may have to be pulled
 
 
 class ComposeLauncher:
@@ -79,7 +80,7 @@ class ComposeLauncher:
 
     def _remove(self, container: str, instance_id: str) -> None:
         try:
-            _run([*self._engine, "stop", "-t", str(self._grace_s), container])
+            _run([*self._engine, "stop", "-t", str(self._grace_s), container], self._grace_s + COMMAND_TIMEOUT_S)
             with self._scaling:
                 _run([*self._engine, "rm", "-f", container])
         except SetupError as error:
@@ -103,16 +104,19 @@ class ComposeLauncher:
         return len(numbers) + 1
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], timeout_s: float | None = None) -> str:
     """Return what a command prints.
 
     Raises:
-        SetupError: it cannot be run, or fails; with the last line of its errors.
+        SetupError: it cannot be run, does not end in time, or fails; with the last line of its errors.
     """
+    timeout_s = COMMAND_TIMEOUT_S if timeout_s is None else timeout_s
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s).stdout
     except OSError as error:
         raise SetupError(f"{shlex.join(command)}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(f"{shlex.join(command)}: it has not ended within {timeout_s:g} s") from error
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
         raise SetupError(f"{shlex.join(command)}: {lines[-1]}") from error

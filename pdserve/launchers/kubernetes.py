@@ -107,6 +107,8 @@ class KubernetesLauncher:
                 raise SetupError(f"the pod {instance_id} is no instance of the release {self._release}")
             if pod.metadata.deletion_timestamp is not None:
                 raise SetupError(f"the pod {instance_id} is already being removed")
+            if pod.status.phase not in PHASES:  # it is no replica any more: another pod would go in its place
+                raise SetupError(f"the pod {instance_id} has ended already, in the phase {pod.status.phase}")
             deployment = self._deployment(component)
             cost = cost_to_go_first(Pod.of(pod), self._other_pods(component, instance_id))
             annotation = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}

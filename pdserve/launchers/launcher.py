@@ -40,16 +40,19 @@ def launcher_of(url: str) -> Launcher:
     Raises:
         SetupError: the URL has another form, or the platform cannot be reached.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise SetupError(f"--launcher {url!r} is not such as {FORMS}: {error}") from None
     release = parts.path.strip("/")
     if parts.scheme == "compose" and not (parts.netloc or release):
         from pdserve.launchers.compose import ComposeLauncher
 
-        options: dict[str, Any] = dict(parse_qsl(parts.query))
+        options: dict[str, Any] = dict(parse_qsl(parts.query, keep_blank_values=True))
         if unknown := options.keys() - COMPOSE_OPTIONS:
             raise SetupError(f"--launcher {url}: the options are {', '.join(COMPOSE_OPTIONS)}, not {min(unknown)}")
         return ComposeLauncher(**options)
-    if parts.scheme == "kubernetes" and parts.netloc and release:
+    if parts.scheme == "kubernetes" and parts.netloc and release and "/" not in release and not parts.query:
         from pdserve.launchers.kubernetes import KubernetesLauncher
 
         return KubernetesLauncher(release, parts.netloc)

@@ -45,6 +45,11 @@ class Machine:
     numerics: str = ""  # class of `pdserve.engine.numerics`; empty for float32
     cores: int = 0  # that there are for all; 0: unknown
 
+    @property
+    def busy_threads(self) -> int:
+        """Threads that compute while an instance is in a step: on a GPU one, which launches kernels and waits for them."""
+        return max(1, self.threads) if self.device in ("", "cpu") else 1
+
 
 @dataclass(frozen=True)
 class EngineFacts:

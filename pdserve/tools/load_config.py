@@ -20,6 +20,7 @@ from pdserve.settings import Settings
 from pdserve.tools.roofline.devices import DEVICES, WEIGHTS
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
+DAY_S = 86_400
 ALL = "*"  # in place of an API key: those that are not named
 
 
@@ -69,7 +70,7 @@ class LoadConfig(Settings):
     prefix_repetition_output_len: int = flag("prefix_repetition: output tokens", 128, least=1)
     output_len: int | None = flag("sharegpt, custom: output tokens; default: those of the file", None, least=1)
     multi_turn: bool = flag("sharegpt, custom, mooncake: later turns wait for the answer to the previous one", False)
-    think_time: float = flag("seconds between an answer and the next turn", 0.0, least=0)
+    think_time: float = flag("seconds between an answer and the next turn", 0.0, least=0, most=DAY_S)
     trace_speed: float = flag("mooncake, azure, burstgpt: 2 replays in half the time", 1.0, above=0)
     trace_length_scale: float = flag("mooncake, azure, burstgpt: factor of all lengths", 1.0, above=0)
     warmup_requests: int = flag("first requests of the run that do not count, as they meet an empty fleet", 0, least=0)
@@ -120,7 +121,9 @@ class FleetConfig(LoadConfig):
     cores: int | None = flag(
         "cores of a machine that instances, routers and client share; default: each has its own", None, least=1
     )
-    busy_threads: float = flag("threads of other programs that compute all the time on --cores", 0.0, least=0)
+    busy_threads: float = flag(
+        "threads of other programs that compute all the time on --cores", 0.0, least=0, most=10_000
+    )
     store_size: str = flag("bytes of the KV store", "64GiB")
     stretch_prompts: float = flag("factor of all prompt lengths", 1.0, above=0)
     stretch_answers: float = flag("factor of all answer lengths", 1.0, above=0)
@@ -191,11 +194,13 @@ class AutoscaleConfig(SloConfig, FleetConfig):
         f"http://127.0.0.1:{DEFAULT_PORT}",
     )
     apply: bool = flag("make the changes; without it, they are only advised", False)
-    interval: float = flag("seconds between decisions", 10.0, above=0)
-    window: float = flag("seconds of past traffic that a forecast is made from", 120.0, above=0)
-    horizon: float = flag("seconds that a forecast is for", 60.0, above=0)
-    cooldown: float = flag("seconds after a change without another one", 30.0, least=0)
-    start_timeout: float = flag("seconds after which a change that has not come about is given up", 300.0, above=0)
+    interval: float = flag("seconds between decisions", 10.0, above=0, most=DAY_S)
+    window: float = flag("seconds of past traffic that a forecast is made from", 120.0, above=0, most=DAY_S)
+    horizon: float = flag("seconds that a forecast is for", 60.0, above=0, most=DAY_S)
+    cooldown: float = flag("seconds after a change without another one", 30.0, least=0, most=DAY_S)
+    start_timeout: float = flag(
+        "seconds after which a change that has not come about is given up", 300.0, above=0, most=DAY_S
+    )
     min_prefill: int = flag("prefill instances that always remain", 1, least=1)
     min_decode: int = flag("decode instances that always remain", 1, least=1)
     max_instances: int = flag(

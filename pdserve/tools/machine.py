@@ -1,8 +1,11 @@
 """Machine that a command runs on: its processor, how many cores there are, and how many threads compute on them already."""
 
-import os
 import time
 from pathlib import Path
+
+from pdserve.cores import num_cores
+
+__all__ = ["busy_threads", "num_cores", "processor"]
 
 SAMPLES, SAMPLE_S = 20, 0.025
 
@@ -12,11 +15,6 @@ def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().split("\n") if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def num_cores() -> int:
-    """Return the cores that processes of this user may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy_threads() -> float:

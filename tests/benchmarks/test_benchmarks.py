@@ -128,6 +128,21 @@ def test_forecast(run: Callable[..., Any]) -> None:
     assert content["errors_by_load"] == {"0.5": content["errors"]} and row["measured_request_throughput"] > 0
 
 
+@while_benchmarks_change
+def test_tune(run: Callable[..., Any]) -> None:
+    """A fifth of an exhaustive search's time, in a simulated fleet, beside its winner."""
+    rows = run("tune.py")["rows"]
+    assert [row["search"] for row in rows] == ["exhaustive", "tune, prompts x 1", "tune, prompts x 0.5"]
+    assert all(row["beside_exhaustive"] <= 1.05 and row["seconds"] <= 0.3 * rows[0]["seconds"] for row in rows[1:])
+
+
+@while_benchmarks_change
+def test_autoscale(run: Callable[..., Any]) -> None:
+    """The controller beside the plan that knows the load, in a window in which nothing has to change."""
+    (row,) = run("autoscale.py")["rows"]
+    assert row["good_ratio"] >= 0.9 and row["seconds_ratio"] <= 1.05 and row["controller"]["good"] > 0.9
+
+
 def test_memory(run: Callable[..., Any]) -> None:
     content = run("memory.py")
     rows = {row["reservation"]: row for row in content["rows"]}

@@ -1,11 +1,14 @@
 """The Compose files agree with the image and the command line. No GPU has run docker-compose.yml."""
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +122,29 @@ def test_keys_and_certificates_reach_the_router(tmp_path: Path) -> None:
             assert done.returncode == 1 and "503" in done.stderr, "it speaks TLS, and there is no instance"
         finally:
             process.terminate()
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_an_instance_is_as_healthy_as_it_says_whatever_the_proxy(status: int) -> None:
+    """Docker puts the proxies of its configuration into the environment of each container."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/ready" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        thread.start()
+        check = services("docker-compose.cpu.yml")["prefill"]["healthcheck"]["test"][2:]
+        command = [sys.executable, *(part.replace("9100", str(server.server_port)) for part in check)]
+        proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY"), "http://127.0.0.1:9")
+        done = subprocess.run(command, env=os.environ | proxies, capture_output=True, check=False)
+        thread.join(10.0)
+    assert (done.returncode == 0) is (status == 200), done.stderr
+    assert not thread.is_alive(), "it was asked"
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,8 @@ def test_ctrl_c_leaves_no_process_and_no_shared_memory() -> None:
 
 
 def test_demo_prints_the_timeline_and_cleans_up(fork_server: Any, tmp_path: Path) -> None:
-    environment = os.environ | {"PDSERVE_API_KEY": "of a permanent deployment"}
+    environment = os.environ | {"PDSERVE_API_KEY": "of a permanent deployment", "HTTP_PROXY": "http://127.0.0.1:9"}
+    environment["http_proxy"] = environment["HTTP_PROXY"]  # that of a company does not know this machine's addresses
     with (tmp_path / "output").open("w+") as output, (tmp_path / "errors").open("w+") as errors:
         demo = fork_server.start(["demo"], environment, output.fileno(), errors.fileno())
         code = demo.wait(1200)

@@ -270,6 +270,68 @@ def test_a_gpu_that_fails_in_a_copy_fails_the_operation(monkeypatch: pytest.Monk
     connector.close()
 
 
+def test_a_load_that_fails_is_over_when_nothing_is_written_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, store = Recorder(), Gated("memory://staging-late?timeout=60")
+    source, target = torch.randn(SHAPE), torch.zeros(SHAPE)
+    writer, reader = staged(connect("memory://staging-late"), source), staged(store, target, recorder)
+    assert writer.store(KEYS, range(10), lease_s=10).result(60).leading == 10
+    scatter, failed = recorder.scatter_blocks, threading.Event()
+
+    def fail_once(*arguments: Any) -> None:
+        if not failed.is_set():
+            store.gate.clear()  # holds the second piece, which waits for the line below
+            failed.set()
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        scatter(*arguments)
+
+    get, held = store.get, threading.Event()
+
+    def get_slowly(name: str) -> Buffer | None:
+        if not name.endswith(KEYS[0].hex()):
+            held.set()
+            failed.wait(60)
+        return get(name)
+
+    monkeypatch.setattr(store, "get", get_slowly)
+    monkeypatch.setattr(recorder, "scatter_blocks", fail_once)
+    store.gate.set()
+    future = reader.load([KEYS[0]] * 3 + KEYS[3:6], range(20, 26))
+    assert held.wait(60) and failed.wait(60)
+    time.sleep(0.1)
+    assert not future.done(), "the second piece is still being loaded into rows of the pool"
+    store.gate.set()
+    with pytest.raises(torch.AcceleratorError):
+        future.result(60)
+    assert torch.equal(target[23:26], source[3:6]), "it was written before the end, not after it"
+    writer.close()
+    reader.close()
+
+
+def test_a_lease_is_prolonged_by_one_caller_at_a_time() -> None:
+    """As the contract promises a connector, although pieces are stored from other threads."""
+
+    class Serial(MemoryConnector):
+        calling = threading.Lock()
+        overlaps = 0
+
+        def store(self, *arguments: Any, **options: Any) -> Any:
+            with self.calling:
+                started.set()
+                time.sleep(0.1)
+                return super().store(*arguments, **options)
+
+        def prolong(self, *arguments: Any, **options: Any) -> None:
+            self.overlaps += self.calling.locked()
+
+    started, inner = threading.Event(), Serial("memory://staging-serial")
+    connector = staged(inner, torch.randn(SHAPE))
+    future = connector.store(KEYS[:1], [0], lease_s=10)
+    assert started.wait(60)
+    connector.prolong(KEYS[:1], lease_s=20)
+    assert future.result(60).leading == 1 and not inner.overlaps
+    connector.close()
+
+
 def test_a_pool_on_a_gpu_needs_a_connector_that_copies_or_knows_gpus() -> None:
     class InPlace(MemoryConnector):
         knows_gpus = False

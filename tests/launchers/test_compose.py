@@ -96,3 +96,11 @@ def test_errors_are_one_line(make: Make, tmp_path: Path) -> None:
     missing = ComposeLauncher(engine=f"{tmp_path}/none")
     with pytest.raises(SetupError, match=r"none ps -a -q .*: No such file or directory"):
         missing.start("decode")
+
+
+def test_an_engine_that_hangs_is_given_up(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, _ = make(("decode", 1, "aa11"))
+    (tmp_path / "engine").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("pdserve.launchers.compose.COMMAND_TIMEOUT_S", 0.2)
+    with pytest.raises(SetupError, match=r"engine ps -a -q .*: it has not ended within 0\.2 s$"):
+        launcher.start("decode")

@@ -251,6 +251,11 @@ def test_what_is_no_instance_of_the_release_is_not_stopped(fake: FakeKubernetes,
     fake.pods[ending]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     with pytest.raises(SetupError, match=f"the pod {ending} is already being removed"):
         launcher.stop(ending)
+    evicted = pods_of(fake, "decode")[0]
+    fake.pods[evicted]["status"] = {"phase": "Failed"}  # Kubernetes has started another pod by itself
+    with pytest.raises(SetupError, match=f"the pod {evicted} has ended already, in the phase Failed"):
+        launcher.stop(evicted)
+    assert fake.replicas["chat-pdserve-decode"] == 3
     with pytest.raises(SetupError, match="the release chat in the namespace prod has 0 Deployments of both instances"):
         launcher.start("both")
 

@@ -19,6 +19,9 @@ def test_compose_takes_its_options() -> None:
         ("compose://host", "is not such as"),
         ("compose://?files=a", "the options are file, project, compose, engine, not files"),
         ("kubernetes://namespace", "kubernetes://NAMESPACE/RELEASE"),
+        ("kubernetes://namespace/release/more", "kubernetes://NAMESPACE/RELEASE"),
+        ("kubernetes://namespace/release?context=other", "kubernetes://NAMESPACE/RELEASE"),
+        ("kubernetes://[namespace/release", "is not such as .*: Invalid IPv6 URL"),
         ("kubernetes://namespace/release", "no credentials for Kubernetes"),
     ],
 )

@@ -107,6 +107,10 @@ def run(config: AutoscaleConfig, stop: threading.Event, launcher: Launcher | Non
                 step(config, controller, client, holder, decisions, launcher)
             except SetupError as error:
                 log.warning("%s; the next attempt is in %g s", error, config.interval)
+            except Exception:  # `pdserve up` would end the fleet with its controller
+                log.exception(
+                    "the controller failed; the fleet stays as it is until its next attempt, in %g s", config.interval
+                )
             stop.wait(config.interval)
         try:
             client.hold_lease(holder, 0.0)

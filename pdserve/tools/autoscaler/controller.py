@@ -138,6 +138,7 @@ class Controller:
         self._hold_reason = ""
         self._rates: deque[float] = deque(maxlen=PEAK_WINDOWS)
         self._rate_at = self._stop_tried_at = self._no_starts_until = self._seen_at = 0.0
+        self._quiet_at = math.inf  # time of the newest observation, if there were no requests
         self._start_up_s = 0.0  # that the newest start has taken at least
 
     def decide(self, seen: Observation) -> Decision:
@@ -148,9 +149,10 @@ class Controller:
         samples = [sample for one in requests if (sample := one.sample(seen.at)) is not None]
         draft = Decision(seen.at, dict(seen.counts), "", rate(self._targets, samples) if samples else None)
         reason, self._seen_at = self._reason_to_hold(seen, len(requests)), seen.at
+        quiet_at, self._quiet_at = self._quiet_at, math.inf if requests else seen.at
         if reason:
             return replace(draft, reason=reason)
-        expected = expected_rate([one.at for one in requests], seen.at, limits.window, limits.horizon)
+        expected = expected_rate([one.at for one in requests], seen.at, limits.window, limits.horizon, quiet_at)
         situation = self._situation(seen, expected)
         draft = replace(draft, rate=expected, horizon=situation.horizon)
         again = cache(lambda: self._situation(seen, expected, draw=1))

@@ -20,13 +20,21 @@ SPACING = 1.2  # between numbers of newest requests that are compared with the o
 GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 
 
-def expected_rate(times: Sequence[float], now: float, window: float, horizon: float) -> float:
+def expected_rate(
+    times: Sequence[float], now: float, window: float, horizon: float, quiet_at: float = math.inf
+) -> float:
     """Return the mean rate of arrivals expected for the time from `now` to `now + horizon`, in requests per second.
 
     If the rates of the older and the newer half of the window differ by more than chance, it continues the line through them,
     but no steeper than within the newer half: after a step, the rate is steady again. What is before the first request of
     the window says nothing: traffic has just begun, or routers keep no more.
+
+    Args:
+        quiet_at: time of the observation before this one, if there were no requests then. The rate is that since then:
+            a few dozen requests in a fraction of a second are no traffic of hundreds per second.
     """
+    if times and quiet_at < times[0]:
+        return len(times) / min(window, now - quiet_at)
     window = min(window, now - times[0]) if times and times[0] < now else window
     quarter = window / 4
     counts = [

@@ -105,11 +105,11 @@ class RouterClient:
 
 
 def _resolve(url: str) -> list[str]:
-    parts = urlsplit(url)
-    if parts.scheme != "dns":
+    if not url.startswith("dns://"):
         return [url]
     try:
+        parts = urlsplit(url)
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:  # ValueError: of its port
+    except (OSError, ValueError) as error:  # ValueError: of its host or port
         raise SetupError(f"{url} has no address: {error}") from error
     return sorted(str(httpx.URL(scheme="http", host=address[0], port=address[1])) for *_, address in found)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from pdserve.admin_client import admin_headers
+from pdserve.admin_client import DIRECT, admin_headers
 from pdserve.errors import SetupError
 from pdserve.tools.bench.requests import Sample
 
@@ -30,7 +30,8 @@ def find_model(url: str, headers: dict[str, str], wanted: str) -> dict[str, Any]
         SetupError: the server does not respond or has no such model.
     """
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30.0)
+        with httpx.Client(headers=headers, timeout=30.0, mounts=DIRECT) as http:
+            answer = http.get(f"{url}/v1/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise SetupError(f"{url} does not respond: {error}; name the server with --base-url") from None
     if answer.status_code == 404 and wanted:
@@ -51,7 +52,8 @@ def find_model(url: str, headers: dict[str, str], wanted: str) -> dict[str, Any]
 def read_drafts(url: str) -> Counter[str]:
     """Return how many drafts, draft_tokens and accepted_tokens a server has counted so far, if it is ours."""
     try:
-        answer = httpx.get(f"{url}/metrics", headers=admin_headers(), timeout=30.0)
+        with httpx.Client(headers=admin_headers(), timeout=30.0, mounts=DIRECT) as http:
+            answer = http.get(f"{url}/metrics")
     except httpx.HTTPError:
         return Counter()
     found = Counter[str]()
@@ -81,7 +83,7 @@ def read_breakdown(url: str, samples: Sequence[Sample]) -> dict[str, Any] | None
     """
     done = [sample for sample in samples if sample.ok]
     parts: dict[str, list[float]] = {}
-    with httpx.Client(headers=admin_headers(), timeout=30.0) as http:
+    with httpx.Client(headers=admin_headers(), timeout=30.0, mounts=DIRECT) as http:
         for sample in done[:: max(1, len(done) // TIMELINES)]:
             try:
                 answer = http.get(f"{url}/debug/requests/{sample.request_id}")

@@ -18,6 +18,7 @@ story fact month lot right study book eye job word business issue side kind head
 line end member law car city community name president team minute idea body information back parent face level office door
 health person art war history party result change morning reason research girl guy moment air teacher force education"""
 MAX_WORDS = 4096
+OWN = "own-"  # begins the names of blocks of one request alone
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,23 @@ class Vocabulary:
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-@lru_cache(maxsize=4096)
 def write(words: Sequence[str], seed: int, name: str, tokens: int) -> str:
-    """Return the first `tokens` words of the block of this name, which are the same in every process."""
+    """Return the first `tokens` words of the block of this name, which are the same in every process.
+
+    A block of one request alone is not kept: thousands of long prompts would fill the memory.
+    """
+    if name.startswith(OWN):
+        return _write(words, seed, name, tokens)
+    return _write_shared(words, seed, name, tokens)
+
+
+def _write(words: Sequence[str], seed: int, name: str, tokens: int) -> str:
     drawn = hashlib.shake_128(f"{seed}/{name}".encode()).digest(4 * tokens)
     numbers = (int.from_bytes(drawn[at : at + 4], "little") for at in range(0, len(drawn), 4))
     return "".join(f" {words[number % len(words)]}" for number in numbers)
+
+
+_write_shared = lru_cache(maxsize=4096)(_write)
 
 
 def load_vocabulary(source: str, required: bool) -> Vocabulary:

@@ -54,14 +54,16 @@ def run(config: PlanConfig) -> int:
         plan = planner.plan()
     verdict = [*correction.sentences(), *verdict_of(plan, targets, planner.rate, config)]
     details = [*sentences(plan, targets, planner.rate, config), *notes(config, profile)]
-    start = [] if plan.chosen is None else deploy.env_lines(plan.chosen, gpus_by_role(config, plan.chosen.fleet))
+    has_gpus, start = config.gpu is not None or profile.machine.device not in ("", "cpu"), list[str]()
+    common = deploy.common_flags(config, profile, has_gpus=has_gpus)
+    if plan.chosen is not None:
+        start = deploy.env_lines(plan.chosen, gpus_by_role(config, plan.chosen.fleet), common)
     print("\n".join(verdict) + "\n")
     fleets = [trial for trials in plan.trials for trial in notable(trials)]
     console_for_tables().print(as_table([trial.forecast for trial in fleets]))
     if config.apply and plan.chosen is not None:
         by_role = gpus_by_role(config, plan.chosen.fleet)
-        has_gpus = config.gpu is not None or profile.machine.device not in ("", "cpu")
-        start += ["", *deploy.write(config.apply, plan.chosen, by_role, config.model, has_gpus=has_gpus)]
+        start += ["", *deploy.write(config.apply, plan.chosen, by_role, config.model, common, has_gpus=has_gpus)]
     print("\n".join(["", *details, *(["", *start] if start else [])]))
     lines = [*verdict, *details, *start]
     if config.json:

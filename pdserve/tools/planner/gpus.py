@@ -80,14 +80,17 @@ def gpus_by_role(config: PlanConfig, fleet: Fleet) -> dict[str, int]:
 
 
 def costs(config: PlanConfig, trial: Trial) -> str:
-    """Return what a fleet costs, in a sentence. Prefill instances are also paid for prompts, and decode instances
-    for answers."""
+    """Return what a fleet costs, in a sentence; of one that answers nothing, by the hour only. Prefill instances are
+    also paid for prompts, and decode instances for answers."""
     fleet, figures = trial.fleet, trial.forecast.figures
     price = {role: getattr(fleet, role) * config.price * gpus for role, gpus in gpus_by_role(config, fleet).items()}
+    total = sum(price.values())
+    text = f"{fleet.shape} costs {total:.2f} per hour"
+    if not (figures["total_output_tokens"] and figures["duration"]):
+        return f"{text}."
     prompts, answers = (
         figures[f"total_{kind}_tokens"] / figures["duration"] * 3600 / 1e6 for kind in ("input", "output")
     )
-    total = sum(price.values())
-    text = f"{fleet.shape} costs {total:.2f} per hour, {total / (prompts + answers):.3g} per million tokens"
+    text += f", {total / (prompts + answers):.3g} per million tokens"
     by_role = (price["prefill"] / prompts, price["decode"] / answers)
     return text + ("." if fleet.both else " ({:.3g} of prompts, {:.3g} of answers).".format(*by_role))

@@ -54,7 +54,7 @@ def config_here(config: PlanConfig, profile: Profile, fleet: Fleet) -> PlanConfi
 
 def needed_by(config: PlanConfig, profile: Profile, fleet: Fleet) -> int:
     """Return the cores with which no process of a fleet waits for another."""
-    return cores_needed(fleet.size, max(1, profile.machine.threads), config.routers)
+    return cores_needed(fleet.size, profile.machine.busy_threads, config.routers)
 
 
 def is_this_machine(profile: Profile) -> bool:

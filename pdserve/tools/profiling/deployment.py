@@ -38,7 +38,7 @@ def measure(start: Callable[[int], Context], model: str) -> tuple[float, float, 
         overheads = measure_router(deployment, model)
     with start(2) as deployment:  # one keeps serving while the other changes its role
         deployment.wait_ready()
-        with httpx.Client(base_url=deployment.url, timeout=60.0) as http:
+        with httpx.Client(base_url=deployment.url, timeout=60.0, trust_env=False) as http:
             role_flip_s = statistics.median([_flip(http, "both-0", role) for role in ("decode", "both", "decode")])
     return start_up_s, role_flip_s, overheads
 
@@ -47,7 +47,7 @@ def measure_router(deployment: Any, model: str, *, quick: bool = False) -> dict[
     """Return some of `Overheads`, of a deployment that is ready."""
     router = next(one.pid for one in deployment.children if one.name == "router")
     numbers = (QUICK_REQUESTS, QUICK_ROUNDS) if quick else (REQUESTS, ROUNDS)
-    with httpx.Client(base_url=deployment.url, timeout=60.0) as http:
+    with httpx.Client(base_url=deployment.url, timeout=60.0, trust_env=False) as http:
         return _router_seconds(http, model, router, *numbers)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from pdserve.admin_client import admin_headers
+from pdserve.admin_client import DIRECT, admin_headers
 from pdserve.errors import SetupError
 from pdserve.profile.fit import Timing, fit_steps
 from pdserve.profile.profile import EngineFacts, Machine, Profile, StepModel, TransferModel
@@ -127,9 +127,9 @@ def from_fleet(url: str, instance_id: str = "") -> Profile:
         SetupError: the router does not respond, or has no such instance, or it has not reported its costs yet.
     """
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/debug/instances", headers=admin_headers(), timeout=30.0)
-        instances = answer.raise_for_status().json()["instances"]
-    except (httpx.HTTPError, ValueError, KeyError) as error:
+        with httpx.Client(headers=admin_headers(), timeout=30.0, mounts=DIRECT) as http:
+            instances = http.get(f"{url.rstrip('/')}/debug/instances").raise_for_status().json()["instances"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise SetupError(f"{url} gives no /debug/instances: {error}") from None
     found = [one for one in instances if instance_id in ("", one["instance_id"])]
     if not found:

@@ -32,6 +32,7 @@ from pdserve.tools.simulator.verdict import Limit
 PERCENTILES = (50, 90, 95, 99)
 CHARS_PER_TOKEN = 4  # of texts, which are not tokenized
 MAX_NUMBERS = 1000
+DAY_S, MAX_DAYS = 86_400, 31  # of a load: idle instances have events, too
 MAX_ITL_TARGET_MS = 1e9  # beyond which routers refuse an instance
 
 
@@ -122,8 +123,8 @@ def parse_fleet(text: str) -> Fleet:
     parts = re.findall(r"(\d+)([PDB])", text)
     numbers = {letter: int(count) for count, letter in parts}
     fleet = Fleet(numbers.get("P", 0), numbers.get("D", 0), numbers.get("B", 0))
-    is_fleet = re.fullmatch(r"\d+[PDB](\+\d+[PDB])*", text) and len(numbers) == len(parts)
-    if not is_fleet or not fleet.is_complete:
+    is_well_formed = re.fullmatch(r"\d+[PDB](\+\d+[PDB])*", text) and len(numbers) == len(parts)
+    if not is_well_formed or not fleet.is_complete:
         raise ValueError(f"{text!r} is no fleet; write such as 2P+1D, or 3B for instances with the role both")
     return fleet
 
@@ -199,13 +200,19 @@ def num_gpus(config: FleetConfig, fleet: Fleet) -> int:
 
 
 def draw_requests(config: FleetConfig, rate: float) -> list[Request]:
-    """Return the requests of a run at a mean rate; infinite: as the settings say."""
+    """Return the requests of a run at a mean rate; infinite: as the settings say.
+
+    Raises:
+        SetupError: they would go on for too long, or cannot be read.
+    """
     requests = draw_load(config, rate, random.Random(config.seed), lambda text: max(1, len(text) // CHARS_PER_TOKEN))
     if config.ramp_up_strategy is not None and math.isfinite(
         rate
     ):  # a ramp has its own rates: it is slowed or hastened
         factor = _rate_of(requests) / rate
         requests = [replace(request, at=(request.at or 0.0) * factor) for request in requests]
+    if (days := max(request.at or 0.0 for request in requests) / DAY_S) > MAX_DAYS:
+        raise SetupError(f"the load takes {days:.3g} days, of at most {MAX_DAYS}: raise its rate, or --trace-speed")
     return [_stretch(request, config) for request in requests]
 
 
@@ -261,7 +268,7 @@ def notes(config: FleetConfig, profile: Profile, sizes: Sequence[int] = ()) -> l
     if (
         config.cores is None
         and sizes
-        and (needed := cores_needed(max(sizes), max(1, known.threads), config.routers)) > known.cores > 0
+        and (needed := cores_needed(max(sizes), known.busy_threads, config.routers)) > known.cores > 0
     ):
         sentences.append(
             f"{max(sizes)} instances, routers and a client need {needed} cores, and the profile's machine has {known.cores}: "
@@ -362,7 +369,7 @@ def role_models(config: FleetConfig, fleet: Fleet) -> dict[str, InstanceModel]:
 
 def shared_cores(config: FleetConfig, profile: Profile, fleet: Fleet) -> SharedCores | None:
     """Return the cores of `--cores`; None if there are none, or enough of them for each to have its own."""
-    threads, busy = max(1, profile.machine.threads), config.busy_threads
+    threads, busy = profile.machine.busy_threads, config.busy_threads
     if config.cores is None or cores_needed(fleet.size, threads, config.routers) + busy <= config.cores:
         return None
     return SharedCores(config.cores, threads, busy)

@@ -154,7 +154,8 @@ class SimulatedClient:
     """Sends one request to a router and reads its tokens.
 
     Attributes:
-        prompt: its tokens.
+        num_prompt: tokens of the prompt.
+        prompt: its tokens; empty if they are more than an instance takes.
         on_end: called when the answer is complete, or the request has failed.
         is_chat: another turn may follow.
     """
@@ -162,6 +163,7 @@ class SimulatedClient:
     router: SimulatedRouter
     request_id: str
     load: Load
+    num_prompt: int
     prompt: Tokens
     keys: dict[int, list[bytes]]
     packed_keys: bytes
@@ -178,10 +180,11 @@ class SimulatedClient:
         router.clock.at(router.spend(router.model.router_request_s), self._enter)
 
     def _enter(self) -> None:
-        num_prompt, num_output, router = len(self.prompt), self.load.output_tokens, self.router
+        num_prompt, num_output, router = self.num_prompt, self.load.output_tokens, self.router
         try:
-            if (info := router.dispatcher.model) is not None:
-                check_length(num_prompt, num_output, info.max_model_len)
+            if (info := router.dispatcher.model) is not None or not self.prompt:
+                most = router.model.max_model_len if info is None else info.max_model_len
+                check_length(num_prompt, num_output, most)
             slot = self.slot = router.admission.enter(ANONYMOUS, num_prompt, num_prompt + num_output)
         except RequestError as error:
             self._end(error)
@@ -233,14 +236,14 @@ class SimulatedClient:
     def _end(self, error: RequestError | None) -> None:
         sample = self.sample
         sample.ended = self.router.clock.time
-        sample.input_tokens, sample.output_tokens = len(self.prompt), len(sample.token_times)
+        sample.input_tokens, sample.output_tokens = self.num_prompt, len(sample.token_times)
         sample.status = 200
         if error is not None:
             sample.error = str(error)
             if not sample.token_times:
                 sample.status = error.status
         if self.slot is not None:
-            self.slot.release(len(self.prompt) + sample.output_tokens)
+            self.slot.release(self.num_prompt + sample.output_tokens)
         self.on_end(self)
         self.slot = self.state = None  # they refer to this: such a cycle would keep the prompt until a collection
 

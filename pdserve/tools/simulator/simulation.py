@@ -190,7 +190,8 @@ class Simulation:
         """
         shares = self._model.acceptance
         self._accepted |= {name_of(load): shares.get(load.key, shares.get(ALL, 0.0)) for load in loads}
-        player = _Player(self.clock, self.routers, self._model, loads, is_chat, think_s)
+        longest = max(one.max_model_len for one in (self._model, *self._models.values()))
+        player = _Player(self.clock, self.routers, self._model, loads, is_chat, think_s, longest)
         if limits:
             self.clock.every(CHECK_S, partial(player.check, limits, loads))
         with _rare_collections(), _errors_only():
@@ -250,6 +251,7 @@ class _Player:
         loads: Sequence[Load],
         is_chat: bool,
         think_s: float,
+        longest: int,
     ) -> None:
         self.samples: list[Sample] = []
         self.sent: list[Sample] = []  # those that run, too
@@ -260,7 +262,7 @@ class _Player:
         self._routers = routers
         self._is_chat = is_chat
         self._think_s = think_s
-        self._block_size, self._max_model_len = model.layout.block_size, model.max_model_len
+        self._block_size, self._longest = model.layout.block_size, longest
         self._root = root_key(model_digest=model.layout.model_digest)
         self._ids: dict[str, int] = {}  # of the names of which prompts consist
         self._prompts: dict[int, Tokens] = {}  # prompt and answer of turns that have a successor
@@ -283,17 +285,22 @@ class _Player:
 
     def _send(self, load: Load) -> None:
         prompt = token_array(self._prompts.get(load.after, ()) if load.continues and load.after is not None else ())
-        for name, size in load.blocks:
-            prompt += token_array([self._ids.setdefault(name, len(self._ids))]) * size
-        request_id, chain, keys, packed = name_of(load), KeyChain(self._root), list[bytes](), b""
-        if len(prompt) + load.output_tokens <= self._max_model_len:  # else it is refused, whatever its keys
-            keys, packed = chain.block_keys(prompt, self._block_size), chain.pack(prompt)
+        blocks = [(self._ids.setdefault(name, len(self._ids)), size) for name, size in load.blocks]
+        num_prompt = len(prompt) + sum(size for _, size in blocks)
+        if num_prompt > self._longest:  # every router refuses it, and its tokens might fill the memory
+            prompt, blocks = token_array(()), []
+        for token, size in blocks:
+            prompt += token_array([token]) * size
+        request_id = name_of(load)
+        chain = KeyChain(self._root)
+        keys = {self._block_size: chain.block_keys(prompt, self._block_size)}
+        packed = chain.pack(prompt)
         router = self._routers[next(self._turn) % len(self._routers)]
         sample = Sample(load.index, self._clock.time, key=load.key)
         self.num_begun += 1
         self.sent.append(sample)
-        by_size = {self._block_size: keys}
-        SimulatedClient(router, request_id, load, prompt, by_size, packed, sample, self._on_end, self._is_chat).send()
+        prompts = (num_prompt, prompt, keys, packed)
+        SimulatedClient(router, request_id, load, *prompts, sample, self._on_end, self._is_chat).send()
 
     def _on_end(self, client: SimulatedClient) -> None:
         self.samples.append(client.sample)

@@ -154,22 +154,34 @@ class Tuning:
             raise SetupError(f"--state {self._state} cannot be written: {error.strerror}") from None
 
     def _earlier_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield what earlier calls appended, whose load must have been the same; begin the file if there is none."""
+        """Yield what earlier calls appended, whose load and settings must have been the same; begin the file if there is
+        none."""
         load = {one.name: str(getattr(self._config, one.name)) for one in fields(LoadConfig)}
-        head = {"load": load | {"targets": [f"{one} {one.seconds:g}" for one in self._targets]}, "seconds": 0.0}
+        head: dict[str, Any] = {"load": load | {"targets": [f"{one} {one.seconds:g}" for one in self._targets]}}
+        head |= {"settings": own_settings(self._config), "seconds": 0.0}
         if not self._state.exists():
             self._append(head)
             return
-        lines = self._state.read_text().split("\n")
         try:
+            lines = self._state.read_text().split("\n")
             rows = [json.loads(line) for line in lines[:-1]]  # the last is empty, or was interrupted
+        except OSError as error:
+            raise SetupError(f"--state {self._state} cannot be read: {error.strerror}") from None
         except ValueError:
             rows = [{}]
-        if not rows or rows[0] != head:
-            raise SetupError(f"--state {self._state} is of another load or SLO: name another file, or remove it")
+        if not rows or not isinstance(rows[0], dict) or {"settings": {}} | rows[0] != head:
+            raise SetupError(
+                f"--state {self._state} is of another load or SLO, or of other settings: name another file, or remove it"
+            )
         if lines[-1]:
             self._state.write_text("\n".join([*lines[:-1], ""]))
         yield from rows[1:]
+
+
+def own_settings(config: BenchTuneConfig) -> dict[str, str]:
+    """Return the settings that all fleets of a search have, such as the model, as far as they are not the defaults."""
+    values = {one: getattr(config, one.name) for one in fields(UpConfig) if one.repr and one.name not in NOT_PASSED_ON}
+    return {one.name: str(value) for one, value in values.items() if value != one.default}
 
 
 def fleet_config(config: BenchTuneConfig) -> FleetConfig:

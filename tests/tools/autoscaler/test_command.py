@@ -1,5 +1,6 @@
 """One step of `pdserve autoscale`, with routers that the tests make up."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pdserve.errors import SetupError
+from pdserve.tools.autoscaler import command
 from pdserve.tools.autoscaler.change import Change, MadeChange
 from pdserve.tools.autoscaler.command import DecisionLog, step
 from pdserve.tools.autoscaler.controller import Controller, Decision
@@ -76,3 +78,25 @@ def test_a_change_that_fails_is_forgotten(steered: Steered, tmp_path: Path) -> N
     with pytest.raises(SetupError, match="does not respond"):
         steered.step(tmp_path / "decisions.jsonl")
     assert steered.calls == ["forget"] and not (tmp_path / "decisions.jsonl").read_text()
+
+
+def test_a_defect_ends_one_step_and_not_the_controller(
+    tiny_profile: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`pdserve up --autoscale` ends its fleet when its controller ends."""
+    stop, steps = threading.Event(), list[int]()
+
+    def fail_first(*_: object) -> None:
+        steps.append(len(steps))
+        if len(steps) == 1:
+            raise ValueError("a pod in an unknown phase")
+        stop.set()
+
+    client = type("Client", (Steered,), {"close": lambda self: None})
+    monkeypatch.setattr(command, "RouterClient", lambda urls: client())
+    monkeypatch.setattr(command, "step", fail_first)
+    config = AutoscaleConfig(profile=str(tiny_profile), slo="ttft.p90=1s", interval=0.01)
+    thread = threading.Thread(target=command.run, args=(config, stop))  # a thread lowers only its own priority
+    thread.start()
+    thread.join(60)
+    assert steps == [0, 1] and "a pod in an unknown phase" in caplog.text

@@ -55,6 +55,19 @@ def test_a_controller_decides_as_soon_as_it_has_seen_requests() -> None:
     assert one.decide(observe(1000.0)).change == MORE_PREFILL
 
 
+@pytest.mark.parametrize("spread_s", [0.006, 0.3])
+def test_a_burst_on_an_idle_fleet_is_no_rate(spread_s: float) -> None:
+    """Sixty requests in 0.3 s, just before the controller looks again, are not two hundred per second from now on."""
+    one = Controller(LIMITS, TARGETS, promise(none=0.99), can_start=False)
+    burst = observe(1000.0)
+    one.decide(replace(burst, at=990.0, requests=()))
+    requests = [
+        replace(seen, request=replace(seen.request, at=999.7 + spread_s * n / 60))
+        for n, seen in enumerate(burst.requests)
+    ]
+    assert one.decide(replace(burst, requests=tuple(requests))).rate == 6.0
+
+
 def test_the_fleet_is_left_as_it_is_while_it_meets_the_slo() -> None:
     decision = controller(promise(none=0.99)).decide(observe(1000.0))
     assert decision.change is None and decision.state == "meets" and "expected" in decision.reason

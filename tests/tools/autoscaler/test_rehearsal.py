@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from random import Random
 from subprocess import CompletedProcess
 
 from pdserve.profile.profile import EngineFacts, Profile, StepModel, TransferModel
 from pdserve.tools.autoscaler.command import make_controller
+from pdserve.tools.autoscaler.controller import LEAST_KEPT_S
 from pdserve.tools.autoscaler.forecast import rate
 from pdserve.tools.autoscaler.rehearsal import Rehearsal, rehearse
 from pdserve.tools.bench.requests import Request
@@ -51,6 +53,8 @@ def test_the_fleet_follows_a_shift_of_the_traffic() -> None:
     rehearsal = play(SETTINGS, 1, 4, load)
     kinds = [(change.before, change.after) for _, change in rehearsal.changes]
     assert kinds[0] == ("decode", "prefill") and ("prefill", "decode") in kinds
+    pairs = combinations(rehearsal.changes, 2)
+    assert all(later - earlier >= LEAST_KEPT_S for (earlier, one), (later, two) in pairs if two.undoes(one))
     _, settings = make_controller(SETTINGS, PROFILE, can_start=False)
     fixed = Simulation(replace(settings, prefill=1, decode=4), instance_model(SETTINGS, PROFILE)).play(load).samples
     assert len(rehearsal.samples) == len(load) and all(one.ok for one in rehearsal.samples)

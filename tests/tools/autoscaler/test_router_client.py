@@ -38,8 +38,9 @@ def test_a_name_stands_for_all_of_its_addresses_at_the_time(monkeypatch: pytest.
 def test_a_name_without_an_address_is_an_error() -> None:
     with pytest.raises(SetupError, match=r"dns://nowhere\.invalid:1 has no address"):
         RouterClient(["dns://nowhere.invalid:1"]).observe(1.0)
-    with pytest.raises(SetupError, match="Port out of range"):
-        RouterClient(["dns://nowhere.invalid:99999"]).observe(1.0)
+    for url, reason in (("dns://nowhere.invalid:99999", "Port out of range"), ("dns://[x", "Invalid IPv6 URL")):
+        with pytest.raises(SetupError, match=reason):
+            RouterClient([url]).observe(1.0)
 
 
 def test_two_controllers_that_ask_routers_in_different_orders_agree_on_one(monkeypatch: pytest.MonkeyPatch) -> None:

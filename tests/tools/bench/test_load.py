@@ -235,7 +235,7 @@ def test_a_hand_over_that_decode_did_not_need_has_no_time(monkeypatch: pytest.Mo
 def test_accepted_drafts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([(2, 8, 8), (12, 48, 28)])
 
-    def metrics(url: str, **_: Any) -> httpx.Response:
+    def metrics(_: httpx.Request) -> httpx.Response:
         names = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
         return httpx.Response(
             200,
@@ -246,7 +246,8 @@ def test_accepted_drafts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -
             ),
         )
 
-    monkeypatch.setattr(httpx, "get", metrics)
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **given: client(transport=httpx.MockTransport(metrics), **given))
     before = read_drafts("http://server")
     found = acceptance(before, read_drafts("http://server"))
     assert found is not None and found["spec_decode_num_drafts"] == 10

@@ -214,3 +214,11 @@ def test_an_unknown_tokenizer_is_refused_only_if_asked_for(tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(SetupError, match=r"--tokenizer .* cannot be loaded"):
         load_vocabulary(str(tmp_path), required=True)
+
+
+def test_only_texts_that_requests_share_are_kept() -> None:
+    """4,096 prompts of 100,000 tokens would take 2.4 GB in each client process."""
+    words = Vocabulary().words
+    assert write(words, 1, "prefix", 50) is write(words, 1, "prefix", 50)
+    own = [write(words, 1, "own-7", 50) for _ in range(2)]
+    assert own[0] == own[1] and own[0] is not own[1]

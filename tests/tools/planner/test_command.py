@@ -18,6 +18,7 @@ from pdserve.tools.bench.requests import Request, Sample
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.charts import frontier, pareto
 from pdserve.tools.planner.command import run
+from pdserve.tools.planner.here import config_here, needed_by
 from pdserve.tools.planner.measured import compare, load_measured, scaled
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
@@ -194,6 +195,12 @@ def test_lengths_are_changed_relative_to_those_given(tiny_profile: Path) -> None
     assert plan["sensitivity"]["prompts +20%"]["total_input_tokens"] == 2400
 
 
+def test_a_load_of_months_is_refused(tiny_profile: Path) -> None:
+    """Idle instances send heartbeats, so a simulation of it would not end."""
+    with pytest.raises(SetupError, match=r"the load takes 46\.\d days, of at most 31: raise its rate"):
+        run(plan_config(tiny_profile, slo="ttft=9s", num_prompts=4, request_rate=1e-6))
+
+
 def have_cores(path: Path, monkeypatch: pytest.MonkeyPatch, *, cores: int, busy: float = 0.0) -> None:
     """Let the profile be of this machine, which has so many cores and busy threads."""
     profile = Profile.load(path)
@@ -232,6 +239,13 @@ def test_a_plan_for_enough_cores_says_nothing_of_them(
     have_cores(tiny_profile, monkeypatch, cores=16, busy=3)
     run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, instances=2))
     assert "cores" not in capsys.readouterr().out
+
+
+def test_instances_on_gpus_need_a_core_each_and_not_all_threads_of_torch() -> None:
+    gpu = Profile(model="m", machine=Machine(threads=16, cores=16, device="cuda:0"))
+    cpu = Profile(model="m", machine=Machine(threads=16, cores=16, device="cpu"))
+    needed = [needed_by(PlanConfig(), profile, Fleet(3, 5)) for profile in (gpu, cpu)]
+    assert needed == [8 + 2, 8 * 16 + 2] and config_here(PlanConfig(), gpu, Fleet(3, 5)) is None
 
 
 @pytest.mark.parametrize(("times", "code"), [(1.0, 0), (1.3, 0), (3.0, 1)])

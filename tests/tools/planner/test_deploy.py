@@ -10,10 +10,13 @@ import typer
 import yaml
 
 from pdserve.cli.commands import app
-from pdserve.tools.planner.deploy import ENV_FILE, VALUES_FILE, write
+from pdserve.profile.profile import EngineFacts, Machine, Profile
+from pdserve.tools.load_config import PlanConfig
+from pdserve.tools.planner.command import run
+from pdserve.tools.planner.deploy import ENV_FILE, VALUES_FILE, common_flags, write
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
-from pdserve.tools.simulator.fleet import Fleet, Forecast
+from pdserve.tools.simulator.fleet import Fleet, Forecast, deployment_of, roofline_profile
 
 ROOT = Path(__file__).parents[3]
 GPUS = {"prefill": 2, "decode": 1, "both": 4}
@@ -85,6 +88,54 @@ def test_the_chart_starts_what_was_planned(fleet: Fleet, tmp_path: Path) -> None
     (router,) = deployments["chat-pdserve-router"]["template"]["spec"]["containers"]
     policy = parsed("router", [str(one) for one in router["args"][1:]])["policy"]
     assert policy == dict(fleet.settings).get("policy", "auto")
+
+
+MEASURED = Profile(
+    model="m", engine=EngineFacts(32, 4096, 900, 1024, 48, 4096), machine=Machine(threads=3, device="cpu")
+)
+GIVEN = PlanConfig(policy="least_loaded", local_prefill_tokens=0, max_num_batched_tokens=512, num_blocks=700)
+RENTED = PlanConfig(model="Qwen/Qwen3-8B", gpu="h100", ttft_target_ms=250.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "profile"),
+    [(PlanConfig(), MEASURED), (GIVEN, MEASURED), (RENTED, roofline_profile(RENTED))],
+    ids=["of the profile", "given", "of a data sheet"],
+)
+def test_settings_of_all_fleets_are_started_too(config: PlanConfig, profile: Profile, tmp_path: Path) -> None:
+    """What was simulated with 256 sequences is not started with the default of 64."""
+    fleet, has_gpus = Fleet(1, 1, itl_target_ms=20.0, settings=(("max_num_batched_tokens", 256),)), config is RENTED
+    common = common_flags(config, profile, has_gpus=has_gpus)
+    write(str(tmp_path), trial(fleet), GPUS, "", common, has_gpus=has_gpus)
+    lines = (tmp_path / ENV_FILE).read_text().splitlines()
+    variables = dict(line.split("=", 1) for line in lines)
+    values = yaml.safe_load((tmp_path / VALUES_FILE).read_text())
+    simulated = deployment_of(config, profile, fleet)
+    for role, flags in (("decode", "ENGINE_FLAGS"), ("router", "ROUTER_FLAGS")):
+        settings = parsed(role, shlex.split(variables.get(flags, "")))
+        of_chart = values["instances" if role == "decode" else role]["flags"]
+        assert parsed(role, [f"--{name}={value}" for name, value in of_chart.items()]) == settings
+        if role == "decode":
+            assert settings["max_num_seqs"] == simulated.instance.max_num_seqs != 64
+            assert settings["max_num_batched_tokens"] == 256 and settings["itl_target_ms"] == 20
+            assert settings["block_size"] == profile.engine.block_size
+            own = (config.num_blocks or 900, 3)
+            assert (settings["num_blocks"], settings["threads"]) == ((None, None) if has_gpus else own)
+        else:
+            for name in ("policy", "local_prefill_tokens", "ttft_target_ms"):
+                assert settings[name] == getattr(simulated.router, name)
+
+
+def test_a_plan_says_and_writes_the_same_lines(
+    tiny_profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = {"num_prompts": 10, "request_rate": 5.0, "random_input_len": 100, "random_output_len": 10, "jobs": 1}
+    settings: dict[str, Any] = {"profile": str(tiny_profile), "apply": str(tmp_path), "policy": "round_robin", **load}
+    assert not run(PlanConfig(**settings, slo="ttft=9s", max_num_seqs=8, instances=1))
+    printed = capsys.readouterr().out.splitlines()
+    written = (tmp_path / ENV_FILE).read_text().splitlines()
+    assert "ROUTER_FLAGS=--policy round_robin" in written and set(written) <= set(printed)
+    assert any("--max-num-seqs 8 " in line and "--num-blocks 1000" in line for line in written)
 
 
 def test_the_folder_is_made(tmp_path: Path) -> None:

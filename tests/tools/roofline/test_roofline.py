@@ -191,16 +191,18 @@ def test_only_a_plan_chooses_gpus() -> None:
 
 
 def test_costs_are_of_all_gpus_and_of_each_role() -> None:
-    def cost(fleet: Fleet) -> str:
-        figures = {
+    def cost(fleet: Fleet, **changes: float) -> str:
+        figures: dict[str, Any] = {
             "total_input_tokens": 3_600_000,
             "total_output_tokens": 400_000,
             "duration": 3600.0,
             "p99_ttft_ms": 1,
-        }
+        } | changes
         one = judge(parse_targets("ttft=1s"), Forecast(fleet, figures | {"failed": 0}, {}, 0, False, []))
         return costs(replace(CONFIG, price=2.0), one)
 
     assert cost(Fleet(both=2)) == "2 both costs 16.00 per hour, 4 per million tokens."
     split = Fleet(1, 2, settings=(("prefill_tensor_parallel_size", 2),))
     assert cost(split) == "1P+2D costs 20.00 per hour, 5 per million tokens (1.11 of prompts, 40 of answers)."
+    none = {"total_input_tokens": 0, "total_output_tokens": 0}
+    assert cost(Fleet(both=2), **none) == "2 both costs 16.00 per hour.", "it refuses all, or is given up before"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.costs import Costs, Work, attention_pairs
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError
-from pdserve.keys import KeyChain, Layout, Tokens
+from pdserve.keys import Layout
 from pdserve.profile.profile import StepModel
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import Job
@@ -128,6 +129,19 @@ def test_every_request_ends_with_all_its_tokens_and_no_real_time_passes(monkeypa
     timelines = [simulation.routers[0].dispatcher.timelines.get(f"r{load.index}") for load in loads]
     ways = {timeline.placement.way for timeline in timelines if timeline is not None and timeline.placement}
     assert len(ways) > 1, "short prompts skip prefill"
+
+
+def test_a_prompt_that_no_instance_takes_is_refused_without_its_tokens_in_memory() -> None:
+    loads = [Load(0, 5, (("long", 3_000_000),), at=0.0), Load(1, 5, (("own", 20),), at=0.1)]
+    simulation = Simulation(Deployment(), make_model())
+    tracemalloc.start()
+    try:
+        refused, served = sorted(simulation.play(loads).samples, key=index)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "context is 2000 tokens; the prompt has 3000000" in refused.error and refused.input_tokens == 3_000_000
+    assert served.ok and peak < 3_000_000
 
 
 COLOCATED, SPLIT = Deployment(prefill=0, decode=0, both=2), Deployment(prefill=2, decode=2)
@@ -254,21 +268,6 @@ def test_a_request_that_does_not_fit_gets_the_error_of_a_live_router() -> None:
     (failed,) = [sample for sample in samples if not sample.ok]
     message = "this model's context is 2000 tokens; you asked for 2050 (1950 in the prompt, 100 for the answer)"
     assert (failed.status, failed.error) == (400, message)
-
-
-def test_the_keys_of_a_prompt_that_does_not_fit_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 100 million tokens take minutes."""
-    hashed, pack = list[int](), KeyChain.pack
-
-    def record(chain: KeyChain, tokens: Tokens) -> bytes:
-        hashed.append(len(tokens))
-        return pack(chain, tokens)
-
-    monkeypatch.setattr(KeyChain, "pack", record)
-    loads = [Load(0, 8, (("huge", 3_000_000),), at=0.0), Load(1, 8, (("short", 100),), at=0.0)]
-    samples = Simulation(Deployment(), make_model()).play(loads).samples
-    assert [sample.ok for sample in sorted(samples, key=lambda sample: sample.index)] == [False, True]
-    assert hashed == [100]
 
 
 def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector() -> None:

@@ -1,0 +1,21 @@
+"""The environment of conformance rules: what a rule leaves in a store."""
+
+import uuid
+
+import pytest
+
+from pdserve.kv_transfer.connectors import memory
+from pdserve.kv_transfer.forwarding import ForwardingConnector
+from pdserve.kv_transfer.rules import context
+from pdserve.kv_transfer.rules.context import RuleContext, new_keys
+
+
+def test_a_store_is_not_left_full_where_nothing_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector without hooks, whose store has room for the blocks of one rule."""
+    url = f"memory://test-{uuid.uuid4().hex}?size=70KiB"
+    monkeypatch.setattr(context, "connect", lambda url: ForwardingConnector(memory.MemoryConnector(url)))
+    for _ in range(2):
+        rules = RuleContext(url, 0.1)
+        rules.attach().must_store(new_keys(16), range(16), must_fit=True)
+        rules.close()
+    memory.unlink(url)
