@@ -31,7 +31,7 @@ from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import GOES_ON, Block, Expired, GrowingOperation, Incoming, Operation, Outgoing
 from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.cancellation import run_until
-from pdserve.kv_transfer.codec import CODECS, Undecodable
+from pdserve.kv_transfer.codec import CODECS, Codec, Undecodable
 from pdserve.kv_transfer.connector import (
     DEFAULT_TIMEOUT_S,
     PROBE_KEY,
@@ -362,28 +362,22 @@ class BatchedConnector(Connector):
         self.memory.check(keys, block_ids)
         return operation
 
-    def _blocks(self, kind: type[B], operation: Operation[Any]) -> list[B]:
-        rows, header_format, codec, blocks = self.memory.rows, self.header_format, self.codec, list[B]()
+    def _blocks(self, kind: type[B], operation: Operation[Any], codec: Codec | None = None) -> list[B]:
+        rows, header_format, codec, blocks = self.memory.rows, self.header_format, codec or self.codec, list[B]()
         for i, (key, row) in enumerate(zip(operation.keys, operation.block_ids, strict=True)):
             blocks.append(kind(operation, i, key, rows[row], header_format, codec))
         return blocks
 
     def __store(self, operation: Operation[Result], lease_s: float) -> None:
-        started = time.perf_counter()
-        self.put_many(self._blocks(Outgoing, operation), lease_s)
-        self.__record(operation, started)
+        codec, started = self.codec.choose(len(operation.block_ids)), time.perf_counter()
+        self.put_many(self._blocks(Outgoing, operation, codec), lease_s)
+        if operation.num_stored == len(operation.block_ids):
+            self.codec.record(codec, operation.num_stored, time.perf_counter() - started)
 
     def __load(self, operation: Operation[Result]) -> None:
-        started = time.perf_counter()
         self.get_many(blocks := self._blocks(Incoming, operation))
-        self.__record(operation, started)
         if Outcome.CORRUPT in operation.outcomes:
             self.__delete_corrupt(blocks)
-
-    def __record(self, operation: Operation[Result], started: float) -> None:
-        if operation.bytes_moved:
-            seconds = time.perf_counter() - started - operation.codec_seconds
-            self.codec.record_transfer(operation.kind, operation.bytes_moved, seconds)
 
     def __follow(
         self, operation: Operation[Result], patience_s: float, blocks: Sequence[Incoming] = (), give_up_at: float = 0.0

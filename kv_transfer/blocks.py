@@ -73,7 +73,7 @@ class Operation(OperationFuture[T]):
         outcomes: one per block; UNAVAILABLE until marked otherwise.
         expected: outcomes that are no failures.
         bytes_moved: payload bytes stored or loaded so far.
-        codec_seconds: that encoding and decoding took.
+        num_stored: blocks that were copied to the store.
         matched: leading keys found so far, for `match` and `follow`.
         started: on the clock `perf_counter`.
         deadline: on the monotonic clock.
@@ -99,7 +99,7 @@ class Operation(OperationFuture[T]):
         self.outcomes = [Outcome.UNAVAILABLE] * len(block_ids)
         self.expected = expected
         self.bytes_moved = 0
-        self.codec_seconds = 0.0
+        self.num_stored = 0
         self.matched = 0
         self.started = time.perf_counter()
         self.deadline = deadline
@@ -298,6 +298,7 @@ class Outgoing(Block):
     def stored(self) -> None:
         """Mark the block as stored."""
         self._operation.bytes_moved += self._payload_bytes
+        self._operation.num_stored += 1
         self._operation.outcomes[self._index] = Outcome.OK
 
     def present(self) -> None:
@@ -309,9 +310,7 @@ class Outgoing(Block):
         self._operation.outcomes[self._index] = outcome
 
     def _encode(self) -> Row:
-        started = time.perf_counter()
         payload = self._codec.encode(self._row)
-        self._operation.codec_seconds += time.perf_counter() - started
         self._payload_bytes = len(payload)
         return payload
 
@@ -385,7 +384,8 @@ class Incoming(Block):
         Returns:
             None, with the block left unmarked, if the value cannot be read this way: use `accept`.
         """
-        if not self._codec.is_identity or not self._header_format.matches(header, self.key):
+        is_block = self._codec.keeps_rows and self._header_format.matches(header, self.key)
+        if not is_block or payload_length(header) != len(self._row):
             return None
         with self._fence:
             digest = read_and_hash(self._row, read)
@@ -442,12 +442,10 @@ class Incoming(Block):
                 part.wait()
 
     def _decode(self, payload: bytearray) -> bool:
-        started = time.perf_counter()
         try:
             row = self._codec.decode(payload)
         except Undecodable:
             return False
-        self._operation.codec_seconds += time.perf_counter() - started
         with self._fence:
             self._row[:] = row
         return True

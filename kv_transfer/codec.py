@@ -2,7 +2,7 @@
 
     none         the pool row itself; costs nothing
     lz4, zstd    lossless; a block that would not become shorter is stored uncompressed
-    auto         of none, lz4 and zstd the one that moves blocks fastest now (`codec_choice.py`)
+    auto         of none, lz4 and zstd the one that stores blocks fastest now (`codec_choice.py`)
     fp8, int8    lossy: one byte per number, and one scale per layer, K or V, and head of the block
 
 A codec other than `none` is part of the namespace under which a connector stores, so blocks of different codecs never mix.
@@ -14,7 +14,6 @@ saves 10 % of bfloat16 and becomes slower than zstd, which saves twice as much. 
 
 import hashlib
 import importlib
-import itertools
 import math
 import threading
 import time
@@ -30,7 +29,6 @@ from pdserve.kv_transfer.codec_choice import CodecChoice
 from pdserve.kv_transfer.header import Buffer, Row
 
 ZSTD_LEVEL: Final = 1  # higher levels save 1 % more and take a third longer
-TRIAL_BLOCKS: Final = 256  # of which `auto` tries all its codecs on one
 
 
 class Undecodable(Exception):
@@ -71,8 +69,12 @@ class Codec(ABC):
             Undecodable: the payload was not produced by `encode`. Detecting that takes no more memory than decoding.
         """
 
-    def record_transfer(self, kind: str, num_bytes: int, seconds: float) -> None:  # noqa: B027 - most have nothing to choose
-        """Take the time that a `store` or `load` of so many bytes of payloads took, without that of this codec."""
+    def choose(self, num_blocks: int) -> "Codec":
+        """Return the codec with which an operation stores so many blocks; every codec of this name decodes its payloads."""
+        return self
+
+    def record(self, chosen: "Codec", num_blocks: int, seconds: float) -> None:  # noqa: B027 - most have nothing to choose
+        """Take the time in which an operation stored so many blocks."""
 
 
 class Plain(Codec):
@@ -172,41 +174,52 @@ class Auto(Codec):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self._block_bytes = layout.block_bytes
-        self._codecs: list[Codec] = [Plain(layout), Lz4(layout), Zstd(layout)]
-        self._choice = CodecChoice(codec.name for codec in self._codecs)
-        self._num_encoded = itertools.count()
+        self._codecs = {
+            codec.name: codec for codec in (Plain(layout), _Numbered(1, Lz4(layout)), _Numbered(2, Zstd(layout)))
+        }
+        self._choice = CodecChoice(self._codecs)
         self._lock = threading.Lock()
         self.payload_lengths = range(2, layout.block_bytes + 1)
 
+    def choose(self, num_blocks: int) -> Codec:
+        with self._lock:
+            return self._codecs[self._choice.choose(num_blocks * self._block_bytes)]
+
+    def record(self, chosen: Codec, num_blocks: int, seconds: float) -> None:
+        with self._lock:
+            self._choice.record(chosen.name, num_blocks * self._block_bytes, seconds, time.monotonic())
+
     def encode(self, row: Row) -> Row:
-        if next(self._num_encoded) % TRIAL_BLOCKS == 0:
-            self._try_out(row)
-        number = next(i for i, codec in enumerate(self._codecs) if codec.name == self._choice.fastest)
-        payload = self._codecs[number].encode(row)
-        if len(payload) + 1 >= self._block_bytes:
-            return row
-        return np.concatenate((np.array([number], np.uint8), payload))
+        return self.choose(1).encode(row)
 
     def decode(self, payload: Buffer) -> Row:
         if len(payload) == self._block_bytes:
             return np.frombuffer(payload, np.uint8)
-        number = payload[0]
-        if not 0 < number < len(self._codecs):
+        numbered = [one for one in self._codecs.values() if isinstance(one, _Numbered) and one.number == payload[0]]
+        if not numbered:
             raise Undecodable
-        return self._codecs[number].decode(memoryview(payload)[1:])
+        return numbered[0].decode(payload)
 
-    def record_transfer(self, kind: str, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._choice.record_transfer(kind, num_bytes, seconds, time.monotonic())
 
-    def _try_out(self, row: Row) -> None:
-        for codec in self._codecs[1:]:
-            started = time.thread_time()
-            payload = codec.encode(row)
-            codec.decode(payload.data)
-            seconds = time.thread_time() - started
-            with self._lock:
-                self._choice.record_trial(codec.name, seconds / self._block_bytes, len(payload) / self._block_bytes)
+class _Numbered(Codec):
+    """Puts a number in front of the payloads of another codec."""
+
+    def __init__(self, number: int, codec: Codec) -> None:
+        self.name = codec.name  # type: ignore[misc]  # of an instance
+        self.namespace, self.payload_lengths = codec.namespace, codec.payload_lengths
+        self.number = number
+        self._codec = codec
+
+    def encode(self, row: Row) -> Row:
+        payload = np.empty(len(row), np.uint8)
+        encoded = self._codec.encode(row)
+        if len(encoded) + 1 >= len(row):
+            return row
+        payload[0], payload[1 : len(encoded) + 1] = self.number, encoded
+        return payload[: len(encoded) + 1]
+
+    def decode(self, payload: Buffer) -> Row:
+        return self._codec.decode(memoryview(payload)[1:])
 
 
 class _Quantized(Codec):

@@ -1,40 +1,46 @@
-"""Choice of the codec that moves blocks fastest, for `?codec=auto`, by measured times. Plain Python; times in seconds.
+"""Choice of the codec that stores blocks fastest, for `?codec=auto`, by measured times. Plain Python; times in seconds.
 
-Per byte of a block, a codec takes the time to encode it, to store and to load what is kept of it, and to decode that:
-
-    encode + kept × (store + load) + decode
-
-Only what an instance measures itself counts. Until it has loaded blocks, a load takes as long as a store.
+Each codec is tried by whole operations, since encoding overlaps with sending: at first each in turn, and from then on one
+operation of `TRY_EVERY`. What it costs to load is not measured, but assumed to go with what it costs to store.
 """
 
 from collections.abc import Iterable
 
 from pdserve.costs import OnlineFit
 
-SMOOTHING = 0.25  # weight of the newest trial
+TRY_EVERY = 64  # operations
+FIRST_TRIES = 3  # of each codec
+MIN_BYTES = 64 << 10  # of an operation that tells something
 
 
 class CodecChoice:
-    """The fastest of some codecs, by trials of each and the transfers of late.
+    """The fastest of some codecs for bytes of KV.
 
     Attributes:
-        fastest: name of the codec; the first one, until there is a measurement of the store.
+        fastest: name of the codec; the first one, until there is a measurement.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._work = dict.fromkeys(names, (0.0, 1.0))  # seconds per byte of a block, and kept bytes per byte
-        self._links = {"store": OnlineFit(1, 0), "load": OnlineFit(1, 0)}
-        self.fastest = next(iter(self._work))
+        self._seconds = {name: OnlineFit(1, 0) for name in names}
+        self._num_tries = dict.fromkeys(self._seconds, 0)
+        self._until_next_try = TRY_EVERY
+        self.fastest = next(iter(self._seconds))
 
-    def record_trial(self, name: str, seconds: float, kept: float) -> None:
-        """Take the time that a codec took to encode and decode a block, per byte of it, and the part of it that was kept."""
-        before = self._work[name]
-        weight = 1.0 if before == (0.0, 1.0) else SMOOTHING
-        self._work[name] = before[0] + weight * (seconds - before[0]), before[1] + weight * (kept - before[1])
+    def choose(self, num_bytes: int) -> str:
+        """Return the codec of the next operation, on so many bytes of blocks."""
+        if num_bytes < MIN_BYTES:
+            return self.fastest
+        tried_least = min(self._num_tries, key=self._num_tries.__getitem__)
+        self._until_next_try -= 1
+        if self._num_tries[tried_least] >= FIRST_TRIES and self._until_next_try > 0:
+            return self.fastest
+        self._until_next_try = TRY_EVERY
+        self._num_tries[tried_least] += 1
+        return tried_least
 
-    def record_transfer(self, kind: str, num_bytes: int, seconds: float, now: float) -> None:
-        """Take the time that a `store` or `load` of payloads took, without the codec's, and choose again."""
-        self._links[kind].observe((1, num_bytes), seconds, now)
-        measured = [fitted[1] for link in self._links.values() if (fitted := link.coefficients(now))]
-        link = 2 * sum(measured) / max(1, len(measured))
-        self.fastest = min(self._work, key=lambda name: self._work[name][0] + self._work[name][1] * link)
+    def record(self, name: str, num_bytes: int, seconds: float, now: float) -> None:
+        """Take what storing so many bytes of blocks took, and choose again."""
+        if num_bytes >= MIN_BYTES:
+            self._seconds[name].observe((1, num_bytes), seconds, now)
+            fitted = {name: each for name, fit in self._seconds.items() if (each := fit.coefficients(now))}
+            self.fastest = min(fitted, key=lambda name: fitted[name][1])
