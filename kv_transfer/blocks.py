@@ -270,13 +270,15 @@ class Outgoing(Block):
         detects. Check `in_time` before publishing to keep such a value from becoming visible at all.
         """
         with self._fence:
-            payload = self._encode()
+            payload = self._codec.encode(self._row)
+            self._payload_bytes = len(payload)
             return self._header_format.pack(self.key, payload), payload.data
 
     def copy_to(self, target: Row) -> bytes:
         """Copy the payload to the front of `target`, and return the header of the copied bytes."""
         with self._fence:
-            payload = self._encode()
+            payload = self._row if self._codec.is_identity else self._codec.encode(self._row)
+            self._payload_bytes = len(payload)
             hasher = xxhash.xxh3_64()
             copy_and_hash(target, payload, hasher)
         return self._header_format.pack_checksum(self.key, self._payload_bytes, hasher.digest())
@@ -309,11 +311,6 @@ class Outgoing(Block):
         """Mark the block as not stored, for this reason."""
         self._operation.outcomes[self._index] = outcome
 
-    def _encode(self) -> Row:
-        payload = self._codec.encode(self._row)
-        self._payload_bytes = len(payload)
-        return payload
-
 
 class Incoming(Block):
     """A block to be loaded, as passed to `get_many`. A block that is never marked ends as UNAVAILABLE.
@@ -337,10 +334,9 @@ class Incoming(Block):
         """
         if not self._header_format.matches(header, self.key):
             return self._mark(header, None)
-        length = payload_length(header)
-        if self._codec.keeps_rows and length == len(self._row):
+        if self._codec.is_identity or (self._codec.keeps_rows and payload_length(header) == len(self._row)):
             return self._mark(header, self._receive(self._row, parts))
-        payload = bytearray(length)
+        payload = bytearray(payload_length(header))
         self._payload_bytes = len(payload)
         digest = self._receive(np.frombuffer(payload, np.uint8), parts)
         return self._mark(header, digest if digest == header[CHECKSUM] and self._decode(payload) else None)
@@ -384,8 +380,9 @@ class Incoming(Block):
         Returns:
             None, with the block left unmarked, if the value cannot be read this way: use `accept`.
         """
-        is_block = self._codec.keeps_rows and self._header_format.matches(header, self.key)
-        if not is_block or payload_length(header) != len(self._row):
+        if not self._codec.keeps_rows or not self._header_format.matches(header, self.key):
+            return None
+        if not self._codec.is_identity and payload_length(header) != len(self._row):
             return None
         with self._fence:
             digest = read_and_hash(self._row, read)

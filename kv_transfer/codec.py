@@ -69,13 +69,6 @@ class Codec(ABC):
             Undecodable: the payload was not produced by `encode`. Detecting that takes no more memory than decoding.
         """
 
-    def choose(self, num_blocks: int) -> "Codec":
-        """Return the codec with which an operation stores so many blocks; every codec of this name decodes its payloads."""
-        return self
-
-    def record(self, chosen: "Codec", num_blocks: int, seconds: float) -> None:  # noqa: B027 - most have nothing to choose
-        """Take the time in which an operation stored so many blocks."""
-
 
 class Plain(Codec):
     """No compression."""
@@ -182,10 +175,12 @@ class Auto(Codec):
         self.payload_lengths = range(2, layout.block_bytes + 1)
 
     def choose(self, num_blocks: int) -> Codec:
+        """Return the codec with which an operation stores so many blocks; this one decodes its payloads."""
         with self._lock:
             return self._codecs[self._choice.choose(num_blocks * self._block_bytes)]
 
     def record(self, chosen: Codec, num_blocks: int, seconds: float) -> None:
+        """Take the time in which an operation stored so many blocks."""
         with self._lock:
             self._choice.record(chosen.name, num_blocks * self._block_bytes, seconds, time.monotonic())
 

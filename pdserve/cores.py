@@ -21,7 +21,7 @@ def num_cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
 
 def _quotas(groups: Path, own: Path) -> Iterator[float]:
     """Yield the quotas, in cores, of the groups that this process is in. A container may show its own group as the root."""
-    lines = own.read_text().splitlines() if own.exists() else []
+    lines = own.read_text().split("\n") if own.exists() else []
     paths = dict(line.split(":", 2)[1:] for line in lines if line.count(":") >= 2)
     for controllers, path in {"": "/", "cpu,cpuacct": "/", "cpu": "/"}.items() | paths.items():
         root = groups / controllers
