@@ -59,7 +59,7 @@ class NetworkNamespace:
         _ip("link", "set", self._link, "up")
 
     def slow_down(self, bytes_per_s: float) -> None:
-        """Let at most so many bytes a second pass in each direction."""
+        """Limit the rate of the link, in bytes per second in each direction."""
         bucket = ["root", "tbf", "rate", f"{bytes_per_s * 8:.0f}bit", "burst", "1mbit", "latency", "100ms"]
         _run("tc", "qdisc", "replace", "dev", self._link, *bucket)
         _run("tc", "-n", self._name, "qdisc", "replace", "dev", "out", *bucket)

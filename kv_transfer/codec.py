@@ -47,7 +47,7 @@ class Codec(ABC):
         payload_lengths: the possible payload lengths in bytes. Never longer than a block.
     """
 
-    name: ClassVar[str]
+    name: str
     lossy: ClassVar[bool] = False
     is_identity: ClassVar[bool] = False
     keeps_rows: ClassVar[bool] = True
@@ -167,20 +167,19 @@ class Auto(Codec):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self._block_bytes = layout.block_bytes
-        self._codecs = {
-            codec.name: codec for codec in (Plain(layout), _Numbered(1, Lz4(layout)), _Numbered(2, Zstd(layout)))
-        }
-        self._choice = CodecChoice(self._codecs)
+        self._codecs = Plain(layout), _Numbered(1, Lz4(layout)), _Numbered(2, Zstd(layout))
+        self._by_name: dict[str, Codec] = {codec.name: codec for codec in self._codecs}
+        self._choice = CodecChoice(self._by_name)
         self._lock = threading.Lock()
         self.payload_lengths = range(2, layout.block_bytes + 1)
 
     def choose(self, num_blocks: int) -> Codec:
-        """Return the codec with which an operation stores so many blocks; this one decodes its payloads."""
+        """Return the codec for storing a number of blocks in one operation. `Auto` decodes its payloads."""
         with self._lock:
-            return self._codecs[self._choice.choose(num_blocks * self._block_bytes)]
+            return self._by_name[self._choice.choose(num_blocks * self._block_bytes)]
 
     def record(self, chosen: Codec, num_blocks: int, seconds: float) -> None:
-        """Take the time in which an operation stored so many blocks."""
+        """Record how long an operation took that stored a number of blocks, in seconds."""
         with self._lock:
             self._choice.record(chosen.name, num_blocks * self._block_bytes, seconds, time.monotonic())
 
@@ -190,27 +189,24 @@ class Auto(Codec):
     def decode(self, payload: Buffer) -> Row:
         if len(payload) == self._block_bytes:
             return np.frombuffer(payload, np.uint8)
-        numbered = [one for one in self._codecs.values() if isinstance(one, _Numbered) and one.number == payload[0]]
-        if not numbered:
+        if not 0 < payload[0] < len(self._codecs):
             raise Undecodable
-        return numbered[0].decode(payload)
+        return self._codecs[payload[0]].decode(payload)
 
 
 class _Numbered(Codec):
     """Puts a number in front of the payloads of another codec."""
 
     def __init__(self, number: int, codec: Codec) -> None:
-        self.name = codec.name  # type: ignore[misc]  # of an instance
-        self.namespace, self.payload_lengths = codec.namespace, codec.payload_lengths
-        self.number = number
-        self._codec = codec
+        self.name, self.namespace, self.payload_lengths = codec.name, codec.namespace, codec.payload_lengths
+        self._number, self._codec = number, codec
 
     def encode(self, row: Row) -> Row:
         payload = np.empty(len(row), np.uint8)
         encoded = self._codec.encode(row)
         if len(encoded) + 1 >= len(row):
             return row
-        payload[0], payload[1 : len(encoded) + 1] = self.number, encoded
+        payload[0], payload[1 : len(encoded) + 1] = self._number, encoded
         return payload[: len(encoded) + 1]
 
     def decode(self, payload: Buffer) -> Row:

@@ -27,7 +27,7 @@ class CodecChoice:
         self.fastest = next(iter(self._seconds))
 
     def choose(self, num_bytes: int) -> str:
-        """Return the codec of the next operation, on so many bytes of blocks."""
+        """Return the name of the codec for the next operation, which stores `num_bytes` bytes of blocks."""
         if num_bytes < MIN_BYTES:
             return self.fastest
         tried_least = min(self._num_tries, key=self._num_tries.__getitem__)
@@ -39,7 +39,7 @@ class CodecChoice:
         return tried_least
 
     def record(self, name: str, num_bytes: int, seconds: float, now: float) -> None:
-        """Take what storing so many bytes of blocks took, and choose again."""
+        """Record how long storing `num_bytes` bytes of blocks took, and update `fastest`."""
         if num_bytes >= MIN_BYTES:
             self._seconds[name].observe((1, num_bytes), seconds, now)
             fitted = {name: each for name, fit in self._seconds.items() if (each := fit.coefficients(now))}

@@ -42,7 +42,7 @@ def mask_budget_s(num_tokens: int) -> float:
 
 
 def check_size(num_chars: int, param: str | None = None) -> None:
-    """Raise GrammarTooComplex if a specification with so many characters is too long."""
+    """Raise GrammarTooComplex if a specification has more characters than are allowed."""
     if num_chars > MAX_CHARS:
         message = f"{param or 'the grammar'} has {num_chars} characters as JSON; at most {MAX_CHARS} are allowed"
         raise GrammarTooComplex(message, kind="invalid_grammar", param=param)

@@ -235,7 +235,7 @@ def test_more_adapters_than_slots(tiny: Callable[..., Engine], prompts: list[lis
 def test_a_slot_has_nothing_of_the_adapter_before(
     make_engine: Callable[..., Engine], checkpoint: Callable[..., Path], tmp_path: Path, prompts: list[list[int]]
 ) -> None:
-    """Which had other layers, too."""
+    """A slot that is reused keeps no layer of the adapter before, which had more layers."""
     base = checkpoint("llama", dtype="float32")
     made = {"all": Made(make_adapter(tmp_path / "all", base), {})}
     made["one"] = Made(make_adapter(tmp_path / "one", base, targets=("q_proj",), size=3), {})

@@ -74,9 +74,8 @@ class RowProducts(TorchFunctionMode):
         if func is F.linear and not isinstance(args[1], PackedWeight):
             self.is_used = True
             return linear.plain(*args, **kwargs)
-        if func in _ELEMENTWISE and (
-            func is F.gelu or args[0].dtype == torch.float32
-        ):  # the others are right in 16 bits
+        # Only GELU differs in 16 bits, too.
+        if func in _ELEMENTWISE and (func is F.gelu or args[0].dtype == torch.float32):
             self.is_used = True
             return _ELEMENTWISE[func](*args, **kwargs)
         if func in _OTHER_PRODUCTS or (func in linear.MATMUL and _sums(*args[:2])):

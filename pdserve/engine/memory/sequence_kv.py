@@ -171,8 +171,8 @@ class SequenceKV:
     ) -> bool:
         """Take over prefix hits, see `take_blocks`, and be promised `num_blocks` blocks of all groups, `num_now` of them now.
 
-        Hits of several sequences are in pages of which other blocks are of no use here. If so many pages are never free, none
-        is taken over.
+        Hits may be spread over pages that they share with blocks of other prompts. If the pool can never hold these pages and
+        the promised ones, all hits are given up.
 
         Returns:
             False if more than `room` pages would have to be promised beyond the spare ones; nothing was taken.

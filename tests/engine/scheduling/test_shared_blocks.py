@@ -244,7 +244,7 @@ def test_fork_copies_only_the_block_that_it_writes_to() -> None:
 
 
 def test_hits_that_leave_too_few_pages_are_not_taken_over() -> None:
-    """Two blocks of a further group share a page; those of two sequences are in two, each of which has room for nobody."""
+    """A page holds two blocks of a group with a window. Hits of two sequences hold a page each, half of which is unused."""
     pool = BlockPool(12, BLOCK, [Group(None, 1, 0), Group(2 * BLOCK, 2, 12)])
     sched = Scheduler(pool, max_num_seqs=2, max_num_batched_tokens=64)
     for length in (5, 9):
