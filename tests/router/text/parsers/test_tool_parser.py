@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from pdserve.router.text.parsers.output_parser import MARK
 from pdserve.router.text.parsers.registry import TOOL_PARSERS
 from pdserve.router.text.parsers.tool_parser import Tools
+from tests.cpu_time import cpu_seconds
 
 Calls = list[tuple[str, str]]  # name and arguments
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -258,16 +258,13 @@ def test_ids_of_kimi_are_the_models() -> None:
     assert parser.push(KIMI_CALL).calls[0].id == "functions.weather:0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "output"),
     [("qwen3_coder", "<function=weather><parameter=city>x"), ("hermes", '<tool_call>{"name": "rm", "arguments": {}}')],
 )
 def test_a_long_text_takes_as_long_for_each_of_its_characters(name: str, output: str) -> None:
     def seconds(count: int) -> float:
-        began = time.process_time()
-        parse(name, [output * count])
-        return time.process_time() - began
+        return cpu_seconds(lambda: parse(name, [output * count]))
 
-    seconds(100)
-    short = min(seconds(1500) for _ in range(3))
-    assert min(seconds(12_000) for _ in range(2)) < 8 * 2 * short
+    assert seconds(12_000) < 8 * 2 * seconds(1500)
