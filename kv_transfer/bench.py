@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, reason
 from pdserve.kv_transfer.batched import SWITCH_INTERVAL_S
 from pdserve.kv_transfer.connector import Outcome, Result
 from pdserve.kv_transfer.progress import Step, progress
@@ -298,4 +298,4 @@ def _report_errors(file: str, write: Callable[[], None]) -> None:
     try:
         write()
     except (OSError, ValueError) as error:
-        raise SetupError(f"{file} cannot be written: {error}.") from error
+        raise SetupError(f"{file} cannot be written: {reason(error)}.") from error

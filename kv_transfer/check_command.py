@@ -34,10 +34,10 @@ def run(url: str, names: Sequence[str], seconds: float, as_json: bool) -> int:
     # A pipe has no width; a large one avoids cut sentences.
     output = console if console.is_terminal else Console(width=200)
     width = max(len(name_of(rule)) for rule in selected)
-    if not as_json:
-        output.print(_table(width, with_header=True, title=without_password(url)))
-    reports = []
+    reports: list[Report] = []
     for report in _check_with_progress(url, selected, seconds):
+        if not as_json and not reports:  # so that a URL that cannot be checked has no table
+            output.print(_table(width, with_header=True, title=without_password(url)))
         reports.append(report)
         if not as_json:
             output.print(_row(report, width))

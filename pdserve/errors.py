@@ -111,6 +111,11 @@ def not_imported(what: str, error: Exception) -> SetupError:
     return SetupError(f"{what} cannot be imported: {error}")
 
 
+def reason(error: Exception) -> str:
+    """Return why a file could not be read or written, without its name, which the sentence around it has already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def install(extra: str) -> str:
     """Return the command that adds an extra to this installation."""
     return f"pip install -e '.[{extra}]'" if IS_CHECKOUT else f"pip install 'pdserve[{extra}]'"

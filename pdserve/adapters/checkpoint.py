@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from pdserve.errors import reason
 from pdserve.keys import KEY_BYTES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -131,7 +132,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise AdapterError(f"{file} cannot be read: {error}") from error
+        raise AdapterError(f"{file} cannot be read: {reason(error)}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise AdapterError(f"{file}: its peft_type is {kind!r}, and only LORA is supported")
@@ -177,7 +178,7 @@ def _read_tensors(file: Path) -> dict[tuple[str, str], torch.Tensor]:
     try:
         tensors = safetensors.torch.load(file.read_bytes())
     except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{file} cannot be read: {error}") from error
+        raise AdapterError(f"{file} cannot be read: {reason(error)}") from error
     for key, tensor in tensors.items():
         match = _TENSOR.fullmatch(key)
         if match is None or not key.startswith(PREFIX):

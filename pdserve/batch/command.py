@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,33 +21,44 @@ from pdserve.errors import SetupError
 MAX_SHOWN = 5  # unanswered requests
 
 
-def run(source: Path, target: Path, url: str, concurrency: int) -> bool:
+def server_at(url: str) -> AbstractContextManager[str]:
+    """Return a running server for `run`. Raises SetupError if the URL is none of http or https."""
+    if not url.startswith(("http://", "https://")):
+        raise SetupError(f"--url: {url!r} is not a URL; write http://127.0.0.1:8000, for example")
+    return nullcontext(url.rstrip("/").removesuffix("/v1"))  # which requests have in their own URLs
+
+
+def run(source: Path, target: Path, server: AbstractContextManager[str], concurrency: int) -> bool:
     """Append the missing answers to `target`; return whether all lines are answered.
 
+    Args:
+        server: returns the server's URL when it is entered, which it is once the files are known to be right.
+
     Raises:
-        SetupError: a file cannot be read or written, or `target` has the answers of another batch.
+        SetupError: a file cannot be read or written, `target` has the answers of another batch, or the API key is wrong.
     """
     try:
         with source.open("rb") as lines, target.open("a+b") as answers:
             if not lines.seekable():
                 raise SetupError(f"{source} is a pipe, which can be read only once; name a file")
-            return asyncio.run(_run(lines, answers, url, concurrency))
+            answers.seek(0)
+            done = read_done(answers)
+            with server as url:
+                return asyncio.run(_run(lines, answers, done, url, concurrency))
     except OSError as error:
         raise SetupError(f"{error.filename or target}: {error.strerror}") from error  # a full disk is of no file name
     except ValueError as error:
         raise SetupError(f"{target}: {error}; name another file") from error
 
 
-async def _run(lines: BinaryIO, answers: BinaryIO, url: str, concurrency: int) -> bool:
+async def _run(lines: BinaryIO, answers: BinaryIO, done: Mapping[int, str | None], url: str, concurrency: int) -> bool:
     total = sum(1 for line in lines if line.strip())
     lines.seek(0)
-    answers.seek(0)
-    done = read_done(answers)
     key = os.environ.get("PDSERVE_API_KEY", "").split(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
-        base_url=url.rstrip("/"),
+        base_url=url,
         headers=headers,
         timeout=None,
         limits=limits,
@@ -79,6 +91,8 @@ def _sender(http: httpx.AsyncClient) -> Callable[[BatchRequest], Any]:
         content = json.dumps(request.body).encode()  # whatever it is, the server judges it
         try:
             answer = await http.post(request.url, content=content, headers={"Content-Type": "application/json"})
+            if answer.status_code == 401:  # as all others would be, in answers that are kept
+                raise SetupError(f"the server refuses the key in PDSERVE_API_KEY: {answer.text[:200]}")
             return answer.status_code, answer.headers.get("x-request-id", ""), answer.json()
         except httpx.TransportError as error:
             raise OSError(repr(error)) from error

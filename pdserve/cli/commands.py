@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -273,22 +274,23 @@ def batch(
     ),
 ) -> None:
     """Answer the requests of a file. Exit code 1: some have no answer yet; the same command tries these again."""
-    from pdserve.batch.command import run
+    from pdserve.batch.command import run, server_at
 
-    if url:
-        complete = run(source, target, url, concurrency)
-    else:
-        from pdserve.cli.deployment import free_port
-        from pdserve.offline.llm import Fleet
-
-        counts = {"prefill": prefill, "decode": decode, "both": both or int(not prefill and not decode)}
-        fleet = Fleet(UpConfig(model=model, port=free_port(), **counts))  # type: ignore[arg-type]
-        try:
-            complete = run(source, target, fleet.url, concurrency)
-        finally:
-            fleet.close()
-    if not complete:
+    counts = {"prefill": prefill, "decode": decode, "both": both or int(not prefill and not decode)}
+    if not run(source, target, server_at(url) if url else _server_of_its_own(model, counts), concurrency):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _server_of_its_own(model: str, counts: dict[str, int]) -> Iterator[str]:
+    from pdserve.cli.deployment import free_port
+    from pdserve.offline.llm import Fleet
+
+    fleet = Fleet(UpConfig(model=model, port=free_port(), **counts))  # type: ignore[arg-type]
+    try:
+        yield fleet.url
+    finally:
+        fleet.close()
 
 
 def serve(arguments: list[str] = typer.Argument(None)) -> None:  # noqa: B008

@@ -21,7 +21,7 @@ from itertools import count
 import httpx
 
 from pdserve.cli.gpus import VISIBLE, gpus_for
-from pdserve.cli.supervisor import STOP_TIMEOUT_S, Child, Supervisor, child_of
+from pdserve.cli.supervisor import STOP_TIMEOUT_S, Child, Supervisor, child_of, print_line
 from pdserve.cli.workers import quota_file
 from pdserve.config import (
     DEFAULT_CONNECTOR,
@@ -68,7 +68,7 @@ class Deployment(Supervisor):
 
     control_host = "127.0.0.1"
 
-    def __init__(self, config: UpConfig, on_line: Callable[[str], None] = print) -> None:
+    def __init__(self, config: UpConfig, on_line: Callable[[str], None] = print_line) -> None:
         if config.prefill + config.decode + config.both == 0:
             raise SetupError("nothing to start: give --prefill and --decode, or --both")
         if not config.both and not (config.prefill and config.decode):

@@ -153,6 +153,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server after all that it has forked."""
+        self._connection.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it open, too
         self._connection.close()
         if not self.has_forked:
             self.kill()

@@ -87,6 +87,11 @@ def child_of(name: str, command: str, config: Settings) -> Child:
     return Child(name, arguments, environment)
 
 
+def print_line(line: str) -> None:
+    """Print a line of a child at once, and in one piece: threads of several children print."""
+    print(f"{line}\n", end="", flush=True)
+
+
 class Supervisor:
     """Context manager that runs child processes and restarts those that exit.
 

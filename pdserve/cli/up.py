@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from pdserve.cli.deployment import Deployment
+from pdserve.cli.supervisor import print_line
 from pdserve.config import RouterConfig, UpConfig
 from pdserve.settings import shared_settings
 from pdserve.tools.load_config import AutoscaleConfig
@@ -28,9 +29,7 @@ def up(config: UpConfig) -> None:
     listen(
         RouterConfig(host=config.host, port=config.port)
     ).close()  # a foreign router there would pass the readiness check
-    deployment = deployment_of(
-        config, lambda line: print(line, flush=True)
-    )  # before the signal handlers: Ray installs its own
+    deployment = deployment_of(config, print_line)  # before the signal handlers: Ray installs its own
     stop = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stop.set())

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
-from pdserve.cli.supervisor import Child, Supervisor, child_of
+from pdserve.cli.supervisor import Child, Supervisor, child_of, print_line
 from pdserve.config import RouterConfig, UpConfig
 
 POLL_S = 0.2
@@ -38,9 +38,7 @@ def run_workers(config: RouterConfig) -> None:
         signal.signal(signum, request_stop)
     with (
         quota_file(config) as path,
-        Supervisor(
-            worker_children(replace(config, quota_file=path)), on_line=lambda line: print(line, flush=True)
-        ) as supervisor,
+        Supervisor(worker_children(replace(config, quota_file=path)), on_line=print_line) as supervisor,
     ):
         while not stop.wait(POLL_S):
             supervisor.check_children()

@@ -6,18 +6,21 @@ topologies, restarts, validation. Nothing of the engine runs in the caller's pro
 
 import asyncio
 import atexit
+import operator
 import os
 import threading
 import uuid
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 from anyio.from_thread import start_blocking_portal
 from pydantic_core import from_json
+from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from pdserve.cli.deployment import Deployment, free_port
@@ -41,9 +44,11 @@ from pdserve.router.web.listening import listen
 
 Prompt = str | dict[str, Any]
 Messages = list[dict[str, Any]]
+One = TypeVar("One")
 
 ATTEMPTS = 60  # of a request that the fleet cannot take now, for example as an instance restarts
 RETRY_S = 1.0
+CLOSED = "the fleet was stopped by close(); make another LLM"
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -75,9 +80,12 @@ class _Client:
     ) -> None:
         both = int(not (prefill or decode)) if both is None else both
         counts: dict[str, Any] = {"prefill": prefill, "decode": decode, "both": both}
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight must be at least 1, not {max_in_flight}")
         self._max_in_flight = max_in_flight
-        self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings_of(settings)}, model=str(model), **counts))
         self._model = str(model)
+        self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings_of({**settings, **counts})}, model=self._model))
+        weakref.finalize(self, self._fleet.close)
 
     def close(self) -> None:
         """Stop all processes. Further calls do nothing."""
@@ -90,6 +98,8 @@ class _Client:
         return AutoTokenizer.from_pretrained(resolve_model(self._model))
 
     def _http(self) -> httpx.AsyncClient:
+        if self._fleet.closed:
+            raise PdserveError(CLOSED)
         limits = httpx.Limits(max_connections=None)
         headers = {"Authorization": f"Bearer {self._fleet.api_key}"} if self._fleet.api_key else {}
         return httpx.AsyncClient(
@@ -108,11 +118,11 @@ class LLM(_Client):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] | None = None,
+        priority: int | Iterable[int] | None = None,
     ) -> list[RequestOutput]:
         """Return the prompts with their answers, in the prompts' order.
 
@@ -127,9 +137,11 @@ class LLM(_Client):
             PdserveError: the fleet cannot serve for a minute.
         """
         listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        bodies = [_body(prompt, params) for prompt, params in zip(listed, _each(sampling_params, listed), strict=True)]
+        given = SamplingParams() if sampling_params is None else sampling_params
+        each = _each(given, listed, "sampling parameters")
+        bodies = [_body(prompt, params) for prompt, params in zip(listed, each, strict=True)]
         if priority is not None:
-            priorities = [priority] * len(listed) if isinstance(priority, int) else priority
+            priorities = _each(priority, listed, "priorities")
             bodies = [{**body, "priority": one} for body, one in zip(bodies, priorities, strict=True)]
         outputs = [_new_output(str(index), body) for index, body in enumerate(bodies)]
         for output, answer in zip(outputs, self._ask("/v1/completions", bodies, show=use_tqdm), strict=True):
@@ -139,7 +151,7 @@ class LLM(_Client):
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         **template: Any,
@@ -154,7 +166,7 @@ class LLM(_Client):
         prompts: list[Prompt] = [{"prompt_token_ids": one["tokens"]} for one in self._ask("/tokenize", bodies)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Return the best continuations of each prompt, as in vLLM; errors as in `generate`."""
         listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         answers = self._ask("/v1/completions", [_body(prompt, params) for prompt in listed])
@@ -170,14 +182,14 @@ class LLM(_Client):
         return [BeamSearchOutput(sequences[i : i + width]) for i in range(0, len(sequences), width)]
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+        self, prompts: Prompt | Iterable[Prompt], *, use_tqdm: bool = True
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Return the embedding of each text; the model needs a `pooling`. Errors as in `generate`."""
         answers = self._pool("/v1/embeddings", prompts)
         return [PoolingRequestOutput(str(i), EmbeddingOutput(one["embedding"])) for i, one in enumerate(answers)]
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+        self, prompts: Prompt | Iterable[Prompt], *, use_tqdm: bool = True
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Return the probabilities of a sequence classifier's classes for each text; errors as in `generate`."""
         answers = self._pool("/classify", prompts)
@@ -190,7 +202,7 @@ class LLM(_Client):
         [answer] = self._ask("/score", [{"text_1": text_1, "text_2": text_2}])
         return [PoolingRequestOutput(str(i), ScoringOutput(one["score"])) for i, one in enumerate(answer["data"])]
 
-    def _pool(self, path: str, prompts: Prompt | Sequence[Prompt]) -> list[dict[str, Any]]:
+    def _pool(self, path: str, prompts: Prompt | Iterable[Prompt]) -> list[dict[str, Any]]:
         listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         answers = self._ask(path, [{"input": _prompt_of(prompt)} for prompt in listed])
         return [answer["data"][0] for answer in answers]
@@ -204,16 +216,37 @@ class LLM(_Client):
         slots = asyncio.Semaphore(self._max_in_flight)
         columns = (*Progress.get_default_columns(), MofNCompleteColumn())
         async with self._http() as http:
-            with Progress(*columns, disable=not show) as progress:
+            # A console for each call, since threads may call at once; stdout belongs to the program.
+            with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
                 task = progress.add_task("prompts", total=len(bodies))
 
                 async def ask(body: dict[str, Any]) -> dict[str, Any]:
                     async with slots:
-                        answer = await _post(http, path, body)
+                        answer = await self._post(http, path, body)
                     progress.advance(task)
                     return answer
 
                 return await asyncio.gather(*map(ask, bodies))
+
+    async def _post(self, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer. A request that the fleet cannot take now is repeated."""
+        failure = ""
+        for _ in range(ATTEMPTS):
+            try:
+                answer = await http.post(path, json=body)
+            except httpx.TransportError as error:
+                failure = f"the router does not answer: {error!r}"
+            else:
+                if answer.status_code == 200:
+                    content: dict[str, Any] = answer.json()
+                    return content
+                if answer.status_code not in (429, 503):
+                    raise _error(answer)
+                failure = str(_error(answer))
+            if self._fleet.closed:
+                raise PdserveError(CLOSED)
+            await asyncio.sleep(RETRY_S)
+        raise PdserveError(f"gave up after {ATTEMPTS} attempts: {failure}")
 
 
 class AsyncLLM(_Client):
@@ -236,35 +269,39 @@ class AsyncLLM(_Client):
         """
         body = _body(prompt, sampling_params or SamplingParams())
         output = _new_output(request_id or uuid.uuid4().hex, body)
-        async with (
-            self._http() as http,
-            http.stream("POST", "/v1/completions", json={**body, **STREAMED}) as answer,
-        ):
-            if answer.status_code != 200:
-                await answer.aread()
-                raise _error(answer)
-            async for data in read_events_async(answer.aiter_bytes()):
-                if data == "[DONE]":
-                    continue
-                event = from_json(data)
-                if "error" in event:
-                    raise PdserveError(event["error"]["message"])
-                output.add(event)
-                if event["choices"]:
-                    yield output
+        try:
+            async with (
+                self._http() as http,
+                http.stream("POST", "/v1/completions", json={**body, **STREAMED}) as answer,
+            ):
+                if answer.status_code != 200:
+                    await answer.aread()
+                    raise _error(answer)
+                async for data in read_events_async(answer.aiter_bytes()):
+                    if data == "[DONE]":
+                        continue
+                    event = from_json(data)
+                    if "error" in event:
+                        raise PdserveError(event["error"]["message"])
+                    output.add(event)
+                    if event["choices"]:
+                        yield output
+        except httpx.TransportError as error:
+            raise PdserveError(f"the router does not answer: {error!r}") from error
 
 
-def _each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: list[Prompt]) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(
-            f"there are {len(prompts)} prompts and {len(params)} sampling parameters: give one, or one for each"
-        )
-    return list(params)
+def _each(given: One | Iterable[One], prompts: list[Prompt], what: str) -> list[One]:
+    """Return what is given for each prompt. Raises ValueError."""
+    if not isinstance(given, Iterable):
+        return [given] * len(prompts)
+    if len(listed := list(given)) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts and {len(listed)} {what}: give one, or one for each")
+    return listed
 
 
 def _body(prompt: Prompt, params: SamplingParams | BeamSearchParams) -> dict[str, Any]:
+    if not isinstance(params, SamplingParams | BeamSearchParams):
+        raise ValueError(f"sampling parameters must be of the class SamplingParams, not {params!r}")
     return {"prompt": _prompt_of(prompt), "return_token_ids": True, **params.body()}
 
 
@@ -272,35 +309,21 @@ def _prompt_of(prompt: Prompt) -> str | list[int]:
     given = {"prompt": prompt} if isinstance(prompt, str) else prompt
     if not isinstance(given, dict) or set(given) not in ({"prompt"}, {"prompt_token_ids"}):
         raise ValueError(f"a prompt is a text, or a dictionary with prompt or prompt_token_ids, not {prompt!r}")
-    [value] = given.values()
-    if not value:
+    [(name, value)] = given.items()
+    if name == "prompt" and not isinstance(value, str):
+        raise ValueError(f"prompt must be a text, not {value!r}")
+    try:
+        text_or_ids = value if name == "prompt" else [*map(operator.index, value)]  # also those of an array
+    except TypeError as error:
+        raise ValueError(f"prompt_token_ids must be a list of integers, not {value!r}") from error
+    if not text_or_ids:
         raise ValueError("a prompt must not be empty")
-    text_or_ids: str | list[int] = value
     return text_or_ids
 
 
 def _new_output(request_id: str, body: dict[str, Any]) -> RequestOutput:
     prompt = body["prompt"] if isinstance(body["prompt"], str) else None
     return RequestOutput(request_id, prompt, outputs=[CompletionOutput(index) for index in range(body["n"])])
-
-
-async def _post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer. A request that the fleet cannot take now is repeated."""
-    failure = ""
-    for _ in range(ATTEMPTS):
-        try:
-            answer = await http.post(path, json=body)
-        except httpx.TransportError as error:
-            failure = f"the router does not answer: {error!r}"
-        else:
-            if answer.status_code == 200:
-                content: dict[str, Any] = answer.json()
-                return content
-            if answer.status_code not in (429, 503):
-                raise _error(answer)
-            failure = str(_error(answer))
-        await asyncio.sleep(RETRY_S)
-    raise PdserveError(f"gave up after {ATTEMPTS} attempts: {failure}")
 
 
 def _error(answer: httpx.Response) -> Exception:
@@ -319,7 +342,7 @@ class Fleet:
         api_key: a key of its clients, as the router too takes those of the environment; empty: it needs none.
 
     Raises:
-        SetupError: the port is in use, or a process cannot start; the text ends with what the processes printed.
+        SetupError: the port is in use, or a process cannot start; the text begins with what the processes printed.
     """
 
     def __init__(self, config: UpConfig) -> None:
@@ -340,22 +363,34 @@ class Fleet:
             self.close()
             raise
 
+    @property
+    def closed(self) -> bool:
+        """True once it has been closed."""
+        return self._stop.is_set()
+
     def close(self) -> None:
         """Stop all processes and remove their shared memory. Further calls do nothing."""
         self._stop.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # in which the garbage collector may run, too
+            self._thread.join()
         atexit.unregister(self.close)
 
     def _supervise(self) -> None:
         try:
             with self._deployment as deployment:
-                while not self._stop.is_set() and not deployment.poll_ready():
-                    self._stop.wait(POLL_S)
-                self._ready.set_result(deployment.url)
+                self._wait_ready(deployment)
                 while not self._stop.wait(POLL_S):
                     deployment.check_children()
         except Exception as error:
             if self._ready.done():
                 raise
             # Also one that is a fault of ours: the caller waits for nothing else.
-            self._ready.set_exception(SetupError("\n".join([str(error) or repr(error), *self._lines])))
+            self._ready.set_exception(error if isinstance(error, SetupError) else SetupError(repr(error)))
+
+    def _wait_ready(self, deployment: Deployment) -> None:
+        try:
+            while not self._stop.is_set() and not deployment.poll_ready():
+                self._stop.wait(POLL_S)
+        except SetupError as error:  # the reason is the last line, until the others are stopped, which print more
+            raise SetupError("\n".join([*self._lines, str(error)])) from error
+        self._ready.set_result(deployment.url)

@@ -17,7 +17,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field, replace
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, reason
 from pdserve.request import Tenant
 from pdserve.router.limits.quota import Limits, Rate
 
@@ -84,7 +84,7 @@ def _read(path: str) -> list[ApiKey]:
         with open(path, "rb") as file:
             tables = tomllib.load(file)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SetupError(f"--keys-file {path} cannot be read: {error}") from error
+        raise SetupError(f"--keys-file {path} cannot be read: {reason(error)}") from error
     if not tables:
         raise SetupError(f"--keys-file {path} declares no key; add a table for each key, such as [alice]")
     keys = []

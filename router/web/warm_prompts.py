@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from pdserve.costs import attention_pairs
-from pdserve.errors import RequestError, SetupError
+from pdserve.errors import RequestError, SetupError, reason
 from pdserve.lines.json_lines import json_lines
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
@@ -44,7 +44,7 @@ def read_warm_prompts(path: str, keys: Sequence[ApiKey]) -> list[Line]:
         with open(path, encoding="utf-8") as file:
             lines = [(number, json.loads(line)) for number, line in json_lines(file.read())]
     except (OSError, ValueError) as error:
-        raise SetupError(f"--warm-prompts {path} cannot be read: {error}") from error
+        raise SetupError(f"--warm-prompts {path} cannot be read: {reason(error)}") from error
     bodies = [(number, {"prompt": value} if isinstance(value, str) else value) for number, value in lines]
     for number, body in bodies:
         if not isinstance(body, dict) or ("messages" in body) is ("prompt" in body):

@@ -95,7 +95,7 @@ def test_load_replace_and_unload(loader: Loader) -> None:
         ),
         ("x", "high", "has rank 128, and --max-lora-rank is 64"),
         ("x", "short", "adapter_model.safetensors cannot be read"),
-        ("x", "missing", "adapter_config.json cannot be read"),
+        ("x", "missing", "adapter_config.json cannot be read: No such file or directory"),
         ("x", "../outside", "../outside is outside of --lora-folder"),
         ("x", "link", "link is outside of --lora-folder"),
         ("x", "good\0", "cannot be read: ValueError"),

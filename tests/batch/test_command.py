@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdserve.batch import runner
-from pdserve.batch.command import run
+from pdserve.batch.command import run, server_at
 from pdserve.errors import SetupError
 
 CHAT = "/v1/chat/completions"
@@ -102,7 +103,7 @@ def test_answers_and_wrong_lines(
     }
     source.write_text("\n".join([*map(request, names), "", *wrong]) + "\n")
     server.failures["3"] = [400]
-    assert run(source, target, server.url, 4)
+    assert run(source, target, server_at(server.url), 4)
     found = answers(target)
     assert len(found) == len(names) + len(wrong) - 1  # the duplicate has the custom id of its twin
     for name in names[1:]:
@@ -118,20 +119,20 @@ def test_an_interrupted_batch_goes_on(server: Server, files: tuple[Path, Path]) 
     source, target = files
     names = [str(i) for i in range(8)]
     source.write_text("\n".join(map(request, names)))
-    assert run(source, target, server.url, 2)
+    assert run(source, target, server_at(server.url), 2)
     lines = target.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(lines[:3]) + lines[3][:20])  # killed while it wrote the fourth answer
-    assert run(source, target, server.url, 2)
+    assert run(source, target, server_at(server.url), 2)
     assert answers(target).keys() == {*names} and sum(server.seen.values()) == 8 + 5
-    assert run(source, target, server.url, 2) and sum(server.seen.values()) == 8 + 5
+    assert run(source, target, server_at(server.url), 2) and sum(server.seen.values()) == 8 + 5
     source.write_text("\n".join(map(request, reversed(names))))
     with pytest.raises(
         SetupError, match=r"out.jsonl: it answers line 1 as '0', which is of another batch; name another"
     ):
-        run(source, target, server.url, 2)
+        run(source, target, server_at(server.url), 2)
     target.write_text("something else\n")
     with pytest.raises(SetupError, match="line 1 is not an answer of a batch"):
-        run(source, target, server.url, 2)
+        run(source, target, server_at(server.url), 2)
 
 
 def test_overload_is_retried_and_nothing_is_lost(
@@ -142,20 +143,46 @@ def test_overload_is_retried_and_nothing_is_lost(
     source, target = files
     source.write_text("\n".join(map(request, ("later", "never", "fine"))))
     server.failures |= {"later": [429, 503], "never": [503] * 3}
-    assert not run(source, target, server.url, 2)
+    assert not run(source, target, server_at(server.url), 2)
     assert answers(target).keys() == {"later", "fine"}
     assert "line 2: status 503" in capsys.readouterr().err
-    assert run(source, target, server.url, 2), "the same command answers the rest"
+    assert run(source, target, server_at(server.url), 2), "the same command answers the rest"
     assert answers(target).keys() == {"later", "never", "fine"} and server.seen["fine"] == 1
     target.unlink()
-    assert not run(source, target, "http://127.0.0.1:1", 2) and not target.read_bytes()
+    assert not run(source, target, server_at("http://127.0.0.1:1"), 2) and not target.read_bytes()
     assert "the server does not answer" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"in\.jsonl: No such file"):
-        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "http://127.0.0.1:1", 1)
+        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", server_at("http://127.0.0.1:1"), 1)
     assert not os.listdir(tmp_path)
+
+
+def test_nothing_is_started_or_asked_for_before_files_key_and_url_are_right(
+    server: Server, files: tuple[Path, Path]
+) -> None:
+    @contextmanager
+    def started() -> Iterator[str]:
+        pytest.fail("a server was started")
+        yield ""
+
+    source, target = files
+    with pytest.raises(SetupError, match=r"in\.jsonl: No such file"):
+        run(source, target, started(), 1)
+    source.write_text(request("a") + "\n" + request("b") + "\n")
+    target.write_text("something else\n")
+    with pytest.raises(SetupError, match="line 1 is not an answer"):
+        run(source, target, started(), 1)
+    target.unlink()
+    for url in ("127.0.0.1:8000", "ftp://host"):
+        with pytest.raises(SetupError, match="is not a URL; write http://"):
+            server_at(url)
+    server.failures["a"] = [401]
+    with pytest.raises(SetupError, match="refuses the key in PDSERVE_API_KEY"):
+        run(source, target, server_at(server.url), 1)
+    assert run(source, target, server_at(f"{server.url}/v1/"), 1), "the same command goes on"
+    assert [line["response"]["status_code"] for line in answers(target).values()] == [200, 200]
 
 
 def test_what_is_no_strict_json_costs_its_own_line_only(server: Server, files: tuple[Path, Path]) -> None:
@@ -163,7 +190,7 @@ def test_what_is_no_strict_json_costs_its_own_line_only(server: Server, files: t
     lone, infinite = (request("lone").replace('"lone"', '"\\ud800"'), request("inf").replace("}}", ', "x": 1e999}}'))
     numbers = request("nan", body={"prompt": "nan", "temperature": float("nan")})
     source.write_text("\ufeff" + "\n".join([request("good"), lone, numbers, infinite, request("last")]) + "\n")
-    assert run(source, target, server.url, 4)
+    assert run(source, target, server_at(server.url), 4)
     found = answers(target)
     assert {name for name, line in found.items() if line["response"]} == {"good", "inf", "last"}
     assert {found[name]["error"]["code"] for name in ("batch_req_2", "batch_req_3")} == {"invalid_json"}
@@ -175,7 +202,7 @@ def test_no_file_of_others_is_cut_off(server: Server, files: tuple[Path, Path], 
     source.write_text(request("a") + "\n")
     target.write_text(content)
     with pytest.raises(SetupError, match="line 1 is not an answer"):
-        run(source, target, server.url, 4)
+        run(source, target, server_at(server.url), 4)
     assert target.read_text() == content
 
 
@@ -184,7 +211,7 @@ def test_an_answer_that_was_cut_off_is_asked_for_again(server: Server, files: tu
     source, target = files
     source.write_text(request("a") + "\n")
     target.write_text(torn)
-    assert run(source, target, server.url, 4) and list(answers(target)) == ["a"]
+    assert run(source, target, server_at(server.url), 4) and list(answers(target)) == ["a"]
 
 
 def test_faults_without_a_file_name_name_the_file(
@@ -198,10 +225,10 @@ def test_faults_without_a_file_name_name_the_file(
     reading, writing = os.pipe()
     try:
         with pytest.raises(SetupError, match="is a pipe"):
-            run(Path(f"/dev/fd/{reading}"), target, server.url, 4)
+            run(Path(f"/dev/fd/{reading}"), target, server_at(server.url), 4)
     finally:
         os.close(reading)
         os.close(writing)
     monkeypatch.setattr("pdserve.batch.command.run_batch", fill_the_disk)
     with pytest.raises(SetupError, match=r"out\.jsonl: No space left"):
-        run(source, target, server.url, 4)
+        run(source, target, server_at(server.url), 4)

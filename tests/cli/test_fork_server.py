@@ -174,6 +174,16 @@ def test_it_can_be_stopped_while_it_loads() -> None:
     assert server.process.returncode == -signal.SIGKILL and process.pid == 0
 
 
+def test_it_ends_though_a_fork_of_this_program_has_its_connection() -> None:
+    server = ForkServer()
+    assert run(server, "version")[0] == 0
+    connection = server._connection.fileno()
+    with subprocess.Popen(["sleep", "600"], pass_fds=[connection]) as fork:  # as one of multiprocessing's
+        server.close()
+        assert fork.poll() is None and server.process.returncode == 0
+        fork.kill()
+
+
 def test_it_ends_with_its_supervisor() -> None:
     with subprocess.Popen([sys.executable, "-c", UP], stdin=-1, stdout=-1, text=True) as supervisor:
         assert supervisor.stdout is not None

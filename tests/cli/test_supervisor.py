@@ -1,14 +1,31 @@
 """Restarts of child processes; tests/integration covers whole deployments."""
 
+import io
 import subprocess
 import sys
 import time
 
 import pytest
 
-from pdserve.cli.supervisor import RESTART_BACKOFF_S, SETUP_ERROR_EXIT_CODE, STOP_TIMEOUT_S, Child, Supervisor
+from pdserve.cli.supervisor import (
+    RESTART_BACKOFF_S,
+    SETUP_ERROR_EXIT_CODE,
+    STOP_TIMEOUT_S,
+    Child,
+    Supervisor,
+    print_line,
+)
 from pdserve.config import INTERRUPT_GRACE_S
 from pdserve.errors import SetupError
+
+
+def test_lines_of_several_children_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    stdout = io.StringIO()
+    monkeypatch.setattr(stdout, "write", written.append)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    print_line("[decode-0] ready")
+    assert [*filter(None, written)] == ["[decode-0] ready\n"], "in one piece, between which no thread prints"
 
 
 class PythonSupervisor(Supervisor):

@@ -1,18 +1,22 @@
 """Offline use through the public calls: the same tokens as transformers, errors, and nothing left behind."""
 
 import asyncio
+import gc
 import math
 import os
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pdserve import LLM, AsyncLLM, SamplingParams
 from pdserve.cli.supervisor import Supervisor
-from pdserve.errors import SetupError
+from pdserve.errors import PdserveError, SetupError
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -108,10 +112,37 @@ def test_what_is_not_valid(llm: LLM) -> None:
         SamplingParams(temprature=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="2 prompts and 1 sampling"):
         llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(ValueError, match="2 prompts and 0 sampling"):
+        llm.generate(["a", "b"], [])
+    with pytest.raises(ValueError, match="2 prompts and 1 priorities"):
+        llm.generate(["a", "b"], GREEDY, priority=[1])
+    with pytest.raises(ValueError, match="must be of the class SamplingParams, not 'temperature'"):
+        llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt must be a text, not 5"):
+        llm.generate({"prompt": 5})
+    for ids in (5, ["a"], [[1, 2]], None):
+        with pytest.raises(ValueError, match="prompt_token_ids must be a list of integers"):
+            llm.generate({"prompt_token_ids": ids})
+    with pytest.raises(ValueError, match="max_in_flight must be at least 1"):
+        LLM(max_in_flight=0)
     with pytest.raises(ValueError, match="must not be empty"):
         llm.generate(["a", ""])
     with pytest.raises(ValueError, match="context"):
         llm.generate(["a", "a" * 2000], GREEDY, use_tqdm=False)
+
+
+def test_arrays_of_token_ids(llm: LLM) -> None:
+    arrays: list[Any] = [np.array([5, 6, 7]), torch.tensor([5, 6, 7]), (5, 6, 7), [np.int64(5), 6, 7]]
+    outputs = llm.generate(({"prompt_token_ids": one} for one in arrays), iter([GREEDY] * 4), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[5, 6, 7]] * 4
+
+
+def test_threads_call_at_once_and_print_nothing_on_stdout(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        outputs = list(threads.map(lambda _: llm.generate(["one", "two"], GREEDY), range(6)))
+    assert len({output.outputs[0].text for _, output in outputs}) == 1
+    printed = capfd.readouterr()
+    assert not printed.out and "2/2" in printed.err
 
 
 @pytest.mark.until_recorded("pdserve/offline", "pdserve/cli")  # with a parent of its own, which imports for seconds
@@ -141,7 +172,7 @@ def test_asynchronous(spawned: list[Any], path: Path, prompts: list[list[int]], 
 
 
 def test_a_failed_start_says_why_and_leaves_nothing(spawned: list[Any]) -> None:
-    with pytest.raises(SetupError, match=r"(?s)could not start.*no-such-model"):
+    with pytest.raises(SetupError, match=r"no-such-model[^\n]*\n[^\n]*could not start; see its error above$"):
         LLM("/no-such-model")
     assert spawned and all(process.poll() is not None for process in spawned)
 
@@ -152,6 +183,15 @@ def test_the_key_of_the_environment_opens_its_own_router(
     monkeypatch.setenv("PDSERVE_API_KEY", "one, two")
     with LLM(str(path), **SMALL) as llm:
         assert len(llm.generate({"prompt_token_ids": [5, 6]}, GREEDY)[0].outputs[0].token_ids) == 8
+    with pytest.raises(PdserveError, match=r"stopped by close\(\); make another"):
+        llm.generate({"prompt_token_ids": [5, 6]}, GREEDY)
+
+
+def test_what_the_program_drops_is_stopped(spawned: list[Any], path: Path) -> None:
+    llm = LLM(str(path), **SMALL)
+    del llm
+    gc.collect()
+    assert spawned and all(process.poll() is not None for process in spawned)
 
 
 def test_another_server_at_the_port_is_not_taken_for_the_router() -> None:

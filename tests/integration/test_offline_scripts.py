@@ -150,6 +150,12 @@ def test_what_one_program_has_stored_another_loads(run_script: Run, tmp_path: Pa
         ({"pipeline_parallel_size": 2}, ValueError, "pipeline_parallel_size=2 is not supported"),
         ({"speculative_config": {"model": "small"}}, ValueError, "--speculative-config needs a method"),
         ({"tensor_paralel_size": 2}, TypeError, "LLM has no argument 'tensor_paralel_size'"),
+        ({"kv_transfer_config": "file:///kv"}, ValueError, "kv_transfer_config must be a KVTransferConfig"),
+        ({"num_blocks": "many"}, ValueError, "num_blocks must be int, not 'many'"),
+        ({"prefill": "1"}, ValueError, "prefill must be int, not '1'"),
+        ({"keys_file": "keys.toml"}, ValueError, "keys_file='keys.toml' is not supported; leave it out"),
+        ({"on": "ray"}, ValueError, "on='ray' is not supported"),
+        ({"autoscale": "ttft.p90=1s", "profile": "p.json"}, ValueError, "autoscale='ttft.p90=1s' is not supported"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(
@@ -166,6 +172,13 @@ def test_arguments_and_parameters_of_vllm() -> None:
         "connector": "redis://host",
         "prefix_caching": "off",
         "speculative_config": json.dumps(ngram),
+    }
+    nothing = ("quantization", "kv_transfer_config", "speculative_config", "max_model_len", "dtype", "tokenizer")
+    assert not settings_of(dict.fromkeys(nothing)), "None is the default of each"
+    assert settings_of({"max_num_seqs": 8, "lora_folder": Path("a"), "swap_space": 4}) == {
+        "max_num_seqs": 8,
+        "lora_folder": "a",
+        "swap_space": 4.0,
     }
     with pytest.raises(ValueError, match="kv_role is one of"):
         KVTransferConfig("redis://host", "producer")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, reason
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.bench.slo import is_good
 
@@ -130,7 +130,7 @@ def write_csv(file: str, samples: Sequence[Sample], objectives: dict[str, float]
                 good = is_good(one, objectives) if objectives else ""
                 rows.writerow([*values, max(one.itls, default=0.0), one.status, good, one.error])
     except OSError as error:
-        raise SetupError(f"{file} cannot be written: {error}") from None
+        raise SetupError(f"{file} cannot be written: {reason(error)}") from None
 
 
 def write_file(file: Path, text: str) -> None:
@@ -138,7 +138,7 @@ def write_file(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except OSError as error:
-        raise SetupError(f"{file} cannot be written: {error}") from None
+        raise SetupError(f"{file} cannot be written: {reason(error)}") from None
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

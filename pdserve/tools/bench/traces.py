@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, reason
 from pdserve.lines.json_lines import json_lines
 from pdserve.tools.bench.requests import Request
 
@@ -203,7 +203,7 @@ def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise SetupError(f"--dataset-path {path} cannot be read: {error}") from None
+        raise SetupError(f"--dataset-path {path} cannot be read: {reason(error)}") from None
 
 
 def _json_object(line: str) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def test_a_malformed_file_is_one_line_with_the_place(tmp_path: Path, name: str, 
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(SetupError, match="--dataset-path nowhere cannot be read"):
+    with pytest.raises(SetupError, match=r"--dataset-path nowhere cannot be read: No such file or directory$"):
         load("azure", "nowhere")
     with pytest.raises(SetupError, match="--dataset-name azure needs --dataset-path"):
         load("azure")
