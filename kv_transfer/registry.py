@@ -7,6 +7,7 @@ The name is the URL scheme. The class is imported only when its scheme is used, 
 """
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +21,7 @@ from pdserve.kv_transfer.url import without_password
 
 log = logging.getLogger(__name__)
 
+SCHEME = re.compile("[a-z][a-z0-9+.-]*")
 ENTRY_POINT_GROUP = "pdserve.connectors"
 # The attributes by which connectors for version 1 of the contract declare their capabilities.
 _VERSION_1 = {
@@ -78,6 +80,8 @@ def connector_class(scheme: str) -> type[Connector]:
 
 
 def _find(scheme: str) -> EntryPoint:
+    if not SCHEME.fullmatch(scheme):  # urllib.parse would take all of the URL for a path
+        raise SetupError(f"{scheme!r} is no URL scheme: it has lower-case letters, digits, + - and . only.")
     # A dict, because an editable install can list the same entry point twice.
     entries = {entry.value: entry for entry in entry_points(group=ENTRY_POINT_GROUP, name=scheme)}
     if not entries:

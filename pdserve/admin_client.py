@@ -33,6 +33,8 @@ class AdminClient:
     """
 
     def __init__(self, url: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise SetupError(f"{url!r} is not the URL of a router; write http://127.0.0.1:8000, for example")
         try:
             self._http = httpx.Client(base_url=url, headers=admin_headers(), timeout=TIMEOUT_S, mounts=DIRECT)
         except httpx.InvalidURL as error:

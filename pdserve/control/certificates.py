@@ -10,7 +10,8 @@ UNTRUSTED = "its certificate is not signed by a CA in --control-cafile"
 NAME_MISMATCH = "its certificate is not valid for this address"
 NO_TLS = "it does not speak TLS, which --control-certfile requires"
 CLOSED_EARLY = (
-    "it closed the connection: it may require a --control-certfile of a CA that it trusts, or run another version"
+    "it closed the connection: it may be no --control-port, require a --control-certfile of a CA that it trusts, or run"
+    " another version"
 )
 NAME_MISMATCH_CODES = (62, 64)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 

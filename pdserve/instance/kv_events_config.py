@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pdserve.control.json_setting import read_json_setting
+from pdserve.errors import SetupError
 
 MAX_TOPIC = 200  # characters: a subscription to it is a message, whose length is limited
 Count = Annotated[int, Field(ge=1)]
@@ -42,6 +43,9 @@ class KVEventsConfig(BaseModel):
         """Return the settings in a JSON object; an empty text turns events off.
 
         Raises:
-            SetupError: the text is no JSON object, or a key or value is unknown.
+            SetupError: the text is no JSON object, a key or value is unknown, or nothing says whether to publish.
         """
-        return read_json_setting("--kv-events-config", text or "{}", cls, cls)
+        config = read_json_setting("--kv-events-config", text or "{}", cls, cls)
+        if config.model_fields_set and "enable_kv_cache_events" not in config.model_fields_set:
+            raise SetupError('--kv-events-config: add "enable_kv_cache_events": true; without it nothing is published')
+        return config

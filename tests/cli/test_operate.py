@@ -67,3 +67,5 @@ def test_what_is_no_http_is_not_ready(ask: Callable[[str], str], capsys: pytest.
 def test_an_invalid_url_of_a_router_is_one_line() -> None:
     with pytest.raises(SetupError, match=r"^'http://router:port' is not the URL of a router: "):
         AdminClient("http://router:port")
+    with pytest.raises(SetupError, match=r"^'router:8000' is not the URL of a router; write http://127"):
+        AdminClient("router:8000")

@@ -241,7 +241,12 @@ def test_a_router_follows_an_instance(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "Invalid JSON"), ('{"port": 1}', "port: unknown key"), ('{"hwm": 0}', "hwm: Input should be greater")],
+    [
+        ("{", "Invalid JSON"),
+        ('{"port": 1}', "port: unknown key"),
+        ('{"hwm": 0}', "hwm: Input should be greater"),
+        ('{"endpoint": "tcp://*:1"}', 'add "enable_kv_cache_events": true; without it'),
+    ],
 )
 def test_invalid_settings(text: str, message: str) -> None:
     with pytest.raises(SetupError, match=message):

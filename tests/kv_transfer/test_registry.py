@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer import registry
+from pdserve.kv_transfer.conformance import list_connectors
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 
@@ -29,6 +30,8 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         EntryPoint("none", f"{here}:NoConnector", registry.ENTRY_POINT_GROUP),
         EntryPoint("gone", "no_such_package.connector:Gone", registry.ENTRY_POINT_GROUP),
         EntryPoint("lost", f"{here}:Lost", registry.ENTRY_POINT_GROUP),
+        EntryPoint("my_store", f"{here}:MemoryConnector", registry.ENTRY_POINT_GROUP),
+        EntryPoint("MyStore", f"{here}:MemoryConnector", registry.ENTRY_POINT_GROUP),
         EntryPoint("twice", f"{here}:OtherVersion", registry.ENTRY_POINT_GROUP),
         EntryPoint("twice", f"{here}:NoConnector", registry.ENTRY_POINT_GROUP),
     ]
@@ -71,6 +74,7 @@ def test_a_string_without_scheme_is_refused_with_the_installed_ones() -> None:
         ("none", "is not a subclass of Connector"),
         ("gone", "cannot be imported: No module named 'no_such_package'"),
         ("lost", "cannot be imported"),
+        ("my_store", "'my_store' is no URL scheme: it has lower-case letters"),
         ("twice", "Several installed packages register twice://"),
     ],
 )
@@ -78,6 +82,13 @@ def test_a_string_without_scheme_is_refused_with_the_installed_ones() -> None:
 def test_unusable_plug_ins_are_refused_with_the_reason(scheme: str, sentence: str) -> None:
     with pytest.raises(SetupError, match=sentence):
         registry.connect(f"{scheme}://x")
+
+
+@pytest.mark.usefixtures("plug_ins")
+def test_names_that_urls_cannot_have_are_not_usable() -> None:
+    rows = {row.scheme: row for row in list_connectors()}
+    for name in ("my_store", "MyStore"):
+        assert not rows[name].usable and rows[name].why.startswith(f"{name!r} is no URL scheme")
 
 
 def test_an_unknown_parameter_is_refused() -> None:

@@ -72,6 +72,7 @@ class ShmConnector(BatchedConnector):
 
     def shut(self) -> None:
         self._slab.close()
+        segment.remove_abandoned()
 
     def put_many(self, blocks: Sequence[Outgoing], lease_s: float) -> None:
         step = max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // self.memory.layout.block_bytes))

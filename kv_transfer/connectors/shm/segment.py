@@ -33,6 +33,7 @@ from pdserve.kv_transfer.connectors.shm.slab import (
 log = logging.getLogger(__name__)
 
 DIRECTORY: Final = "/dev/shm"
+PRIVATE: Final = "up-"  # how names begin that belong to one process: its id follows
 DEFAULT_BYTES: Final = 512 << 20
 MIN_BLOCKS: Final = 32
 CREATION_TIMEOUT_S: Final = 60.0
@@ -43,7 +44,7 @@ def attach(name: str, block_bytes: int, size: int | None) -> Slab:
     """Attach to the segment of this name for blocks of `block_bytes`; create it if it does not exist or is not usable.
 
     If another process is creating the segment, waits for as long as touching that much memory for the first time may take.
-    Removes unused segments of the same name for other block lengths.
+    Removes unused segments of the same name for other block lengths, and those of deployments that were killed.
 
     Args:
         size: segment size in bytes. None: keep the size of an existing segment, or use the default.
@@ -54,6 +55,7 @@ def attach(name: str, block_bytes: int, size: int | None) -> Slab:
     deadline = time.monotonic() + CREATION_TIMEOUT_S + (size or DEFAULT_BYTES) / FIRST_TOUCH_BYTES_PER_S
     path = f"{_prefix(name)}{block_bytes}"
     remove_unused(other for other in paths(name) if other != path)
+    remove_abandoned()
     while True:
         fd = _open(name, path)
         try:
@@ -100,6 +102,22 @@ def remove_unused(segments: Iterable[str]) -> None:
                     os.unlink(path)
             finally:
                 os.close(fd)
+
+
+def remove_abandoned() -> None:
+    """Remove unused private segments of `pdserve up`, `demo` and `LLM` whose process has ended without doing so."""
+    for path in glob.glob(f"{DIRECTORY}/pdserve-{PRIVATE}*@*"):
+        pid = path.partition(f"-{PRIVATE}")[2].partition("@")[0].partition("-")[0]
+        if pid.isdecimal() and not _is_running(pid):
+            remove_unused([path])
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False
 
 
 def _open(name: str, path: str) -> int:

@@ -55,6 +55,8 @@ def load_requests(config: LoadConfig, randint: Randint, count_tokens: Callable[[
         SetupError: the file is missing, malformed or empty.
     """
     name, path, limit = config.dataset_name, config.dataset_path, config.num_prompts
+    if path and name in ("random", "prefix_repetition"):
+        raise SetupError(f"--dataset-name {name} reads no --dataset-path; name the format of {path}, such as sharegpt")
     if name == "random":
         return random_requests(config, randint)
     if name == "prefix_repetition":

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,27 @@ def test_each_block_length_has_its_own_segment_under_one_name(
     assert segments_of(name) == {4096, 8192}
     other.close()
     assert unlink(url) and not segments_of(name) and unlink(other_url)
+
+
+def test_a_segment_of_a_killed_deployment_goes_with_its_last_user_or_at_the_next_start(
+    name: str, layout_of: LayoutOf, attach_shm: AttachShm
+) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as owner:
+        names = [f"up-{owner.pid}", f"up-{owner.pid}-1"]
+        first, second, other = (
+            attach_shm(f"shm://{one}?size=8MiB", layout_of(4096)) for one in (*names[:1] * 2, names[1])
+        )
+        other.close()
+        attach_shm(f"shm://{name}?size=8MiB", layout_of(4096)).close()
+        assert segments_of(names[0]) and segments_of(names[1]), "its owner runs, and may restart instances"
+        owner.kill()
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie
+        attach_shm(f"shm://{name}?size=8MiB", layout_of(4096)).close()
+        assert segments_of(names[0]) and not segments_of(names[1]), "only the first is in use"
+        first.close()
+        assert segments_of(names[0])
+        second.close()
+        assert not segments_of(names[0])
 
 
 def test_a_segment_being_created_is_not_removed(name: str, layout_of: LayoutOf, attach_shm: AttachShm) -> None:
