@@ -446,11 +446,6 @@ def test_check_prints_a_table_and_progress(command: Callable[..., Any]) -> None:
     assert done.stderr.splitlines() == ["1/2 missing", "2/2 between-processes"]
 
 
-def test_a_url_that_cannot_be_checked_has_no_table(command: Callable[..., Any]) -> None:
-    done = command("check", "carrier-pigeon://x")
-    assert isinstance(done.exception, SetupError) and not done.stdout and not done.stderr
-
-
 def test_a_report_is_printed_before_the_next_rule_starts(capsys: pytest.CaptureFixture[str]) -> None:
     printed: list[str] = []
 

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.kv_transfer import registry
+from pdserve.kv_transfer import check_command, registry
 from pdserve.kv_transfer.conformance import list_connectors
 from pdserve.kv_transfer.connector import Connector
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
@@ -60,6 +60,12 @@ def test_every_bundled_connector_can_be_created() -> None:
 def test_an_unknown_scheme_is_refused_with_the_installed_ones() -> None:
     with pytest.raises(SetupError, match=r"no connector for s3://; installed schemes: .*file.*memory.*redis.*shm"):
         registry.connect("s3://bucket")
+
+
+def test_the_report_of_a_check_does_not_begin_before_the_url_is_right(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SetupError, match="no connector for s3://"):
+        check_command.run("s3://bucket", [], 0.1, as_json=False)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_string_without_scheme_is_refused_with_the_installed_ones() -> None:
