@@ -292,7 +292,7 @@ class AsyncLLM(_Client):
 
 def _each(given: One | Iterable[One], prompts: list[Prompt], what: str) -> list[One]:
     """Return what is given for each prompt. Raises ValueError."""
-    if not isinstance(given, Iterable):
+    if isinstance(given, dict) or not isinstance(given, Iterable):
         return [given] * len(prompts)
     if len(listed := list(given)) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts and {len(listed)} {what}: give one, or one for each")

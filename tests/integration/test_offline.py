@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -116,8 +116,8 @@ def test_what_is_not_valid(llm: LLM) -> None:
         llm.generate(["a", "b"], [])
     with pytest.raises(ValueError, match="2 prompts and 1 priorities"):
         llm.generate(["a", "b"], GREEDY, priority=[1])
-    with pytest.raises(ValueError, match="must be of the class SamplingParams, not 'temperature'"):
-        llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be of the class SamplingParams, not {'temperature': 0}"):
+        llm.generate("a", cast(Any, {"temperature": 0}))
     with pytest.raises(ValueError, match="prompt must be a text, not 5"):
         llm.generate({"prompt": 5})
     for ids in (5, ["a"], [[1, 2]], None):
