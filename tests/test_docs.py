@@ -211,6 +211,27 @@ def test_every_stage_is_explained() -> None:
     assert not [stage for stage in Stage if f"`{stage}`" not in text]
 
 
+# ---- docs/security.md ---------------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_attacks_are_those_of_the_results() -> None:
+    text = read("docs/security.md").partition("`scripts/attacks`")[2].partition("## ")[0]
+    file = re.search(r"\((\.\./benchmarks/results/.*?\.json)\)", text)
+    assert file is not None
+    rows = {(row["kind"], row["arm"]): row for row in json.loads(read(f"docs/{file[1]}"))["rows"]}
+    kinds = {kind for kind, arm in rows if arm == "attack"}
+
+    def ratio(kind: str) -> float:
+        attack, control = rows[kind, "attack"], rows[kind, "control"]
+        return max(attack[name] / control[name] for name in ("ttft_ms_p99", "e2e_ms_p99"))
+
+    worst = max(kinds, key=ratio)
+    assert f"Of {len(kinds)} (" in text and f"control's for {sum(ratio(kind) <= 1.5 for kind in kinds)};" in text
+    assert f"{max(rows[kind, 'attack']['mib_more'] for kind in kinds)} MiB at most" in text
+    ttfts = [rows[worst, arm]["ttft_ms_p99"] for arm in ("attack", "control")]
+    assert f"{worst.replace('_', ' ')} (TTFT {ttfts[0]} ms, control {ttfts[1]})" in " ".join(text.split())
+
+
 # ---- all files -----------------------------------------------------------------------------------------------------
 
 

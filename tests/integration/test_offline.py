@@ -116,7 +116,7 @@ def test_what_is_not_valid(llm: LLM) -> None:
         llm.generate(["a", "b"], [])
     with pytest.raises(ValueError, match="2 prompts and 1 priorities"):
         llm.generate(["a", "b"], GREEDY, priority=[1])
-    with pytest.raises(ValueError, match="must be of the class SamplingParams, not {'temperature': 0}"):
+    with pytest.raises(ValueError, match=r"must be of the class SamplingParams, not \{'temperature': 0\}"):
         llm.generate("a", cast(Any, {"temperature": 0}))
     with pytest.raises(ValueError, match="prompt must be a text, not 5"):
         llm.generate({"prompt": 5})
