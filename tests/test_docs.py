@@ -223,13 +223,24 @@ def test_the_figures_of_attacks_are_those_of_the_results() -> None:
 
     def ratio(kind: str) -> float:
         attack, control = rows[kind, "attack"], rows[kind, "control"]
-        return max(attack[name] / control[name] for name in ("ttft_ms_p99", "e2e_ms_p99"))
+        return max(float(attack[name] / control[name]) for name in ("ttft_ms_p99", "e2e_ms_p99"))
 
     worst = max(kinds, key=ratio)
     assert f"Of {len(kinds)} (" in text and f"control's for {sum(ratio(kind) <= 1.5 for kind in kinds)};" in text
     assert f"{max(rows[kind, 'attack']['mib_more'] for kind in kinds)} MiB at most" in text
     ttfts = [rows[worst, arm]["ttft_ms_p99"] for arm in ("attack", "control")]
     assert f"{worst.replace('_', ' ')} (TTFT {ttfts[0]} ms, control {ttfts[1]})" in " ".join(text.split())
+
+
+# ---- README.md ----------------------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_faults_are_those_of_the_benchmark() -> None:
+    table = section("benchmarks/README.md", "chaos.py")
+    faults = re.search(r"^\| faults \| (\d+):", table, re.MULTILINE)
+    answers = re.search(r"^\| answers with exactly [^|]*\| ([\d,]+) ", table, re.MULTILINE)
+    assert faults is not None and answers is not None
+    assert f"with {faults[1]} injected faults, {answers[1]} answers in bfloat16" in read("README.md")
 
 
 # ---- all files -----------------------------------------------------------------------------------------------------

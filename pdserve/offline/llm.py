@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import httpx
 from anyio.from_thread import start_blocking_portal
@@ -293,7 +293,7 @@ class AsyncLLM(_Client):
 def _each(given: One | Iterable[One], prompts: list[Prompt], what: str) -> list[One]:
     """Return what is given for each prompt. Raises ValueError."""
     if isinstance(given, dict) or not isinstance(given, Iterable):
-        return [given] * len(prompts)
+        return [cast(One, given)] * len(prompts)
     if len(listed := list(given)) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts and {len(listed)} {what}: give one, or one for each")
     return listed
