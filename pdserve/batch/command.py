@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,22 +27,34 @@ def run(source: Path, target: Path, url: str, concurrency: int) -> bool:
     Raises:
         SetupError: a file cannot be read or written, or `target` has the answers of another batch.
     """
+    with _opened(source, target) as (lines, answers, done):
+        return asyncio.run(_run(lines, answers, done, url, concurrency))
+
+
+def check_files(source: Path, target: Path) -> None:
+    """Raise SetupError as `run` would at its beginning."""
+    with _opened(source, target):
+        pass
+
+
+@contextmanager
+def _opened(source: Path, target: Path) -> Iterator[tuple[BinaryIO, BinaryIO, dict[int, str | None]]]:
+    """Open both files, the latter behind the answers that it has; and which these are. Raises SetupError."""
     try:
         with source.open("rb") as lines, target.open("a+b") as answers:
             if not lines.seekable():
                 raise SetupError(f"{source} is a pipe, which can be read only once; name a file")
-            return asyncio.run(_run(lines, answers, url, concurrency))
+            answers.seek(0)
+            yield lines, answers, read_done(answers)
     except OSError as error:
         raise SetupError(f"{error.filename or target}: {error.strerror}") from error  # a full disk is of no file name
     except ValueError as error:
         raise SetupError(f"{target}: {error}; name another file") from error
 
 
-async def _run(lines: BinaryIO, answers: BinaryIO, url: str, concurrency: int) -> bool:
+async def _run(lines: BinaryIO, answers: BinaryIO, done: dict[int, str | None], url: str, concurrency: int) -> bool:
     total = sum(1 for line in lines if line.strip())
     lines.seek(0)
-    answers.seek(0)
-    done = read_done(answers)
     key = os.environ.get("PDSERVE_API_KEY", "").split(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None)

@@ -273,8 +273,9 @@ def batch(
     ),
 ) -> None:
     """Answer the requests of a file. Exit code 1: some have no answer yet; the same command tries these again."""
-    from pdserve.batch.command import run
+    from pdserve.batch.command import check_files, run
 
+    check_files(source, target)  # before a server is started
     if url:
         complete = run(source, target, url, concurrency)
     else:

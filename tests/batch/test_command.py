@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from pdserve.batch import runner
 from pdserve.batch.command import run
+from pdserve.cli.commands import app
 from pdserve.errors import SetupError
 
 CHAT = "/v1/chat/completions"
@@ -156,6 +158,12 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"in\.jsonl: No such file"):
         run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "http://127.0.0.1:1", 1)
     assert not os.listdir(tmp_path)
+
+
+def test_files_are_looked_at_before_a_server_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.offline.llm.Fleet", lambda config: pytest.fail("a server is started"))
+    found = CliRunner().invoke(app, ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")])
+    assert isinstance(found.exception, SetupError) and "in.jsonl: No such file" in str(found.exception)
 
 
 def test_what_is_no_strict_json_costs_its_own_line_only(server: Server, files: tuple[Path, Path]) -> None:
