@@ -181,12 +181,12 @@ class Tokenizer:
         Raises:
             BadRequest: the model has no tokens for this.
         """
-        vocab = self._rust.get_vocab()
-        names = next((names for names in FILL_IN_MIDDLE if vocab.keys() >= set(names)), None)
-        if names is None:
+        sets = ([one for name in names if (one := self.token_id(name)) is not None] for names in FILL_IN_MIDDLE)
+        found = next((ids for ids in sets if len(ids) == 3), None)
+        if found is None:
             message = "suffix needs a model with tokens for filling in the middle, which this one has not; leave it out"
             raise BadRequest(message, kind="unsupported_parameter", param="suffix")
-        start, hole, end = (vocab[name] for name in names)
+        start, hole, end = found
         bos = prefix[:1] if prefix[:1] == [self._hf.bos_token_id] else []
         return [*bos, start, *prefix[len(bos) :], hole, *self.encode(suffix, add_special_tokens=False), end]
 
