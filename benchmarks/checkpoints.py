@@ -34,6 +34,11 @@ class Shape:
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
+    def bits(self) -> int:
+        """Bits of a number."""
+        return 8 * torch_dtype(self.dtype).itemsize
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes that a decode step must read: every matrix once; the embedding is also the output matrix."""
         return (self.weights + self.vocabulary * self.hidden) * torch_dtype(self.dtype).itemsize

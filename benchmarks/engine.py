@@ -49,6 +49,7 @@ class Settings(peer_process.Settings):
     device: str = flag("cpu or cuda", "cpu")
     kernel: str = flag("attention kernel of ours", EngineConfig.kernel)
     batch_invariant: str = flag("of ours: auto, on, off", EngineConfig.batch_invariant)
+    quantization: str = flag("of the layers: none, int8, int4; of peers, llama_cpp can", EngineConfig.quantization)
     temperature: float = flag("of our requests; 0 is greedy", 0.0)
     top_p: float = flag("of our requests", 1.0)
     threads: int | None = flag("CPU threads; default: all cores", None)
@@ -59,6 +60,7 @@ SHAPES = {"0.6b": checkpoints.QWEN3_0_6B, "8b": checkpoints.QWEN3_8B}
 QUICK = {"requests": 4, "prompt_tokens": 16, "output_tokens": 8, "prefill_tokens": 64, "repeat": 1}
 ROOFLINE_BYTES = 1 << 30  # more than any cache
 ROOFLINE_PIECE = 1 << 26  # bytes per read: short reads, some of which no other process disturbs
+BITS_READ = {"int8": (8.5, 8.5), "int4": (4.5, 8.5)}  # of a weight of the layers, and of the head, scales included
 ROOFLINE_SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 
 
@@ -134,18 +136,20 @@ class Roofline:
     read: float
     flops: float
 
-    def seconds(self, shape: Shape, task: Task) -> float:
+    def seconds(self, shape: Shape, task: Task, quantization: str) -> float:
         """The least time that the task can take, each step bound by memory or by arithmetic."""
+        layer_bits, head_bits = BITS_READ.get(quantization, (shape.bits,) * 2)
+        weight_bytes = (shape.weights * layer_bits + shape.vocabulary * shape.hidden * head_bits) / 8
         n, p = task.requests, task.prompt_tokens
         total = 0.0
         if not task.decode_only:
-            total += self._step(shape, new=n * p, seen=n * p * (p + 1) // 2, cached=0, logits=n)
+            total += self._step(shape, weight_bytes, new=n * p, seen=n * p * (p + 1) // 2, cached=0, logits=n)
         for output in range(1, task.output_tokens):
-            total += self._step(shape, new=n, seen=n * (p + output), cached=n * (p + output), logits=n)
+            total += self._step(shape, weight_bytes, new=n, seen=n * (p + output), cached=n * (p + output), logits=n)
         return total
 
-    def _step(self, shape: Shape, *, new: int, seen: int, cached: int, logits: int) -> float:
-        bytes_read = shape.weight_bytes + cached * shape.kv_bytes_per_token
+    def _step(self, shape: Shape, weight_bytes: float, *, new: int, seen: int, cached: int, logits: int) -> float:
+        bytes_read = weight_bytes + cached * shape.kv_bytes_per_token
         return max(bytes_read / self.read, shape.flops(new, seen, logits) / self.flops)
 
     def better(self, other: "Roofline") -> "Roofline":
@@ -178,6 +182,7 @@ class OurEngine:
             device=settings.device,
             kernel=settings.kernel,
             batch_invariant=settings.batch_invariant,
+            quantization=settings.quantization,
             num_blocks=blocks,
             max_num_seqs=settings.requests,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -242,7 +247,7 @@ def benchmark(settings: Settings) -> None:
         Task("decode", 1, settings.prompt_tokens, settings.output_tokens, decode_only=True),
     ]
     timings, roofline = _measure(settings, shape, tasks)
-    rows = _rows(shape, tasks, timings, roofline)
+    rows = _rows(shape, tasks, timings, roofline, settings.quantization)
     content = {
         "model": asdict(shape),
         "roofline": {"read_gb_per_s": round(roofline.read / 1e9, 1), "gflops": round(roofline.flops / 1e9, 1)},
@@ -287,21 +292,26 @@ def _measure(
 
 def _run_of_peer(name: str, path: Path, settings: Settings, context: int, stack: contextlib.ExitStack) -> Run:
     assert settings.threads is not None
-    peer_process.convert(name, settings.peers_folder, path)
-    peer = Peer(name, settings.peers_folder, path, settings.threads, settings.dtype, settings.device, context)
+    folder, quantization = settings.peers_folder, settings.quantization
+    peer_process.convert(name, folder, path, quantization)
+    peer = Peer(name, folder, path, settings.threads, settings.dtype, settings.device, context, quantization)
     stack.callback(peer.close)
     return lambda prompts, output_tokens: Timing(**peer.run(prompts, output_tokens), forward=[])
 
 
 def _rows(
-    shape: Shape, tasks: list[Task], timings: dict[tuple[str, str], list[Timing]], roofline: Roofline
+    shape: Shape,
+    tasks: list[Task],
+    timings: dict[tuple[str, str], list[Timing]],
+    roofline: Roofline,
+    quantization: str,
 ) -> list[dict[str, Any]]:
     rows = []
     for (engine, name), several in timings.items():
         task = next(task for task in tasks if task.name == name)
         rates = [task.tokens / timing.seconds(task) for timing in several]
         cpu_rates = [task.tokens / timing.cpu_seconds(task) for timing in several]
-        bound = task.tokens / roofline.seconds(shape, task)
+        bound = task.tokens / roofline.seconds(shape, task, quantization)
         outside = [share for timing in several if (share := timing.outside(task)) is not None]
         rows.append(
             {

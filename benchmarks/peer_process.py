@@ -89,13 +89,23 @@ class _Process:
 class Peer(_Process):
     """Another engine, controlled over pipes."""
 
-    def __init__(self, name: str, folder: str, path: Path, threads: int, dtype: str, device: str, context: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: str,
+        path: Path,
+        threads: int,
+        dtype: str,
+        device: str,
+        context: int,
+        quantization: str = "none",
+    ) -> None:
         """Start the engine. `context`: tokens of the longest prompt and its output.
 
         Raises:
             SetupError: the engine does not start.
         """
-        super().__init__("run", name, folder, path, threads, dtype, device, str(context))
+        super().__init__("run", name, folder, path, threads, dtype, device, str(context), quantization)
         try:
             self._answer()
         except SetupError:
@@ -188,14 +198,15 @@ def python(name: str, folder: str, purpose: str = "") -> str:
     return str(interpreter)
 
 
-def convert(name: str, folder: str, path: Path) -> None:
+def convert(name: str, folder: str, path: Path, quantization: str = "none") -> None:
     """Write the files that the peer loads, unless an earlier run has.
 
     Raises:
         SetupError: the conversion failed.
     """
-    if name in CONVERTED and not path.with_name(f"{path.name}-{name}").exists():
-        command = [python(name, folder, "_convert"), str(PEER), "convert", name, str(path)]
+    target = f"{path.name}-{name}" + f"-{quantization}" * (quantization != "none")
+    if name in CONVERTED and not path.with_name(target).exists():
+        command = [python(name, folder, "_convert"), str(PEER), "convert", name, str(path), quantization]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SetupError(f"the checkpoint could not be converted for {name}: {done.stderr[-2000:]}")

@@ -1,13 +1,14 @@
 """Another engine, in an environment of its own (`install`), asked over pipes by ../engine.py, or by HTTP by ../pd.py.
 
-    python peer.py run NAME CHECKPOINT THREADS DTYPE DEVICE CONTEXT
+    python peer.py run NAME CHECKPOINT THREADS DTYPE DEVICE CONTEXT QUANTIZATION
         Loads the engine and prints a line when that is done. Then each line of input, `{"prompts": [[id, …], …],
         "output_tokens": n}`, is generated greedily and answered with one, `{"steps": […], "cpu": […], "first": i}`, as
-        `Timing` of ../engine.py has them. CONTEXT is what the longest prompt and its output have together.
+        `Timing` of ../engine.py has them. CONTEXT is what the longest prompt and its output have together. QUANTIZATION is
+        `none`, or `int8` or `int4` where that engine can: of the layers, in groups of 32; the head has 8 bits then.
     python peer.py serve NAME CHECKPOINT THREADS DTYPE CONTEXT PORT SIDE_PORT ROLE
         Becomes its OpenAI server on that port of 127.0.0.1, with a model named `model`. ROLE is `kv_producer` or
         `kv_consumer` for one half of a disaggregated pair, which meets the other half by SIDE_PORT; or empty.
-    python peer.py convert NAME CHECKPOINT
+    python peer.py convert NAME CHECKPOINT QUANTIZATION
         Writes the checkpoint as that engine wants it, beside the other.
 
 Imports nothing of ours: the peer's environment has the peer's packages.
@@ -47,7 +48,7 @@ class Clock:
 Run = Callable[[list[list[int]], int, Clock], None]
 
 
-def run_openvino(path: Path, threads: int, dtype: str, device: str, context: int) -> Run:
+def run_openvino(path: Path, threads: int, dtype: str, device: str, context: int, quantization: str) -> Run:
     """OpenVINO GenAI, continuous batching."""
     import numpy as np
     import openvino as ov
@@ -58,7 +59,7 @@ def run_openvino(path: Path, threads: int, dtype: str, device: str, context: int
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_batched_tokens, scheduler.max_num_seqs = STEP_TOKENS, SEQS
     scheduler.cache_size, scheduler.enable_prefix_caching = CACHE_GIB, False
-    pipeline = genai.ContinuousBatchingPipeline(converted(path, "openvino"), scheduler, "CPU", properties)
+    pipeline = genai.ContinuousBatchingPipeline(converted(path, "openvino", quantization), scheduler, "CPU", properties)
 
     def run(prompts: list[list[int]], output_tokens: int, clock: Clock) -> None:
         config = genai.GenerationConfig()
@@ -79,20 +80,22 @@ def run_openvino(path: Path, threads: int, dtype: str, device: str, context: int
     return run
 
 
-def convert_openvino(path: Path, target: Path) -> None:
+def convert_openvino(path: Path, target: Path, quantization: str) -> None:
+    assert quantization == "none"
     from optimum.intel import OVModelForCausalLM
 
     model = OVModelForCausalLM.from_pretrained(path, export=True, compile=False, load_in_8bit=False)
     model.save_pretrained(target)
 
 
-def run_llama_cpp(path: Path, threads: int, dtype: str, device: str, context: int) -> Run:
+def run_llama_cpp(path: Path, threads: int, dtype: str, device: str, context: int, quantization: str) -> Run:
     """llama.cpp through its C interface, all sequences in one batch; KV is float16, as it is by default."""
     import llama_cpp as lib
     import numpy as np
 
     lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(str(converted(path, "llama_cpp")).encode(), lib.llama_model_default_params())
+    file = str(converted(path, "llama_cpp", quantization)).encode()
+    model = lib.llama_model_load_from_file(file, lib.llama_model_default_params())
     vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     contexts: dict[tuple[int, int], Any] = {}
 
@@ -135,7 +138,7 @@ def run_llama_cpp(path: Path, threads: int, dtype: str, device: str, context: in
     return run
 
 
-def convert_llama_cpp(path: Path, target: Path) -> None:
+def convert_llama_cpp(path: Path, target: Path, quantization: str) -> None:
     """A GGUF without a vocabulary: ids go in, ids come out. Norms are float32, as llama.cpp has them."""
     import gguf
     import numpy as np
@@ -172,6 +175,11 @@ def convert_llama_cpp(path: Path, target: Path) -> None:
                 values, kind = values.view(np.uint8), gguf.GGMLQuantizationType.BF16
             found = names.get_name(name, try_suffixes=(".weight",))
             assert found is not None, name
+            if kind is not None and quantization != "none":
+                kind = gguf.GGMLQuantizationType[
+                    "Q4_0" if quantization == "int4" and found.startswith("blk.") else "Q8_0"
+                ]
+                values = gguf.quantize((values.view(np.uint16).astype(np.uint32) << 16).view(np.float32), kind)
             writer.add_tensor(found, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -179,7 +187,7 @@ def convert_llama_cpp(path: Path, target: Path) -> None:
     writer.close()
 
 
-def run_vllm(path: Path, threads: int, dtype: str, device: str, context: int) -> Run:
+def run_vllm(path: Path, threads: int, dtype: str, device: str, context: int, quantization: str) -> Run:
     """vLLM's build for CPUs, with torch.compile; its scheduler and its worker in this process."""
     os.environ.update(vllm_environment(path), VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
@@ -236,7 +244,7 @@ def vllm_environment(path: Path) -> dict[str, str]:
     }
 
 
-def run_transformers(path: Path, threads: int, dtype: str, device: str, context: int) -> Run:
+def run_transformers(path: Path, threads: int, dtype: str, device: str, context: int, quantization: str) -> Run:
     """`generate` over a static batch."""
     import torch
     import transformers
@@ -276,26 +284,27 @@ def preload() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
-def converted(path: Path, name: str) -> Path:
-    return path.with_name(f"{path.name}-{name}")
+def converted(path: Path, name: str, quantization: str = "none") -> Path:
+    return path.with_name(f"{path.name}-{name}" + f"-{quantization}" * (quantization != "none"))
 
 
-def main(action: str, name: str, checkpoint: str, threads: str = "", dtype: str = "", *options: str) -> None:
+def main(action: str, name: str, checkpoint: str, *arguments: str) -> None:
     path = Path(checkpoint)
     if action == "convert":
-        target = converted(path, name)
+        target = converted(path, name, *arguments)
         unfinished = target.with_name(f"{target.name}-unfinished")
-        globals()[f"convert_{name}"](path, unfinished)
+        globals()[f"convert_{name}"](path, unfinished, *arguments)
         unfinished.rename(target)
         return
+    threads, dtype, *options = arguments
     if name == "vllm":
         preload()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print what they like
     if action == "serve":
         globals()[f"serve_{name}"](path, dtype, int(options[0]), *options[1:])
-    device, context = options
-    run, clock = globals()[f"run_{name}"](path, int(threads), dtype, device, int(context)), Clock()
+    device, context, quantization = options
+    run, clock = globals()[f"run_{name}"](path, int(threads), dtype, device, int(context), quantization), Clock()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
