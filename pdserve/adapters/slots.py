@@ -57,7 +57,6 @@ class LoadedAdapter:
     path: str
     invocation: tuple[int, ...]
     layers: dict[str, lora.Matrices] = field(repr=False)
-    loaded_at: int = field(default_factory=time.time_ns)
 
 
 class _LayerDelta:
@@ -87,7 +86,7 @@ class Adapters:
         self._max_rank = config.max_lora_rank
         self._folder = Path(config.lora_folder).resolve() if config.lora_folder else None
         self._base = config.name
-        self._names: dict[str, LoadedAdapter] = {}
+        self._names: dict[str, tuple[LoadedAdapter, int]] = {}  # with nanoseconds since 1970, when each got its name
         self._retired: deque[LoadedAdapter] = deque(maxlen=NUM_RETIRED)
         self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
         self._slots: dict[bytes, int] = {}  # by digest, the least recently used first
@@ -140,13 +139,13 @@ class Adapters:
                 kind = type(self._runner.checkpoint.model).__name__
                 raise AdapterError(f"{adapter.path}: {kind} does not run with it: {error}") from error
         self.remove(name)
-        self._names[name] = adapter
+        self._names[name] = adapter, time.time_ns()
         log.info("adapter %s: rank %d on %d layers, %s", name, adapter.rank, len(adapter.layers), adapter.digest.hex())
 
     def remove(self, name: str) -> None:
         """Take a name away, if there is an adapter with it. Its requests keep it."""
-        if (adapter := self._names.pop(name, None)) is not None:
-            self._retired.append(adapter)
+        if (named := self._names.pop(name, None)) is not None:
+            self._retired.append(named[0])
 
     def change(self, order: pb.ChangeAdapter, post: Callable[[Callable[[], None]], None], on_done: OnDone) -> None:
         """See `Adapters` of the engine."""
@@ -222,16 +221,16 @@ class Adapters:
             raise RequestError("the adapter is not on this instance", kind="unknown_adapter") from None
 
     def listing(self) -> list[pb.Adapter]:
-        named = [(name, one) for name, one in self._names.items()]
+        named = [(name, *one) for name, one in self._names.items()]
         return [
             pb.Adapter(
                 name=name,
                 digest=one.digest,
                 path=one.path,
-                loaded_at=one.loaded_at,
+                loaded_at=loaded_at,
                 invocation=pack_tokens(one.invocation),
             )
-            for name, one in (*named, *(("", one) for one in self._retired))
+            for name, one, loaded_at in (*named, *(("", one, 0) for one in self._retired))
         ]
 
     def acquire(self, seq: Sequence, *siblings: Sequence) -> bool:

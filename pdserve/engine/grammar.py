@@ -11,6 +11,7 @@ Shape legend: R rows with a grammar, V vocabulary, W 32-bit words of a bit mask 
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -115,6 +116,8 @@ class GrammarBackend:
         self._lock = threading.Lock()
         self._on_progress = on_progress
         self._running: dict[str, Future[LoadedGrammar]] = {}  # compilations by tenant and specification
+        # Those that no thread has begun, by the tenant: the one whose turn it is comes first.
+        self._queued: dict[Tenant, deque[tuple[Future[LoadedGrammar], str]]] = {}
         self._loaded = BoundedCache[Future[LoadedGrammar]](LOADED_ENTRIES, LOADED_BYTES)
         self.masks = MaskService(on_progress)
 
@@ -123,15 +126,17 @@ class GrammarBackend:
         self._threads.submit(_start, self._compiler)
 
     def compile(self, spec: str, tenant: Tenant) -> GrammarConstraint:
-        """Start compiling a specification, unless it is cached for this tenant."""
+        """Start compiling a specification, unless it is cached for this tenant. Tenants take turns at the threads."""
         key = f"{tenant.id} {spec}"
         with self._lock:
             compiled = self._loaded.get(key) or self._running.get(key)
             is_new = compiled is None
             if compiled is None:
-                compiled = self._running[key] = self._threads.submit(self._compile, spec, tenant)
-        if is_new:  # not under the lock, which `_keep` takes at once if compiling has ended already
+                compiled = self._running[key] = Future()
+                self._queued.setdefault(tenant, deque()).append((compiled, spec))
+        if is_new:
             compiled.add_done_callback(lambda done: self._keep(key, done))
+            self._threads.submit(self._compile_next)
         compiled.add_done_callback(lambda _: self._on_progress())
         return GrammarConstraint(compiled, self.masks)
 
@@ -142,8 +147,22 @@ class GrammarBackend:
             if compiled.exception() is None:
                 self._loaded.put(key, compiled, len(compiled.result().grammar))
 
-    def _compile(self, spec: str, tenant: Tenant) -> LoadedGrammar:
-        return LoadedGrammar(self._compiler, self._compiler.compile(spec), tenant)
+    def _compile_next(self) -> None:
+        with self._lock:
+            tenant = next(iter(self._queued))
+            waiting = self._queued.pop(tenant)
+            compiled, spec = waiting.popleft()
+            if waiting:
+                self._queued[tenant] = waiting  # behind the others
+        try:
+            loaded = LoadedGrammar(self._compiler, self._compiler.compile(spec), tenant)
+        except RequestError as error:
+            compiled.set_exception(error)
+        except Exception as error:
+            log.exception("a grammar was not compiled")
+            compiled.set_exception(error)
+        else:
+            compiled.set_result(loaded)
 
 
 def _start(compiler: GrammarCompiler) -> None:

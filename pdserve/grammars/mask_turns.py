@@ -7,6 +7,8 @@ its turn ends after `TURN_S`. Workers of a tenant whose masks take much CPU time
 
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from pdserve.request import NO_TENANT, Tenant
@@ -31,6 +33,14 @@ class Line:
     used_s: float = 0.0
 
 
+class _Tenant:
+    """The lines of a tenant: those that wait for their turns, the one that has used least first, and those that have one."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[float, int, Line]] = []  # a heap
+        self.busy: set[Line] = set()
+
+
 class MaskTurns:
     """Lines that wait for their turns, or have them.
 
@@ -40,41 +50,55 @@ class MaskTurns:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._lines: dict[Line, None] = {}
+        self._tenants: dict[Tenant, _Tenant] = {}  # that have lines
+        self._num_busy = 0
+        self._new_number = count().__next__
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return self._num_busy + sum(len(tenant.waiting) for tenant in self._tenants.values())
 
     def add(self, line: Line, item: Any) -> None:
         """Want a mask."""
-        if line not in self._lines:
-            others = [other.used_s for other in self._lines if other.tenant == line.tenant]
+        if not (line.wanted or line.is_busy):
+            tenant = self._tenants.setdefault(line.tenant, _Tenant())
+            others = [other.used_s for other in tenant.busy] + [used_s for used_s, _, _ in tenant.waiting[:1]]
             line.used_s = max(line.used_s, min(others, default=0.0))
-            self._lines[line] = None
+            self._wait(tenant, line)
         line.wanted.append(item)
 
     def take(self) -> tuple[Line, list[Any]] | None:
         """Return the next line whose worker computes, and all that is wanted of it; None if there is none."""
-        busy = [line.tenant for line in self._lines if line.is_busy]
+        has_room = self._num_busy < self._num_workers
         may_go = [
-            line
-            for line in self._lines
-            if line.wanted and not line.is_busy and (len(busy) < self._num_workers or line.tenant not in busy)
+            (len(tenant.busy) / key.weight, *tenant.waiting[0][:2], tenant)
+            for key, tenant in self._tenants.items()
+            if tenant.waiting and (has_room or not tenant.busy)
         ]
         if not may_go:
             return None
-        line = min(may_go, key=lambda one: (busy.count(one.tenant) / one.tenant.weight, one.used_s))
+        tenant = min(may_go)[-1]
+        line = heappop(tenant.waiting)[-1]
         wanted = [*line.wanted]
         line.wanted.clear()
         line.is_busy = True
+        tenant.busy.add(line)
+        self._num_busy += 1
         return line, wanted
 
     def end(self, line: Line, left: list[Any]) -> None:
         """End a turn, which has not come to what is left."""
+        tenant = self._tenants[line.tenant]
         line.is_busy = False
+        tenant.busy.remove(line)
+        self._num_busy -= 1
         line.wanted.extendleft(reversed(left))
-        if not line.wanted:
-            del self._lines[line]
+        if line.wanted:
+            self._wait(tenant, line)
+        elif not (tenant.waiting or tenant.busy):
+            del self._tenants[line.tenant]
+
+    def _wait(self, tenant: _Tenant, line: Line) -> None:
+        heappush(tenant.waiting, (line.used_s, self._new_number(), line))
 
 
 class Spending:

@@ -34,6 +34,7 @@ from pdserve.router.text.tokenizer import PLAIN, REASONING_VARIABLES, TemplateOp
 
 TEXT = {"role", "content"}  # the fields of a plain message,
 ROLES = frozenset({"system", "user", "assistant"})  # and the roles that need nothing else
+MAX_MENDED = 1 << 18  # characters of the arguments of earlier calls in one body
 # Fields of a body that change how its conversation is rendered.
 OPTIONS = frozenset(
     {
@@ -135,13 +136,13 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     Raises:
         BadRequest: a message is invalid, or there is none.
     """
-    rendered: list[dict[str, Any]] = []
+    rendered, earlier_calls = list[dict[str, Any]](), _EarlierCalls()
     for index, message in enumerate(messages):
         if message.model_fields_set == TEXT and message.role in ROLES and isinstance(message.content, str):
             rendered.append({"role": message.role, "content": message.content})
             continue
         _check_role(message, index)
-        calls = [_template_call(call) for call in message.tool_calls or ()]
+        calls = list(map(earlier_calls.of, message.tool_calls or ()))
         is_silent = message.content is None and message.role in ("assistant", "tool")
         content = "" if is_silent else _text_of(message.content, f"messages[{index}].content", "messages")
         item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
@@ -218,20 +219,32 @@ def _check_role(message: Message, index: int) -> None:
             raise _invalid_messages(f"messages[{index}]: only messages with role assistant may have {name}")
 
 
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    """Return an earlier call with its arguments as an object, which each template formats in its own way.
+class _EarlierCalls:
+    """Earlier calls in the form that chat templates expect: with their arguments as objects, which each formats its own way.
 
     Any text is accepted, because answers may have been cut off, or be another server's: the object is what is left of it.
+
+    Attributes:
+        left: characters that may still be mended, which takes some microseconds each.
     """
-    given = call.function.arguments or ""
-    arguments = given if isinstance(given, dict) else parse_json(given)
-    if not isinstance(arguments, dict):
-        arguments = parse_json(mended(str(given)))
-    return {
-        "id": call.id or "",
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
+
+    left = MAX_MENDED
+
+    def of(self, call: ToolCall) -> dict[str, Any]:
+        """Return one of them. Raises BadRequest."""
+        given = call.function.arguments or ""
+        arguments = given if isinstance(given, dict) else parse_json(given)
+        if not isinstance(arguments, dict):
+            self.left -= len(given)
+            if self.left < 0:
+                message = f"arguments of tool_calls that are no JSON objects have more than {MAX_MENDED} characters"
+                raise _invalid_messages(f"{message}; send JSON objects, or leave these calls out")
+            arguments = parse_json(mended(str(given)))
+        return {
+            "id": call.id or "",
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": arguments},
+        }
 
 
 def _predicted(content: object, tokenizer: Tokenizer, info: ModelInfo) -> bytes:

@@ -189,6 +189,9 @@ class Generation:
         self.tokenizer, self._release = tokenizer, release
         try:
             n = len(self.requests) // len(self.prompts)
+            parsers: list[OutputParser | None] = [None] * len(self.requests)
+            if (open_parser := self.open_parser) is not None:  # before the streams, which one that raises would leave
+                parsers = [open_parser() for _ in self.requests]
             for first in range(0, len(self.requests), n):
                 asked = self.requests[first : first + n]
                 if asked[0].sampling.beam_width:
@@ -197,7 +200,7 @@ class Generation:
                     streams = backend.open_choices(asked)
                 echo = self.echo[first // n] if self.echo else ""
                 for index, stream in enumerate(streams, first):
-                    parser = self.open_parser() if self.open_parser is not None else None
+                    parser = parsers[index]
                     text = TextStream(
                         self.tokenizer,
                         self.stops,

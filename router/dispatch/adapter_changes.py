@@ -81,10 +81,20 @@ class AdapterChanges:
         nobody = "" if state.done else "the instances were lost before they answered"
         state.on_done(min(state.errors, default=nobody))
 
-    def share(self, adapters: Mapping[str, ServedAdapter]) -> None:
-        """Let instances load what others have and they lack, now that one has attached."""
-        for instance in self._fleet.instances.values():
-            for name, adapter in adapters.items():
-                if instance.hello.loads_adapters and adapter.digest not in instance.adapters:
+    def share(self, joined: InstanceHandle, adapters: Mapping[str, ServedAdapter]) -> None:
+        """Let instances load what others have and they lack, now that one has attached.
+
+        What it has under a name that others have taken away from the same adapter, it unloads: it was told nothing then.
+        """
+        fleet = self._fleet.instances.values()
+        known = {(one.name, one.digest) for other in fleet if other is not joined for one in other.hello.adapters}
+        in_use = {name for name, _ in known} | {state.order.name for state in self._orders.values()}
+        gone = {one.name for one in joined.hello.adapters if one.name not in in_use and ("", one.digest) in known}
+        for instance in fleet:
+            here = {(one.name, one.digest) for one in instance.hello.adapters}
+            for name, adapter in adapters.items() if instance.hello.loads_adapters else ():
+                if name in gone and instance is joined:
+                    instance.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=name)))
+                elif name not in gone and (name, adapter.digest) not in here:
                     order = pb.ChangeAdapter(name=name, path=adapter.path, replaces=True)
                     instance.connection.send(pb.RouterFrame(change_adapter=order))

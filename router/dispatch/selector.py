@@ -112,8 +112,11 @@ class InstanceSelector:
 
     def record_handover(self, prefill: pb.Hello, decode: pb.Hello, blocks: int) -> None:
         """Record how many blocks `decode` loaded of those that `prefill` had stored, once it has tried to load any: it shows
-        whether they share a store. Some blocks are no news while there are no `failed_handovers`.
+        whether they share a store. Some blocks are no news while there are no `failed_handovers`, nor is what an instance
+        had stored that has left.
         """
+        if prefill.instance_id not in self._fleet.instances:
+            return
         if not blocks:
             self._metrics.failed_handovers.labels(prefill=prefill.instance_id, decode=decode.instance_id).inc()
         if self._reachability.record_handover((prefill.instance_id, decode.instance_id), blocks, self._fleet.now()):

@@ -1,4 +1,8 @@
-"""Converts vLLM's `GenerateRequest` to the body of /v1/completions, whose parser and limits it shares."""
+"""Converts vLLM's `GenerateRequest` to the body of /v1/completions, whose parser and limits it shares.
+
+Without effect are `spaces_between_special_tokens`, because answers are tokens, and fast tokenizers put none, and
+`grammar_from_first_token`, because every grammar begins there: nothing is held back for reasoning.
+"""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ class OutputFaults:
     """The latest faulty outputs. The current time is an argument, in monotonic seconds.
 
     Attributes:
-        by_instance: instance id → (time, client, request) of each.
+        by_instance: instance id → (time, client, request) of each. Of instances without any of late there is none.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,9 @@ class OutputFaults:
 
     def record(self, instance_id: str, request_id: str, client: str, now: float) -> bool:
         """Add a faulty output. Return True if it counts against the instance."""
+        for name, faults in [*self.by_instance.items()]:  # also of instances that have left
+            if now - faults[-1][0] > WINDOW_S:
+                del self.by_instance[name]
         faults = self.by_instance.setdefault(instance_id, deque(maxlen=MAX_KEPT))
         faults.append((now, client, request_id))
         return self.is_suspect(instance_id, now)

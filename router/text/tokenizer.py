@@ -181,12 +181,12 @@ class Tokenizer:
         Raises:
             BadRequest: the model has no tokens for this.
         """
-        vocab = self._rust.get_vocab()
-        names = next((names for names in FILL_IN_MIDDLE if vocab.keys() >= set(names)), None)
-        if names is None:
+        sets = ([one for name in names if (one := self.token_id(name)) is not None] for names in FILL_IN_MIDDLE)
+        found = next((ids for ids in sets if len(ids) == 3), None)
+        if found is None:
             message = "suffix needs a model with tokens for filling in the middle, which this one has not; leave it out"
             raise BadRequest(message, kind="unsupported_parameter", param="suffix")
-        start, hole, end = (vocab[name] for name in names)
+        start, hole, end = found
         bos = prefix[:1] if prefix[:1] == [self._hf.bos_token_id] else []
         return [*bos, start, *prefix[len(bos) :], hole, *self.encode(suffix, add_special_tokens=False), end]
 
@@ -414,8 +414,7 @@ class SpecialTokens:
         added = tokenizer.get_added_tokens_decoder()
         strings = [token.content for token in added.values() if token.special or TURN_TOKEN.fullmatch(token.content)]
         strings = [string for string in strings if len(string) > 1]  # there is no inside in which to put a mark
-        # Among tokens that begin in the same place the longest one counts, as for the tokenizer.
-        alternatives = "|".join(map(re.escape, sorted(strings, key=len, reverse=True))) or "(?!)"
+        alternatives = longest_of(strings) or "(?!)"
         self._pattern = re.compile(alternatives)
         self._first_character = re.compile(f"(?=(?:{alternatives})).", re.DOTALL)
         secret = secrets.token_hex(8)
@@ -476,6 +475,18 @@ class SpecialTokens:
             normalized=token.normalized,
             special=token.special,
         )
+
+
+def longest_of(texts: Sequence[str]) -> str:
+    """Return the regular expression of the longest of some texts that begins at a place, as a tokenizer takes its tokens.
+
+    What several begin with is in it once: one after the other, a thousand would be tried at each character.
+    """
+    rests: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        rests.setdefault(text[0], []).append(text[1:])
+    parts = "|".join(re.escape(first) + longest_of(rest) for first, rest in rests.items())
+    return f"(?:{parts}){'?' if '' in texts else ''}" if len(rests) > 1 or ("" in texts and parts) else parts
 
 
 def _share(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.errors import BadRequest, Overloaded, Unavailable
 from pdserve.router.api.parsing import BodyType, UnknownFields, parse_body
@@ -107,15 +107,24 @@ class ParseQueue:
         thread_is_free = loop.create_future()
         self._queue.push(key, thread_is_free, max(1, size))
         self._assign_threads()
-        try:
-            await thread_is_free
-            return await loop.run_in_executor(self._threads, parse)
-        finally:
+
+        def end(work: asyncio.Future[Any]) -> None:
             self._num_waiting -= 1
             self._budget.release(key, size)
-            if not thread_is_free.cancelled():
+            if work is not thread_is_free or not work.cancelled():
                 self._free_threads += 1
                 self._assign_threads()
+            if not work.cancelled():
+                work.exception()  # which nobody reads if the client has left
+
+        try:
+            await thread_is_free
+        except asyncio.CancelledError:
+            end(thread_is_free)
+            raise
+        work = loop.run_in_executor(self._threads, parse)
+        work.add_done_callback(end)
+        return await asyncio.shield(work)  # a client that leaves must not lend the busy thread to its next body
 
     def _assign_threads(self) -> None:
         while self._free_threads and len(self._queue):

@@ -109,3 +109,13 @@ def test_orders_that_are_refused(loader: Loader, name: str, path: str, message: 
     error = loader.order(name, path)
     assert message in error and "\n" not in error
     assert len(loader.announced) == 1
+
+
+def test_earlier_weights_that_come_back_are_the_latest_of_their_name(loader: Loader) -> None:
+    """Routers serve the latest of a name: an instance that was away must not bring the others back."""
+    times = []
+    for path in ("good", "alpha", "good"):
+        assert loader.order("sql", path, replaces=True) == ""
+        listed = make_hello("both", loader.config, loader.instance).adapters
+        times += [one.loaded_at for one in listed if one.name == "sql"]
+    assert times == sorted(set(times)) and len(times) == 3

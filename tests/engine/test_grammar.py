@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
@@ -16,6 +17,7 @@ from msgspec import structs
 
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.grammar import COMPILE_THREADS, GrammarBackend
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepPlan
 from pdserve.grammars import mask_client
@@ -23,7 +25,7 @@ from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.grammars.mask_client import MaskService
-from pdserve.request import Request, SamplingParams
+from pdserve.request import Request, SamplingParams, Tenant
 
 SCHEMA = {
     "type": "object",
@@ -263,3 +265,24 @@ def test_a_grammar_is_compiled_once_while_it_is_cached(engine: Engine, monkeypat
     for _ in range(2):
         run(engine, [engine.new_sequence(str(i), Request(prompt=[7], sampling=sampling(i, spec))) for i in range(3)])
     assert compiled == [json.dumps(spec)]
+
+
+def test_a_grammar_does_not_wait_for_all_that_another_tenant_has_sent_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many the other has sent before, and however long each takes to compile."""
+    begun, gate = list[str](), threading.Semaphore(0)
+
+    def compile_slowly(compiler: GrammarCompiler, spec: str) -> bytes:
+        begun.append(spec)
+        assert gate.acquire(timeout=600)
+        raise GrammarTooComplex("too slow", kind="invalid_grammar")
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    backend = GrammarBackend("demo", 2, frozenset([0]), lambda: None)
+    constraints = [backend.compile(f"mallory's {number}", Tenant(1)) for number in range(8)]
+    constraints.append(backend.compile("alice's", Tenant(2)))
+    gate.release(len(constraints))
+    while any(one.is_late for one in constraints):
+        for one in constraints:
+            one.follow(array("I"))
+    assert "alice's" in begun[: COMPILE_THREADS + 2] and len(begun) == 9
+    assert all(isinstance(one.failure, GrammarTooComplex) for one in constraints)

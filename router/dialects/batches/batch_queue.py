@@ -160,8 +160,9 @@ class BatchQueue:
         task = self._tasks[batch_id] = asyncio.create_task(self._run(key, batch_id))
 
         def end(_: object) -> None:
-            for of_batches in (self._tasks, self._keys, self._counts):
-                of_batches.pop(batch_id, None)
+            if self._tasks.get(batch_id, task) is task:  # else it was cancelled at its end, and another task ends it
+                for of_batches in (self._tasks, self._keys, self._counts):
+                    of_batches.pop(batch_id, None)
 
         task.add_done_callback(end)
 
@@ -176,7 +177,8 @@ class BatchQueue:
                 await self._end_cancelled(key, batch_id)
         except (OSError, ValueError, RequestError) as error:
             log.warning("%s failed: %s", batch_id, error)
-            await self._fail(key, batch_id, [{"code": "batch_failed", "message": str(error), "line": None}])
+            reason = (isinstance(error, OSError) and error.strerror) or str(error)  # without the path on this machine
+            await self._fail(key, batch_id, [{"code": "batch_failed", "message": reason, "line": None}])
 
     async def _step(self, key: str, batch_id: str, steps: Mapping[str, Callable[..., Any]]) -> None:
         """Take the step of the batch's status, unless another router holds its lock. The file is deleted once it has ended.
@@ -191,7 +193,7 @@ class BatchQueue:
 
     async def _validate(self, key: str, batch_id: str) -> None:
         batch = self.store.load(key, batch_id)
-        path = self.store.data_path(key, batch["input_file_id"])
+        path = self._source(key, batch)
         count, errors = await self._in_thread(self._check, path, batch["endpoint"])
         if errors:
             data = [{"code": error.code, "message": str(error), "line": error.line} for error in errors]
@@ -206,8 +208,7 @@ class BatchQueue:
         batch, files = self.store.load(key, batch_id), AnswerFiles(self.store, key, batch_id)
         counts = self._counts[batch_id] = batch["request_counts"]
         writing, saved_at = asyncio.Lock(), time.monotonic()
-        source = self.store.data_path(key, batch["input_file_id"])
-        with source.open("rb") as lines, closing(files):
+        with self._source(key, batch).open("rb") as lines, closing(files):
             done, so_far = await asyncio.to_thread(files.open)
             counts |= so_far
 
@@ -224,8 +225,12 @@ class BatchQueue:
             for text in unanswered:
                 number = int(text.partition(":")[0].removeprefix("line "))
                 await write(error_line(InvalidLine(number, text.partition(": ")[2], "no_answer")))
-        self._tasks.pop(batch_id, None)  # from here on it is not cancelled
-        await asyncio.to_thread(self._finish, key, batch_id, "completed")
+        await self._end(key, batch_id, "completed")
+
+    def _source(self, key: str, batch: Json) -> Path:
+        """Return the path of the batch's input. Raises NotFound if it has been deleted."""
+        self.store.load(key, batch["input_file_id"], FILE)
+        return self.store.data_path(key, batch["input_file_id"])
 
     def _check(self, path: Path, endpoint: str) -> tuple[int, list[InvalidLine]]:
         with path.open("rb") as file:
@@ -282,16 +287,21 @@ class BatchQueue:
         return send
 
     async def _end_cancelled(self, key: str, batch_id: str) -> None:
-        await asyncio.to_thread(self._finish, key, batch_id, "cancelled")
+        await self._end(key, batch_id, "cancelled")
 
     async def _fail(self, key: str, batch_id: str, errors: list[Json]) -> None:
         fields = {"errors": {"object": "list", "data": [{"param": None, **error} for error in errors]}}
         try:
-            await asyncio.to_thread(self._finish, key, batch_id, "failed", **fields)
+            await self._end(key, batch_id, "failed", **fields)
         except OSError as error:  # such as a full disk, on which the answers make room
             log.warning("%s loses its answers: %s", batch_id, error)
             AnswerFiles(self.store, key, batch_id).delete()
-            await asyncio.to_thread(self._finish, key, batch_id, "failed", **fields)
+            await self._end(key, batch_id, "failed", **fields)
+
+    async def _end(self, key: str, batch_id: str, status: str, **fields: Any) -> None:
+        """End the batch. From here on its task is not cancelled: that would leave the batch as it is."""
+        self._tasks.pop(batch_id, None)
+        await asyncio.to_thread(self._finish, key, batch_id, status, **fields)
 
     def _finish(self, key: str, batch_id: str, status: str, **fields: Any) -> None:
         """End the batch, and make its answers visible."""

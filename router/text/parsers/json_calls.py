@@ -2,7 +2,7 @@
 
 hermes       <tool_call>{"name": "f", "arguments": {…}}</tool_call>, among text      (Hermes, Qwen 2.5 and 3, Granite 4)
 granite      <|tool_call|>[{"name": "f", "arguments": {…}}, …], among text           (Granite 3)
-llama3_json  {"name": "f", "parameters": {…}}; {…}, in place of text                 (Llama 3, Llama 4)
+llama3_json  {"name": "f", "parameters": {…}}; {…}, or a list, in place of text       (Llama 3, Llama 4)
 """
 
 import json
@@ -26,13 +26,14 @@ class JsonCallParser(ToolParser):
         yield from self._skip_space()
         if not ((yield from self._has_text()) and self._buffer[0] == "{"):
             return False
-        call, body = self._json(), ""
+        call, body, is_within = self._json(), "", False
         while (text := (yield from self._read(call))) is not None:
             body += text
             if call.is_over:
                 return call.is_whole and self._whole_call(body + call.close())
-            if call.depth == 2 and (head := HEAD.fullmatch(body)):
+            if call.depth == 2 and not is_within and (head := HEAD.fullmatch(body)):
                 return (yield from self._named_call(parse_json(head[1]), call))
+            is_within |= call.depth == 2  # later brackets are not those of a head, which would be compared for each
             recent = body[-len(text) - MAX_NAME :]
             if any(tag in recent for tag in self._tags(*self.BEGINS)):  # else many tags would each be parsed to the end
                 return False
@@ -119,11 +120,19 @@ class Llama3JsonParser(JsonCallParser):
     BEGINS = ()
     ENDS = (";",)
     FORMS = tuple((f'{tag}{{"name": "NAME", "parameters": ', "}") for tag in ("", "<|python_tag|>"))
-    TEXT = text_without("{")
+    TEXT = text_without(r"{\[")
 
     def _parse(self) -> Steps[None]:
         space = yield from self._skip_space()
         tag = yield from self._match(self._tag("<|python_tag|>"))
+        self._begin_trial()
+        yield from self._skip_space()
+        if (yield from self._match("[")):
+            yield from self._json_calls()
+        if self._consumed is not None:
+            self._rewind()
+        else:
+            yield from self._skip_separators()
         while self._buffer or not self._has_ended:
             self._begin_trial()
             if not (yield from self._json_call()):

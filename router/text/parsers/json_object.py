@@ -15,6 +15,7 @@ MAX_DEPTH = 100  # brackets within each other
 MAX_WORD = 4096  # characters of a number or a constant
 PIECE = 256  # characters that are read at a time, as long as they are enough
 PLAIN = re.compile(r'[^"\\\x00-\x1f\ufdd0]+')
+CONTROL = re.compile(r"[\x00-\x1f]+")
 HEX = "[0-9a-fA-F]"
 ESCAPE = re.compile(
     rf'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F]){HEX}{{4}}|u[dD][89abAB]{HEX}{{2}}\\u[dD][c-fC-F]{HEX}{{2}})'
@@ -40,6 +41,7 @@ class JsonObject:
         """`tags` end it outside of strings, and `hard_tags`, which begin with a mark of their own, also inside of them."""
         self.is_over = self.is_whole = False
         self._tags, self._hard_tags = tuple(tags), tuple(hard_tags)
+        self._firsts = frozenset(tag[0] for tag in (*tags, *hard_tags))
         self._brackets: list[str] = []  # that close what is open
         self._in_string = False
         self._expects = "value"  # or item (a value or the end of the list), key, colon, next (a comma or a bracket)
@@ -150,7 +152,8 @@ class JsonObject:
             return self._emit(1, '\\"' if self._in_string else '"')
         if (known := self._tag(self._hard_tags)) is not None:
             return known
-        return self._emit(1, json.dumps(character, ensure_ascii=False)[1:-1])
+        raw = CONTROL.match(self._text, self._at)
+        return self._emit(len(raw[0]), json.dumps(raw[0])[1:-1]) if raw else self._emit(1, character)
 
     def _step_escape(self) -> bool:
         if escape := ESCAPE.match(self._text, self._at):
@@ -168,6 +171,8 @@ class JsonObject:
 
     def _tag(self, tags: tuple[str, ...]) -> bool | None:
         """End at a tag; return None if there is none, False if it is not known yet."""
+        if self._text[self._at] not in self._firsts:
+            return None
         if any(self._text.startswith(tag, self._at) for tag in tags):
             return self._end(is_whole=True)
         rest = self._text[self._at : self._at + max(map(len, tags), default=0)]

@@ -83,11 +83,11 @@ class ReasoningParser(Reader):
 
     def _reason(self, text: str) -> None:
         """Emit reasoning without the line breaks around it, which templates write themselves."""
-        text = self._line_breaks + (text if self._has_begun else text.lstrip("\n"))
-        body = text.rstrip("\n")
-        self._line_breaks = text[len(body) :]
-        self._has_begun |= bool(body)
-        self._output.reasoning += body
+        text = text if self._has_begun else text.lstrip("\n")
+        if body := text.rstrip("\n"):
+            self._output.reasoning += self._line_breaks + body
+            self._line_breaks, self._has_begun = "", True
+        self._line_breaks += text[len(body) :]
 
     def _text(self, text: str) -> None:
         self._output.text += text

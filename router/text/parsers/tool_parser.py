@@ -65,7 +65,7 @@ class ToolParser(Reader):
         self.num_calls = 0
         self._tools = tools
         self._index = -1  # of the last call
-        self._space = ""  # white space that is dropped if a call follows
+        self._space: list[str] = []  # white space that is dropped if a call follows
         self._follows_call = False
 
     def _parse(self) -> Steps[None]:
@@ -132,21 +132,22 @@ class ToolParser(Reader):
         if self._follows_call:
             text = text.lstrip()
             self._follows_call = not text
-        text = self._space + text
-        body = text.rstrip()
-        self._output.text += body
-        self._space = text[len(body) :]
+        if body := text.rstrip():
+            self._end_text()
+            self._output.text += body
+        self._space.append(text[len(body) :])
 
     def _end_text(self) -> None:
-        self._output.text += self._space
-        self._space = ""
+        self._output.text += "".join(self._space)
+        self._space.clear()
 
     def _knows(self, name: object) -> bool:
         return isinstance(name, str) and name in self._tools.schemas
 
     def _begin_call(self, name: str, call_id: str = "") -> None:
         self._commit()
-        self._space, self._follows_call = "", True
+        self._space.clear()
+        self._follows_call = True
         self._index += 1
         self._emit(ToolCallDelta(self._index, "", name, call_id or new_call_id()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 
 from pdserve.errors import Unavailable
 from pdserve.output import Output
+from pdserve.router.text.parsers.json_calls import HermesParser
 from pdserve.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -127,3 +129,26 @@ def test_a_refused_choice_cancels_those_before(
     monkeypatch.setattr(backend, "open", open_two)
     assert client.post(COMPLETIONS, {**HELLO, "prompt": ["one", "two", "three"]}).status_code == 503
     assert [stream.cancelled for stream in backend.streams] == [True, True]
+
+
+def test_a_parser_that_cannot_be_opened_leaves_no_stream(
+    client: Client, backend: ScriptedBackend, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another package's. Nothing that was started goes on."""
+
+    class Broken(HermesParser):
+        opened = 0
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            Broken.opened += 1
+            if Broken.opened == 2:
+                raise KeyError("tags")
+
+    monkeypatch.setattr(tokenizer, "parsers", replace(tokenizer.parsers, tools=Broken))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": [{"role": "user", "content": "hello"}], "tools": tools, "n": 2}
+    for stream in (False, True):
+        Broken.opened = 0
+        assert client.post(CHAT, {**body, "stream": stream}).status_code == 500
+    assert all(one.cancelled for one in backend.streams)

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.errors import BadRequest
 from pdserve.output import Output
+from pdserve.router.api.chat import MAX_MENDED, template_messages
+from pdserve.router.api.schemas import CalledFunction, Message, ToolCall
 
 if TYPE_CHECKING:
     from pdserve.router.text.tokenizer import Tokenizer
@@ -125,6 +128,20 @@ def test_the_template_sees_what_is_left_of_arguments(
     )
     prompt = reasoning_tokenizer.decode(backend.requests[-1].prompt, skip_special_tokens=False)
     assert shown is None or f'"arguments": {json.dumps(shown)}' in prompt
+
+
+def test_what_is_mended_of_the_arguments_of_one_body_is_limited() -> None:
+    """Each character takes some microseconds of a worker that others wait for. JSON is not limited."""
+
+    def messages(*arguments: str) -> list[Message]:
+        calls = [ToolCall(function=CalledFunction(name="f", arguments=text)) for text in arguments]
+        return [Message(role="assistant", tool_calls=[call]) for call in calls]
+
+    cut = '{"a": "' + "x" * (MAX_MENDED // 2)
+    first, whole = template_messages(messages(cut, cut + '"}' + " " * MAX_MENDED))
+    assert first["tool_calls"][0]["function"]["arguments"] == whole["tool_calls"][0]["function"]["arguments"]
+    with pytest.raises(BadRequest, match="have more than 262144 characters; send JSON objects"):
+        template_messages(messages(cut, cut))
 
 
 @pytest.mark.parametrize(

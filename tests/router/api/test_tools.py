@@ -218,9 +218,9 @@ def test_harmony_in_tokens_that_end_the_output(parts: list[str], is_accepted: bo
     assert (all(map(matcher.consume_token, tokens)) and matcher.is_stopped()) is is_accepted
 
 
-@pytest.mark.parametrize("text", ["{", " {", "\xa0{", "\u2003{", "\x1c{", "<|python_tag|>{"])
+@pytest.mark.parametrize("text", ["{", " {", "\xa0{", "\u2003{", "\x1c{", "<|python_tag|>{", "[{", " [ {"])
 def test_json_calls_cannot_hide_behind_white_space(text: str, tokenizer: Tokenizer) -> None:
-    """Llama's parser takes a first JSON object for a call, so nothing else may begin like one."""
+    """Llama's parser takes a first JSON object, or a list of them, for calls, so nothing else may begin like one."""
     call = text + ' "name": "weather", "parameters": {"city": 5}}'
     parser = TOOL_PARSERS["llama3_json"]
     assert parser(Tools({"weather": SCHEMA}), {}).push(call, is_end=True).calls

@@ -305,19 +305,59 @@ def test_a_batch_whose_answers_find_no_room_fails(
         assert expected in batch.errors.data[0].message
 
 
+def test_a_batch_that_is_cancelled_while_it_ends_ends(
+    serve: Callable[[], AbstractContextManager[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it fails between the two halves of the cancellation: after its state is read, and before that is written."""
+    fails, is_cancelled, has_failed = threading.Event(), threading.Event(), threading.Event()
+    save = FileStore.save
+
+    def save_in_turn(store: FileStore, key: str, item: dict[str, Any]) -> None:
+        if item.get("status") == "failed":
+            fails.set()
+            assert is_cancelled.wait(600)
+        elif item.get("status") == "cancelling":
+            is_cancelled.set()
+            assert has_failed.wait(600)
+        save(store, key, item)
+        if item.get("status") == "failed":
+            has_failed.set()
+
+    monkeypatch.setattr(AnswerFiles, "append", Mock(side_effect=ValueError("damaged")))
+    monkeypatch.setattr(FileStore, "save", save_in_turn)
+    with serve() as url, client(url) as official:
+        batch = start(official, batch_file("a"))
+        assert fails.wait(600)
+        assert official.batches.cancel(batch.id).status == "cancelling"
+        assert ended(official, batch.id).status == "cancelled"
+
+
+async def resume(store: FileStore) -> None:
+    """Go on with the batches of a store, to their ends."""
+    batch_queue.BatchQueue(store, 1, {}).resume()
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(tasks)
+
+
+@pytest.mark.parametrize("status", ["validating", "in_progress"])
+def test_a_batch_whose_input_was_deleted_says_so(tmp_path: Path, status: str) -> None:
+    """It does not say where this machine keeps its files."""
+    store = FileStore(tmp_path, MAX_BYTES)
+    counts = {"total": 1, "completed": 0, "failed": 0}
+    batch = {"id": "batch_" + "0" * 24, "status": status, "created_at": 1, "request_counts": counts, "endpoint": CHAT}
+    store.save("one", batch | {"input_file_id": "file-" + "1" * 24})
+    asyncio.run(resume(store))
+    [error] = store.load("one", str(batch["id"]))["errors"]["data"]
+    assert error["message"] == f"this API key has no 'file-{'1' * 24}'"
+
+
 def test_an_ended_batch_is_not_answered_again(tmp_path: Path) -> None:
     """Another router read its state before it ended, and takes its lock afterwards."""
     store = FileStore(tmp_path, MAX_BYTES)
     batch = {"id": "batch_" + "0" * 24, "status": "completed", "created_at": 1, "request_counts": {}}
     store.save("one", batch)
-
-    async def resume() -> None:
-        batch_queue.BatchQueue(store, 1, {}).resume()
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(tasks)
-
     with patch.object(FileStore, "all_batches", lambda self: [("one", batch | {"status": "in_progress"})]):
-        asyncio.run(resume())
+        asyncio.run(resume(store))
     assert store.load("one", str(batch["id"])) == batch
 
 

@@ -93,6 +93,36 @@ def test_an_instance_that_attaches_is_told_what_it_lacks(cluster: Any) -> None:
     assert cluster.sent(decode) == []
 
 
+def test_an_adapter_that_was_unloaded_does_not_come_back_with_an_instance_that_was_away(cluster: Any) -> None:
+    prefill, decode = cluster.instances
+    sql = pb.Adapter(name="sql", digest=NEW, path="/sql", loaded_at=2)
+    has(cluster, prefill, pb.Adapter(digest=NEW))  # it keeps those that have lost their names for a while
+    has(cluster, decode, sql)
+    cluster.dispatcher.on_joined(decode)
+    assert cluster.sent(prefill) == []
+    [(_, order)] = cluster.sent(decode)
+    assert (order.name, order.path) == ("sql", "")
+    has(cluster, prefill, pb.Adapter(digest=NEW), sql)  # it was loaded again
+    cluster.dispatcher.on_joined(decode)
+    assert cluster.sent(prefill) == cluster.sent(decode) == []
+    has(cluster, prefill, pb.Adapter(digest=NEW))
+    cluster.dispatcher.change_adapter("sql", "/sql", False, lambda _: None)  # it is being loaded again
+    (cluster.sent(prefill), cluster.sent(decode))
+    cluster.dispatcher.on_joined(decode)
+    assert all(one.path for instance in cluster.instances for _, one in cluster.sent(instance))
+
+
+def test_an_instance_with_the_adapter_under_no_name_loads_it_again(cluster: Any) -> None:
+    """It was away when the name went back to earlier weights, which it keeps for a while only."""
+    prefill, decode = cluster.instances
+    has(cluster, prefill, pb.Adapter(name="sql", digest=OLD, path="/sql", loaded_at=3))
+    has(cluster, decode, pb.Adapter(digest=OLD), pb.Adapter(name="sql", digest=NEW, path="/new", loaded_at=2))
+    cluster.dispatcher.on_joined(decode)
+    assert cluster.sent(prefill) == []
+    [(_, order)] = cluster.sent(decode)
+    assert (order.name, order.path, order.replaces) == ("sql", "/sql", True)
+
+
 def test_only_instances_that_have_an_adapter_get_its_requests(cluster: Any) -> None:
     """Of two weights of one name, new requests get the later ones."""
     prefill, decode = cluster.instances

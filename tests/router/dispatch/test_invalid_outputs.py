@@ -218,3 +218,12 @@ def test_an_instance_is_suspect_by_the_faults_of_the_last_minute(events: list[tu
         assert faults.record("decode-0", request, client, now) is expected is faults.is_suspect("decode-0", now)
         assert not faults.is_suspect("decode-1", now)
     assert not faults.is_suspect("decode-0", now + WINDOW_S + 1)
+
+
+def test_faults_of_instances_that_left_are_not_kept() -> None:
+    faults = OutputFaults()
+    for number in range(10):
+        faults.record(f"decode-{number}", "r", "a", now=float(number))
+    assert len(faults.by_instance) == 10
+    faults.record("decode-x", "r", "a", now=8.5 + WINDOW_S)
+    assert faults.by_instance.keys() == {"decode-9", "decode-x"}

@@ -142,6 +142,18 @@ def test_pairs_without_a_common_store_are_detected_and_avoided(
     caplog.set_level("WARNING")
 
 
+def test_a_hand_over_from_an_instance_that_has_left_counts_for_nothing(make_cluster: type[Cluster]) -> None:
+    """Its name would stay in the metrics, and a store in its memory is gone."""
+    cluster = make_cluster("prefill", "decode")
+    prefill, decode = cluster.instances
+    state = cluster.open()
+    cluster.deliver(prefill, token_ids=[7], stored=Stored(num_blocks=2, final=True))
+    cluster.fleet.deregister(prefill, "test")
+    cluster.deliver(decode, state.id, moved=Moved(seconds=0.1))
+    cluster.deliver(decode, state.id, token_ids=[8, 9, 10], finish_reason="length", stamps={"kv_ready": 0.0})
+    assert b"in_vain_total{" not in cluster.metrics.text()
+
+
 def test_auto_uses_the_cost_models_that_instances_report(make_cluster: type[Cluster]) -> None:
     cluster = make_cluster("prefill", "prefill", "decode", "decode")
     slow, fast = (

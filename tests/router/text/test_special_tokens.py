@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from pdserve.errors import BadRequest
-from pdserve.router.text.tokenizer import TemplateOptions, Tokenizer
+from pdserve.router.text.tokenizer import SpecialTokens, TemplateOptions, Tokenizer, longest_of
+from tests.cpu_time import cpu_seconds
 
 CORPUS = ["the capital of France is Paris", "a user and an assistant said: hello world, im_end end_of_turn eot_id"] * 20
 PRINTABLE = [chr(code) for code in range(33, 127)] + ["\n"]
@@ -254,3 +257,27 @@ def test_vocabularies_may_skip_ids(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save(base, "{% for m in messages %}<s>{{ m.content }}{% endfor %}", tmp_path))
     special = tokenizer.encode("<s>")
     assert tokenizer.render_chat(user("b<s>a")) == [*special, 9, 1, 2, 3, 0]
+
+
+@given(st.sets(st.text("ab<|", min_size=1, max_size=5), min_size=1, max_size=12), st.text("ab<|", max_size=40))
+def test_the_longest_string_counts_that_begins_at_a_place(strings: set[str], text: str) -> None:
+    one_by_one = "|".join(map(re.escape, sorted(strings, key=len, reverse=True)))
+    for pattern in ("{}", "(?=({}))."):
+        found, expected = (
+            [(one.span(), *one.groups()) for one in re.finditer(pattern.format(alternatives), text, re.DOTALL)]
+            for alternatives in (longest_of([*strings]), one_by_one)
+        )
+        assert found == expected
+
+
+@pytest.mark.slow
+def test_a_thousand_special_tokens_cost_no_more_at_each_character() -> None:
+    """Mistral's tokenizers have as many. Small bodies are looked through on the event loop."""
+
+    def seconds(count: int) -> float:
+        tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        tokenizer.add_special_tokens(["<s>", "[INST]", *(f"<SPECIAL_{number}>" for number in range(count))])
+        special = SpecialTokens(tokenizer)
+        return cpu_seconds(lambda: special.occur_in("<" * 100_000))
+
+    assert seconds(1000) < 20 * seconds(1)

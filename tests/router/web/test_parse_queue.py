@@ -63,6 +63,38 @@ def test_keys_take_turns_at_the_threads(metrics: Metrics, monkeypatch: pytest.Mo
     assert order == ["a-0", "b-0", "a-1", "b-1", "a-3", "later"]
 
 
+def test_a_body_whose_client_has_left_counts_until_its_thread_is_free(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client that leaves at once, again and again, could have any number of bodies behind two slow ones."""
+    monkeypatch.setattr(parse_queue, "LARGE_BODY", 1)
+    gate, num_parsed = threading.Event(), 0
+
+    def parse() -> None:
+        nonlocal num_parsed
+        num_parsed += 1
+        gate.wait(600)
+        raise ValueError("nobody reads this")
+
+    async def scenario() -> None:
+        budget = BodyBudget(has_keys=False, largest=1, on_refusal=lambda key: None)
+        queue, most = ParseQueue(4, WEIGHTS, budget, metrics), parse_queue.NUM_THREADS
+        for number in range(1, 10):
+            task = asyncio.create_task(queue.run("a", bytes(9), parse))
+            await asyncio.sleep(0)
+            while num_parsed < min(most, number):
+                await asyncio.sleep(0.001)
+            task.cancel()
+            assert [*await asyncio.gather(task, return_exceptions=True)] and budget.num_bytes <= 9 * most
+        assert budget.num_bytes == 9 * most
+        gate.set()
+        while budget.num_bytes:
+            await asyncio.sleep(0.001)
+        assert await queue.run("a", bytes(9), lambda: 5) == 5 and num_parsed == most
+
+    run(scenario)
+
+
 def test_bodies_beyond_the_limit_are_rejected_and_counted(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parse_queue, "LARGE_BODY", 1)
     gate = threading.Event()
