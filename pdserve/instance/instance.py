@@ -405,7 +405,7 @@ class Instance:
         if adapters is None:
             answer("this instance loads no adapters at run time; start it with --lora-folder")
         else:
-            adapters.change(order, self.post, answer)
+            adapters.change(order, self, answer)
 
     def _cancel(self, job: Job | None) -> None:
         if job is not None:
