@@ -396,7 +396,7 @@ class Instance:
 
     def _change_adapter(self, link: str, order: pb.ChangeAdapter) -> None:
         def answer(error: str) -> None:
-            if not error and adapters is not None:
+            if not error and not order.offers and adapters is not None:
                 self.on_adapters_changed(adapters.listing())
             changed = pb.AdapterChanged(number=order.number, error=error)
             self._send(link, pb.InstanceFrame(adapter_changed=changed))

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +320,8 @@ def flip(url: str, of: Path) -> bool:
         return False
     with closing(redis.Redis.from_url(url)) as client:
         for key in client.scan_iter(count=1000):
-            if (at := client.get(key).find(piece)) >= 0:
+            value: Any = client.get(key)
+            if (at := value.find(piece)) >= 0:
                 client.setrange(key, at, bytes([piece[0] ^ 1]))
                 return True
     return False
@@ -339,7 +340,13 @@ def folder(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
 def answers(checkpoint: Callable[..., Path], generate: Any, folder: Path) -> Callable[[str], list[list[int]]]:
     """answers(name) → what the base, merged with this adapter, answers to ASKED."""
     base = checkpoint("llama", dtype="float32")
-    return lambda name: generate(merge(folder.parent / f"merged {name}", base, folder / name, {"": 2.0}), ASKED, TOKENS)
+
+    @cache
+    def of(name: str) -> list[list[int]]:
+        merged = merge(folder.parent / f"merged {name}", base, folder / name, {"": 2.0})
+        return generate(merged, ASKED, TOKENS)  # type: ignore[no-any-return]
+
+    return of
 
 
 @pytest.fixture
@@ -389,7 +396,8 @@ def test_an_instance_without_the_folder_takes_adapters_from_the_kv_store(
         assert count(role="decode", direction="store", outcome="ok") == 1
         assert flip(url, folder / "first")
         os.kill(deployment.child("prefill-0").pid, signal.SIGKILL)
-        wait_until(lambda: count(role="prefill", direction="load", outcome="corrupt") == 1, "the byte is found")
+        back = deployment.poll_ready  # which starts it again
+        wait_until(lambda: back() and count(role="prefill", outcome="corrupt") == 1, "the byte is found")
         wait_until(lambda: count(role="prefill", direction="load", outcome="ok") >= 1, "it is stored again")
         check("first")
         assert change(deployment, "load", lora_path="second", load_inplace=True)[0] == 200
@@ -448,8 +456,8 @@ def test_an_instance_is_killed_while_it_loads_an_adapter(
         loaded = thread.submit(change, deployment, "load", lora_path="first")
         os.kill(prefill, signal.SIGKILL)
         assert loaded.result(600)[0] == 200
-        count = partial(metric, deployment, "adapter_transfers_total", role="prefill", direction="load")
-        wait_until(lambda: count(outcome="ok") == 1, "it is back, and has the adapter")
+        back, count = deployment.poll_ready, partial(metric, deployment, "adapter_transfers_total", role="prefill")
+        wait_until(lambda: back() and count(direction="load", outcome="ok") == 1, "it is back, and has the adapter")
         assert ask(deployment, complete) == answers("first")
         assert metric(deployment, "handover_fallbacks_total") == 0
         os.kill(server.pid, signal.SIGSTOP)  # decode stores it, or prefill loads it, until the end of a time-out
@@ -457,6 +465,5 @@ def test_an_instance_is_killed_while_it_loads_an_adapter(
         os.kill(deployment.child("prefill-0").pid, signal.SIGKILL)
         os.kill(server.pid, signal.SIGCONT)
         assert loaded.result(600)[0] == 200
-        wait_until(lambda: count(outcome="ok") >= 1, "it is back again")
-        deployment.wait_ready(600)
+        wait_until(lambda: back() and count(outcome="ok") >= 1, "it is back again")
         assert ask(deployment, complete) == answers("second")
