@@ -20,6 +20,8 @@ def resolve_model(name: str) -> Path | str:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
+    if path.suffix == ".gguf":
+        raise SetupError(f"{name} is a GGUF file: write it as a checkpoint by `pdserve convert-gguf {name} DIRECTORY`")
     if not name or name[0] in "./~" or name.count("/") > 1:
         raise SetupError(f"no such model directory: {name or '(empty name)'}")
     return name

@@ -170,7 +170,9 @@ def convert_llama_cpp(path: Path, target: Path) -> None:
                 values = (values.astype(np.uint32) << 16).view(np.float32)
             elif values.dtype == np.uint16:
                 values, kind = values.view(np.uint8), gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values, raw_dtype=kind)
+            found = names.get_name(name, try_suffixes=(".weight",))
+            assert found is not None, name
+            writer.add_tensor(found, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

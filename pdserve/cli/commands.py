@@ -291,6 +291,16 @@ def batch(
         raise typer.Exit(1)
 
 
+def convert_gguf(
+    source: Path = typer.Argument(help="GGUF file; a tokenizer.json beside it is taken before its own"),  # noqa: B008
+    target: Path = typer.Argument(help="new directory, for --model"),  # noqa: B008
+) -> None:
+    """Write a GGUF file as a checkpoint: linear layers in Q4_0 and Q8_0 keep their bits, other types become dense."""
+    from pdserve.cli.gguf import convert
+
+    print(convert(source, target))
+
+
 def serve(arguments: list[str] = typer.Argument(None)) -> None:  # noqa: B008
     """Name the command that does what `vllm serve MODEL` does."""
     model = next((one for one in arguments or () if not one.startswith("-")), "MODEL")
@@ -319,6 +329,7 @@ bench_app.command("serve", cls=GroupedCommand)(command_from_config(BenchServeCon
 bench_app.command("tune", cls=GroupedCommand)(command_from_config(BenchTuneConfig, bench_tune))
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 app.command("batch", rich_help_panel=START)(batch)
+app.command("convert-gguf", rich_help_panel=START)(convert_gguf)
 app.command("serve", hidden=True, context_settings={"ignore_unknown_options": True})(serve)
 app.command("drain", rich_help_panel=OPERATE)(drain)
 app.command("role", rich_help_panel=OPERATE)(role)

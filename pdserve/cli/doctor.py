@@ -183,6 +183,7 @@ def _packages() -> list[Finding]:
         "ray": ("ray", "pdserve up --on ray"),
         "kubernetes": ("kubernetes", "--launcher kubernetes:// of pdserve autoscale"),
         "accelerate": ("accelerate", "checkpoints with FP8 weights"),
+        "gguf": ("gguf", "pdserve convert-gguf"),
         "matplotlib": ("matplotlib", "pdserve connector bench --plot"),
     }
     rows = []

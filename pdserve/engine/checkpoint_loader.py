@@ -333,9 +333,15 @@ def _eos_token_ids(path: Path, text_config: Any) -> frozenset[int]:
 
 def _message_ends(path: Path) -> frozenset[int]:
     """Return the tokens behind messages that may not be those that end generation: gpt-oss has others."""
-    file = path / "tokenizer_config.json"
-    added = json.loads(file.read_text()).get("added_tokens_decoder", {}) if file.is_file() else {}
-    return frozenset(int(token) for token, one in added.items() if one.get("content") in MESSAGE_ENDS)
+    tokenizer, settings = path / "tokenizer.json", path / "tokenizer_config.json"
+    if tokenizer.is_file():
+        added = {one["id"]: one["content"] for one in json.loads(tokenizer.read_bytes()).get("added_tokens", ())}
+    elif settings.is_file():
+        listed = json.loads(settings.read_bytes()).get("added_tokens_decoder", {})
+        added = {int(token): one["content"] for token, one in listed.items()}
+    else:
+        added = {}
+    return frozenset(token for token, content in added.items() if content in MESSAGE_ENDS)
 
 
 def cpu_memory_available() -> int:

@@ -1,5 +1,6 @@
 """Checkpoint loading: fingerprints, layouts and errors."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,22 @@ def test_fingerprint_depends_on_weights_and_config(checkpoint: Callable[..., Pat
     assert fingerprint(copied) == fingerprint(path) != fingerprint(checkpoint("llama", seed=1))
     (copied / "config.json").write_text((copied / "config.json").read_text() + " ")
     assert fingerprint(copied) != fingerprint(path)
+
+
+def test_ends_of_messages_are_found_in_either_file_of_a_tokenizer(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """transformers writes only tokenizer.json since version 5; its ids need not be in the vocabulary."""
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), path)
+    config = EngineConfig(model=str(path), device="cpu")
+    expected = frozenset({256})  # <|end|>
+    assert load(config).message_ends == expected
+    (path / "tokenizer.json").unlink()
+    assert load(config).message_ends == frozenset()
+    settings = {"added_tokens_decoder": {"256": {"content": "<|end|>"}, "257": {"content": "<|pad|>"}}}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load(config).message_ends == expected
 
 
 def test_incomplete_checkpoints_are_setup_errors(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
