@@ -33,6 +33,7 @@ HELP = {
     "kv_transfer_given_up_blocks": "KV blocks of queued transfers that failed because the store did not answer",
     "kv_leases_prolonged": "KV blocks whose leases were prolonged because their prompts wait for room on decode",
     "kv_lease_overruns": "prompts that wait for room on decode for longer than a lease that cannot be prolonged",
+    "adapter_transfers": "adapters stored in the KV store for other instances, or loaded from it, by direction and outcome",
     "prefill_steps_held_back": "steps that excluded prefill because stores were queued",
     "store_skipped_blocks": "KV blocks of prompts not stored because they left the attention window before",
     "store_back_skipped_blocks": "KV blocks not stored back because too many bytes were in flight",
@@ -62,6 +63,7 @@ HELP = {
 }
 # Metric name → its labels, sorted; without an entry it has none.
 LABELS: dict[str, tuple[str, ...]] = {
+    "adapter_transfers": ("direction", "outcome"),
     "kv_cache_blocks_of_key": ("key",),
     "kv_store_out": ("connector",),
     "profile_ratio": ("phase",),

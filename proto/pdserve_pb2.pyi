@@ -278,16 +278,20 @@ class ResetCache(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class ChangeAdapter(_message.Message):
-    __slots__ = ("number", "name", "path", "replaces")
+    __slots__ = ("number", "name", "path", "replaces", "digest", "offers")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     REPLACES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
     number: int
     name: str
     path: str
     replaces: bool
-    def __init__(self, number: _Optional[int] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., replaces: _Optional[bool] = ...) -> None: ...
+    digest: bytes
+    offers: bool
+    def __init__(self, number: _Optional[int] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., replaces: _Optional[bool] = ..., digest: _Optional[bytes] = ..., offers: _Optional[bool] = ...) -> None: ...
 
 class Heard(_message.Message):
     __slots__ = ()

@@ -13,7 +13,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -95,14 +95,39 @@ class Adapter:
         return sum(layer.a_RK.nbytes + layer.b_RN.nbytes for layer in self.layers.values())
 
 
+class Files(NamedTuple):
+    """The files of an adapter.
+
+    Attributes:
+        path: of their folder.
+        config, weights: what is in them.
+    """
+
+    path: Path
+    config: bytes
+    weights: bytes
+
+
+def read_files(path: Path) -> Files:
+    """Return the files of the adapter in a folder. Raises AdapterError."""
+    try:
+        return Files(path, *((path / (file := name)).read_bytes() for name in (CONFIG, WEIGHTS)))
+    except OSError as error:
+        raise AdapterError(f"{path / file} cannot be read: {reason(error)}") from error
+
+
 def read_adapter(path: Path, max_rank: int) -> Adapter:
-    """Return the adapter in a folder, in the dtype in which it is there.
+    """Return the adapter in a folder. Raises AdapterError as `parse_adapter`, or if a file cannot be read."""
+    return parse_adapter(read_files(path), max_rank)
+
+
+def parse_adapter(files: Files, max_rank: int) -> Adapter:
+    """Return the adapter in files, in the dtype in which it is there.
 
     Raises:
         AdapterError: it is incomplete, of a kind that is not supported, or of a higher rank.
     """
-    config = _read_config(path)
-    tensors = _read_tensors(path / WEIGHTS)
+    path, config, tensors = files.path, _parse_config(files), _parse_tensors(files)
     layers = {}
     invocation = tuple(config.get("alora_invocation_tokens") or ())
     digest = hashlib.blake2b(json.dumps(invocation).encode() if invocation else b"", digest_size=KEY_BYTES)
@@ -126,13 +151,13 @@ def read_adapter(path: Path, max_rank: int) -> Adapter:
     return Adapter(layers, digest.digest(), max(len(layer.a_RK) for layer in layers.values()), invocation)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _parse_config(files: Files) -> dict[str, Any]:
     """Return the settings of an adapter. Raises AdapterError."""
-    file = path / CONFIG
+    file = files.path / CONFIG
     try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"{file} cannot be read: {reason(error)}") from error
+        config = json.loads(files.config)
+    except ValueError as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise AdapterError(f"{file}: its peft_type is {kind!r}, and only LORA is supported")
@@ -169,16 +194,16 @@ def _rank_and_scale(config: dict[str, Any], name: str) -> tuple[int, float]:
         raise AdapterError(f"{CONFIG}: rank and alpha of {name} cannot be read: {error}") from error
 
 
-def _read_tensors(file: Path) -> dict[tuple[str, str], torch.Tensor]:
+def _parse_tensors(files: Files) -> dict[tuple[str, str], torch.Tensor]:
     """Return the matrices by the layer's name and A or B. Raises AdapterError.
 
     They are no views of the file: it may be written anew while they are in use.
     """
-    found = {}
+    found, file = {}, files.path / WEIGHTS
     try:
-        tensors = safetensors.torch.load(file.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{file} cannot be read: {reason(error)}") from error
+        tensors = safetensors.torch.load(files.weights)
+    except SafetensorError as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
     for key, tensor in tensors.items():
         match = _TENSOR.fullmatch(key)
         if match is None or not key.startswith(PREFIX):

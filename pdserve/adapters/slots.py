@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,10 @@ from weakref import WeakValueDictionary
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from pdserve.adapters.checkpoint import AdapterError, read_adapter
-from pdserve.config import EngineConfig
+from pdserve.adapters.checkpoint import AdapterError, Files, parse_adapter, read_files
+from pdserve.adapters.sharing import AdapterStore, StoreError
+from pdserve.config import EngineConfig, InstanceConfig
+from pdserve.engine.adapters import Host
 from pdserve.engine.cpu_fusion.linear_method import Linear, add_delta
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.paced_runner import PacedRunner
@@ -33,6 +36,7 @@ from pdserve.engine.step_graph import Graphs
 from pdserve.errors import RequestError, SetupError
 from pdserve.kernels import lora, native
 from pdserve.keys import pack_tokens
+from pdserve.kv_transfer.connector import Outcome
 from pdserve.proto import pdserve_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -86,6 +90,8 @@ class Adapters:
         self._max_rank = config.max_lora_rank
         self._folder = Path(config.lora_folder).resolve() if config.lora_folder else None
         self._base = config.name
+        url = config.connector if isinstance(config, InstanceConfig) else ""
+        self._store = AdapterStore(url, self._runner.checkpoint.layout.groups[0].block_bytes)
         self._names: dict[str, tuple[LoadedAdapter, int]] = {}  # with nanoseconds since 1970, when each got its name
         self._retired: deque[LoadedAdapter] = deque(maxlen=NUM_RETIRED)
         self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
@@ -112,7 +118,10 @@ class Adapters:
         Raises:
             AdapterError: it cannot be read, or is not of this model.
         """
-        found = read_adapter(path, self._max_rank)
+        return self._prepared(read_files(path))
+
+    def _prepared(self, files: Files) -> LoadedAdapter:
+        found, path = parse_adapter(files, self._max_rank), files.path
         model, dtype = self._runner.checkpoint.model, self._runner.checkpoint.dtype
         layers = {}
         for name, layer in found.layers.items():
@@ -147,12 +156,9 @@ class Adapters:
         if (named := self._names.pop(name, None)) is not None:
             self._retired.append(named[0])
 
-    def change(self, order: pb.ChangeAdapter, post: Callable[[Callable[[], None]], None], on_done: OnDone) -> None:
+    def change(self, order: pb.ChangeAdapter, host: Host, on_done: OnDone) -> None:
         """See `Adapters` of the engine."""
-        if not order.path:
-            self.remove(order.name)
-            on_done("")
-            return
+        known = self._by_digest.get(order.digest)
 
         def add(adapter: LoadedAdapter) -> None:
             if order.name in self._names and not order.replaces:
@@ -165,28 +171,72 @@ class Adapters:
             else:
                 on_done("")
 
-        def read() -> None:
+        def work() -> None:
             try:
-                adapter = self.read(self._path(order))
+                if order.offers:
+                    self._offer(order.digest, known, host)
+                    then = partial(on_done, "")
+                else:
+                    then = partial(add, self._obtained(order, host))
             except AdapterError as error:
-                post(partial(on_done, str(error)))
+                then = partial(on_done, str(error))
             except Exception as error:  # whatever is in the files, the order waits for an answer
                 log.exception("adapter %s", order.name)
-                post(partial(on_done, f"{order.path!r} cannot be read: {type(error).__name__}"))
-            else:
-                post(partial(add, adapter))
+                then = partial(on_done, f"{order.path!r} cannot be read: {type(error).__name__}")
+            host.post(then)
 
-        threading.Thread(target=read, name="adapter", daemon=True).start()
+        if order.name == self._base:
+            on_done(f"{order.name!r} is the name of the model")
+        elif not order.path and not order.offers:
+            self.remove(order.name)
+            on_done("")
+        elif known is not None and not order.offers:
+            add(known)
+        else:
+            threading.Thread(target=work, name="adapter", daemon=True).start()
+
+    def _obtained(self, order: pb.ChangeAdapter, host: Host) -> LoadedAdapter:
+        """Return an order's adapter: what is in the folder, unless others have another one. That is in the KV store.
+
+        Raises:
+            AdapterError: it is in neither, or cannot be used.
+        """
+        try:
+            adapter = self.read(self._path(order))
+            if order.digest in (b"", adapter.digest):
+                return adapter
+            here = f"{order.path} has other weights here"
+        except AdapterError as error:
+            if not order.digest:
+                raise
+            here = str(error)
+        try:
+            with _counted(host, "load"):
+                adapter = self._prepared(self._store.get(order.digest, Path(order.path)))
+                if adapter.digest != order.digest:
+                    raise AdapterError(f"adapter {order.digest.hex()}: the KV store has other weights under its digest")
+        except AdapterError as error:
+            log.warning("adapter %s: %s; %s", order.name, here, error)
+            raise AdapterError(f"{here}; {error}") from error
+        return adapter
+
+    def _offer(self, digest: bytes, known: LoadedAdapter | None, host: Host) -> None:
+        """Store an adapter that was read from a folder. Raises AdapterError."""
+        if known is None:
+            raise AdapterError(f"adapter {digest.hex()} is not here")
+        files = read_files(Path(known.path))
+        if parse_adapter(files, self._max_rank).digest != digest:
+            raise AdapterError(f"{known.path} has other weights now than adapter {digest.hex()}")
+        with _counted(host, "store"):
+            self._store.put(digest, files)
 
     def _path(self, order: pb.ChangeAdapter) -> Path:
-        """Return the folder that an order names. Raises AdapterError if it may not be loaded, or not under its name."""
+        """Return the folder that an order names. Raises AdapterError if nothing may be loaded from there."""
         if self._folder is None:
             raise AdapterError("this instance loads no adapters at run time; start it with --lora-folder")
         path = (self._folder / order.path).resolve()
         if not path.is_relative_to(self._folder):
             raise AdapterError(f"{order.path} is outside of --lora-folder {self._folder}")
-        if order.name == self._base:
-            raise AdapterError(f"{order.name!r} is the name of the model")
         return path
 
     def _attach(self, names: list[str]) -> None:
@@ -293,6 +343,20 @@ class Adapters:
         for layer, delta in self._layers.values():
             layer.delta = delta if on else None
         self._runner.graphs, self._graphs = self._graphs, self._runner.graphs
+
+
+@contextmanager
+def _counted(host: Host, direction: str) -> Iterator[None]:
+    """Count how an adapter's way to the KV store, or from there, ends."""
+    outcome = "refused"
+    try:
+        yield
+        outcome = Outcome.OK
+    except StoreError as error:
+        outcome = error.outcome
+        raise
+    finally:
+        host.post(partial(host.count, "adapter_transfers", 1, direction=direction, outcome=str(outcome)))
 
 
 def _checked(config: EngineConfig, runner: "ModelRunner | PacedRunner") -> ModelRunner:

@@ -24,6 +24,21 @@ class Adapter(Protocol):
     def digest(self) -> bytes: ...
 
 
+class Host(Protocol):
+    """The instance of an engine, for changes of its adapters.
+
+    Attributes:
+        post: runs a function on the engine thread, soon.
+        count: as `Reporter.count`; called on the engine thread.
+    """
+
+    @property
+    def post(self) -> "Callable[[Callable[[], None]], None]": ...
+
+    @property
+    def count(self) -> "Callable[..., None]": ...
+
+
 class Adapters(Protocol):
     """The adapters of an engine."""
 
@@ -39,13 +54,8 @@ class Adapters(Protocol):
     def begin_step(self, plan: "StepPlan") -> None:
         """Let the model add to each row of the next step what its sequence's adapter adds."""
 
-    def change(
-        self,
-        order: "pb.ChangeAdapter",
-        post: Callable[[Callable[[], None]], None],
-        on_done: Callable[[str], None],
-    ) -> None:
-        """Load or unload an adapter, without keeping the engine thread. `post` runs a function on it.
+    def change(self, order: "pb.ChangeAdapter", host: Host, on_done: Callable[[str], None]) -> None:
+        """Load, unload or offer an adapter, without keeping the engine thread.
 
         Args:
             on_done: called on the engine thread with the reason why it could not be done, or "".

@@ -396,7 +396,7 @@ class Instance:
 
     def _change_adapter(self, link: str, order: pb.ChangeAdapter) -> None:
         def answer(error: str) -> None:
-            if not error and adapters is not None:
+            if not error and not order.offers and adapters is not None:
                 self.on_adapters_changed(adapters.listing())
             changed = pb.AdapterChanged(number=order.number, error=error)
             self._send(link, pb.InstanceFrame(adapter_changed=changed))
@@ -405,7 +405,7 @@ class Instance:
         if adapters is None:
             answer("this instance loads no adapters at run time; start it with --lora-folder")
         else:
-            adapters.change(order, self.post, answer)
+            adapters.change(order, self, answer)
 
     def _cancel(self, job: Job | None) -> None:
         if job is not None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from pdserve.proto import pdserve_pb2 as pb
@@ -21,18 +22,27 @@ class _Order:
     Attributes:
         due: instances that have not answered.
         done: those that have obeyed.
-        errors: answers of the others, each with the instance's id.
+        errors: answers of the others.
+        asked: instances that were asked to store it for those that could not load it.
+        lacking: the latter, until one has stored it.
+        is_offered: one has.
     """
 
     order: pb.ChangeAdapter
     on_done: Callable[[str], None]
-    due: set[InstanceHandle]
+    due: set[InstanceHandle] = field(default_factory=set)
     done: list[InstanceHandle] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    errors: dict[InstanceHandle, str] = field(default_factory=dict)
+    asked: list[InstanceHandle] = field(default_factory=list)
+    lacking: set[InstanceHandle] = field(default_factory=set)
+    is_offered: bool = False
 
 
 class AdapterChanges:
-    """The orders under way. An instance that is lost counts for nothing: when it is back, it is told what it lacks."""
+    """The orders under way. An instance that is lost counts for nothing: when it is back, it is told what it lacks.
+
+    all load it ─► one that can stores it, if others cannot ─► these load it from the KV store ─► done, or none keeps it
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -45,10 +55,7 @@ class AdapterChanges:
         if not instances:
             on_done(NO_INSTANCE)
             return
-        order = pb.ChangeAdapter(number=next(self._numbers), name=name, path=path, replaces=replaces)
-        self._orders[order.number] = _Order(order, on_done, instances)
-        for instance in instances:
-            instance.connection.send(pb.RouterFrame(change_adapter=order))
+        self._begin(pb.ChangeAdapter(name=name, path=path, replaces=replaces), instances, on_done)
 
     def answered(self, instance: InstanceHandle, number: int, error: str) -> None:
         """Record an instance's answer to an order."""
@@ -58,43 +65,111 @@ class AdapterChanges:
                 log.warning("%s: %s", instance.id, error[:MAX_ERROR_CHARS], extra={"instance": instance.id})
             return
         state.due.remove(instance)
-        if error:
-            state.errors.append(f"{instance.id}: {error[:MAX_ERROR_CHARS]}")
+        error = error and f"{instance.id}: {error[:MAX_ERROR_CHARS]}"
+        if state.asked and not state.is_offered:
+            state.is_offered = not error
+            _log_error(state.order.name, error)
+        elif error:
+            state.errors[instance] = error
         else:
             state.done.append(instance)
-        self._end_if_answered(state)
+        self._go_on_if_answered(state)
 
     def lost(self, instance: InstanceHandle) -> None:
         """Wait for no answer of an instance that has left."""
         for state in [*self._orders.values()]:
+            state.lacking.discard(instance)
+            state.errors.pop(instance, None)
             if instance in state.due:
                 state.due.remove(instance)
-                self._end_if_answered(state)
+                self._go_on_if_answered(state)
 
-    def _end_if_answered(self, state: _Order) -> None:
+    def share(self, adapters: Mapping[str, ServedAdapter], joined: InstanceHandle | None = None) -> None:
+        """Let instances load what others have and they lack, now that one has attached, or some have loaded it.
+
+        What the former has under a name that others have taken away from the same adapter, it unloads: it was told nothing
+        then.
+        """
+        gone = self._gone(joined) & adapters.keys() if joined is not None and joined.hello.loads_adapters else set[str]()
+        for name in gone:
+            assert joined is not None
+            joined.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=name)))
+        for name, adapter in adapters.items():
+            lack = {one for one in self._fleet.instances.values() if one.hello.loads_adapters and name not in gone}
+            lack = {one for one in lack if (name, adapter.digest) not in _named(one)}
+            for state in self._orders.values():
+                if (state.order.name, state.order.digest) == (name, adapter.digest):
+                    lack -= state.due | state.lacking
+            if lack:
+                order = pb.ChangeAdapter(name=name, path=adapter.path, replaces=True, digest=adapter.digest)
+                self._begin(order, lack, partial(_log_error, name))
+
+    def _gone(self, joined: InstanceHandle) -> set[str]:
+        """Return names of an instance's adapters that others have under no name any more."""
+        others = {named for one in self._fleet.instances.values() if one is not joined for named in _named(one)}
+        in_use = {name for name, _ in others} | {state.order.name for state in self._orders.values()}
+        return {name for name, digest in _named(joined) if name not in in_use and ("", digest) in others}
+
+    def _begin(self, order: pb.ChangeAdapter, instances: set[InstanceHandle], on_done: Callable[[str], None]) -> None:
+        order.number = next(self._numbers)
+        self._orders[order.number] = state = _Order(order, on_done)
+        self._send(state, instances)
+
+    def _send(self, state: _Order, instances: set[InstanceHandle], offers: bool = False) -> None:
+        state.due, state.order.offers = instances, offers
+        for instance in [*instances]:
+            instance.connection.send(pb.RouterFrame(change_adapter=state.order))
+
+    def _go_on_if_answered(self, state: _Order) -> None:
         if state.due:
             return
-        del self._orders[state.order.number]
-        if state.errors and not state.order.replaces:
+        if state.is_offered and state.lacking:
+            lacking, state.lacking = state.lacking, set()
+            for instance in lacking:
+                del state.errors[instance]
+            self._send(state, lacking)
+        elif not state.is_offered and (holder := self._holder(state)):
+            state.asked.append(holder)
+            state.lacking = {*state.errors}
+            self._send(state, {holder}, offers=True)
+        else:
+            self._end(state)
+
+    def _holder(self, state: _Order) -> InstanceHandle | None:
+        """Return an instance that may store the adapter for those that could not load it; None if there is none."""
+        if not state.errors:
+            return None
+        if not state.order.digest and (loaded := _loaded(state)):
+            state.order.digest, state.order.path = loaded.digest, loaded.path
+        return min(self._having(state.order.digest) - {*state.asked}, key=lambda one: one.id, default=None)
+
+    def _having(self, digest: bytes) -> set[InstanceHandle]:
+        return {one for one in self._fleet.instances.values() if digest in one.adapters}
+
+    def _end(self, state: _Order) -> None:
+        order, errors = state.order, state.errors
+        del self._orders[order.number]
+        if errors and not order.replaces:
             for instance in state.done:
-                instance.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=state.order.name)))
+                instance.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=order.name)))
         nobody = "" if state.done else "the instances were lost before they answered"
-        state.on_done(min(state.errors, default=nobody))
+        state.on_done(min(errors.values(), default=nobody))
+        loaded = None if errors else _loaded(state)
+        if order.path and loaded and order.digest in (b"", loaded.digest):  # some may have attached since it began
+            self.share({order.name: ServedAdapter(loaded.digest, loaded.path)})
 
-    def share(self, joined: InstanceHandle, adapters: Mapping[str, ServedAdapter]) -> None:
-        """Let instances load what others have and they lack, now that one has attached.
 
-        What it has under a name that others have taken away from the same adapter, it unloads: it was told nothing then.
-        """
-        fleet = self._fleet.instances.values()
-        known = {(one.name, one.digest) for other in fleet if other is not joined for one in other.hello.adapters}
-        in_use = {name for name, _ in known} | {state.order.name for state in self._orders.values()}
-        gone = {one.name for one in joined.hello.adapters if one.name not in in_use and ("", one.digest) in known}
-        for instance in fleet:
-            here = {(one.name, one.digest) for one in instance.hello.adapters}
-            for name, adapter in adapters.items() if instance.hello.loads_adapters else ():
-                if name in gone and instance is joined:
-                    instance.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=name)))
-                elif name not in gone and (name, adapter.digest) not in here:
-                    order = pb.ChangeAdapter(name=name, path=adapter.path, replaces=True)
-                    instance.connection.send(pb.RouterFrame(change_adapter=order))
+def _named(instance: InstanceHandle) -> set[tuple[str, bytes]]:
+    """Return names, or "", and digests of the adapters that an instance has."""
+    return {(one.name, one.digest) for one in instance.hello.adapters}
+
+
+def _loaded(state: _Order) -> pb.Adapter | None:
+    """Return what an instance that has obeyed has under the order's name; None if there is none."""
+    adapters = (one for instance in state.done for one in instance.hello.adapters)
+    return next((one for one in adapters if one.name == state.order.name), None)
+
+
+def _log_error(name: str, error: str) -> None:
+    if error:
+        log.warning("adapter %s: %s", name, error)

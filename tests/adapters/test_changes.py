@@ -1,16 +1,21 @@
 """Adapters that an instance loads and unloads while it runs: what it announces, and what it refuses, in a sentence."""
 
+import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pdserve.adapters.checkpoint import CONFIG, WEIGHTS
+from pdserve.adapters.checkpoint import CONFIG, WEIGHTS, Files, read_files
 from pdserve.config import InstanceConfig
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
+from pdserve.kv_transfer.connectors import memory
 from pdserve.proto import pdserve_pb2 as pb
 from tests.low_rank import make_adapter, with_settings
 
@@ -24,11 +29,11 @@ class Loader:
         announced: names and digests that it has announced.
     """
 
-    def __init__(self, base: Path, folder: Path) -> None:
+    def __init__(self, base: Path, folder: Path, connector: str = "memory://") -> None:
         self.answers: list[str] = []
         self.announced: list[dict[str, bytes]] = []
         self.config = InstanceConfig(
-            model=str(base), served_model_name="base", connector="memory://", num_blocks=64, lora_folder=str(folder)
+            model=str(base), served_model_name="base", connector=connector, num_blocks=64, lora_folder=str(folder)
         )
         self.instance = Instance(self.config, self._send)
         self.instance.on_adapters_changed = lambda found: self.announced.append({one.name: one.digest for one in found})
@@ -37,10 +42,18 @@ class Loader:
         assert frame.WhichOneof("frame") == "adapter_changed" and frame.adapter_changed.number == 7
         self.answers.append(frame.adapter_changed.error)
 
-    def order(self, name: str, path: str, replaces: bool = False) -> str:
+    @property
+    def transfers(self) -> dict[str, float]:
+        """Adapters stored and loaded, by direction and outcome."""
+        self.instance.run_once(wait=False)
+        counts = self.instance.reporter.counts.items()
+        return {"/".join(re.findall('"(.*?)"', key)): one for key, one in counts if key.startswith("adapter_transfers")}
+
+    def order(self, name: str, path: str, replaces: bool = False, **fields: Any) -> str:
         """Give an order, and return the error in its answer."""
         count, deadline = len(self.answers), time.monotonic() + PATIENCE_S
-        self.instance.change_adapter("router", pb.ChangeAdapter(number=7, name=name, path=path, replaces=replaces))
+        order = pb.ChangeAdapter(number=7, name=name, path=path, replaces=replaces, **fields)
+        self.instance.change_adapter("router", order)
         while len(self.answers) == count:
             assert time.monotonic() < deadline
             self.instance.run_once(wait=False)
@@ -119,3 +132,55 @@ def test_earlier_weights_that_come_back_are_the_latest_of_their_name(loader: Loa
         listed = make_hello("both", loader.config, loader.instance).adapters
         times += [one.loaded_at for one in listed if one.name == "sql"]
     assert times == sorted(set(times)) and len(times) == 3
+
+
+def test_an_instance_without_the_folder(checkpoint: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
+    """It takes the adapter with a digest from the KV store, once another instance has stored it there, and nothing else."""
+    base, url = checkpoint("llama", dtype="float32"), f"memory://{uuid.uuid4().hex}"
+    giver = Loader(base, folder, url)
+    with_settings(tmp_path / "empty" / "sql", folder / "good", lora_alpha=3)
+    taker = Loader(base, tmp_path / "empty", url)
+    with closing(giver.instance), closing(taker.instance):
+        assert giver.order("sql", "good") == ""
+        digest = giver.announced[0]["sql"]
+        for path, here in (("good", "cannot be read"), ("sql", "sql has other weights here"), ("/", "is outside of")):
+            error = taker.order("sql", path, digest=digest)
+            assert here in error and error.endswith("; adapter " + digest.hex() + ": the KV store does not have it")
+        assert "is not here" in giver.order("", "", digest=bytes(16), offers=True)
+        assert "is not here" in taker.order("", "", digest=digest, offers=True)
+        assert giver.order("", "", digest=digest, offers=True) == ""
+        assert taker.order("base", "good", digest=digest) == "'base' is the name of the model"
+
+        values = memory._stores[url.removeprefix("memory://")].values
+        name = max(values, key=lambda one: values[one].count(b"lora_A"))
+        values[name] = values[name][:1000] + bytes([values[name][1000] ^ 1]) + values[name][1001:]
+        assert taker.order("sql", "good", digest=digest).endswith("what the KV store has of it is corrupt")
+        assert giver.order("", "", digest=digest, offers=True) == "", "what was corrupt is deleted, and stored again"
+        assert taker.order("sql", "sql", digest=digest) == ""
+        assert taker.announced == giver.announced[:1]
+        assert taker.transfers == {"load/missing": 3, "load/corrupt": 1, "load/ok": 1}
+        assert giver.transfers == {"store/ok": 2}
+
+        assert taker.order("base", "good", digest=digest) == "'base' is the name of the model", "though it is here"
+        assert taker.order("other", "nowhere", digest=digest) == "" and taker.transfers["load/ok"] == 1, "it is here"
+        shutil.rmtree(folder / "good")
+        assert "cannot be read" in giver.order("", "", digest=digest, offers=True)
+        shutil.copytree(folder / "alpha", folder / "good")
+        assert "has other weights now" in giver.order("", "", digest=digest, offers=True)
+
+
+def test_sound_chunks_of_other_weights(checkpoint: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
+    """Whoever writes to the store can give them any checksum; their digest they cannot."""
+    base, url = checkpoint("llama", dtype="float32"), f"memory://{uuid.uuid4().hex}"
+    taker = Loader(base, tmp_path / "empty", url)
+    with closing(taker.instance):
+        adapters: Any = taker.instance.engine.adapters
+        for digest, files in (
+            (b"1" * 16, read_files(folder / "alpha")),
+            (b"2" * 16, Files(folder, b"{", b"")),
+            (b"3" * 16, Files(folder, b"[" * 100_000, b"")),
+        ):
+            adapters._store.put(digest, files)
+            error = taker.order("sql", "good", digest=digest)
+            assert "cannot be read" in error and "\n" not in error
+        assert taker.transfers == {"load/refused": 3} and not taker.announced

@@ -1,15 +1,19 @@
 """Adapters over real processes: whatever is mixed, an answer is that of merged weights, and its KV is never another's."""
 
+import mmap
 import os
 import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import redis
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -18,6 +22,7 @@ from tests.low_rank import Made, make_adapter, merge, modules, six_adapters, wit
 Deploy = Callable[..., Any]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lora.md"
 TOKENS = 12
+ASKED = [[i, 7, 9] * 12 for i in range(4)]
 PD, BOTH = {"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}
 
 
@@ -300,3 +305,165 @@ def test_adapters_are_loaded_replaced_and_unloaded_under_load(
         assert change("unload")[0] == 404
         gone = httpx.post(f"{deployment.url}/v1/completions", json={"model": "sql", "prompt": "x"})
         assert gone.status_code == 404
+
+
+def flip(url: str, of: Path) -> bool:
+    """Invert a bit of an adapter's weights in a KV store; return whether they are there."""
+    data = (of / "adapter_model.safetensors").read_bytes()
+    piece = data[len(data) // 2 :][:24]
+    if url.startswith("shm://"):
+        for path in Path("/dev/shm").glob(f"pdserve-{url.removeprefix('shm://').partition('?')[0]}@*"):
+            with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as segment:
+                if (at := segment.find(piece)) >= 0:
+                    segment[at] ^= 1
+                    return True
+        return False
+    with closing(redis.Redis.from_url(url)) as client:
+        for key in client.scan_iter(count=1000):
+            value: Any = client.get(key)
+            if (at := value.find(piece)) >= 0:
+                client.setrange(key, at, bytes([piece[0] ^ 1]))
+                return True
+    return False
+
+
+@pytest.fixture
+def folder(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A folder with the adapters "first" and "second"; only instances that were started with it have them."""
+    base, folder = checkpoint("llama", dtype="float32"), tmp_path / "adapters"
+    make_adapter(folder / "first", base, seed=1)
+    make_adapter(folder / "second", base, seed=2)
+    return folder
+
+
+@pytest.fixture
+def answers(checkpoint: Callable[..., Path], generate: Any, folder: Path) -> Callable[[str], list[list[int]]]:
+    """answers(name) → what the base, merged with this adapter, answers to ASKED."""
+    base = checkpoint("llama", dtype="float32")
+
+    @cache
+    def of(name: str) -> list[list[int]]:
+        merged = merge(folder.parent / f"merged {name}", base, folder / name, {"": 2.0})
+        return generate(merged, ASKED, TOKENS)  # type: ignore[no-any-return]
+
+    return of
+
+
+@pytest.fixture
+def away(folder: Path, checkpoint: Callable[..., Path]) -> dict[str, Any]:
+    """Settings of a fleet whose prefill instance has no folder, and takes adapters from the KV store."""
+    flags = {"prefill": ["--lora-folder", str(folder.parent / "empty")]}
+    model = {"model": str(checkpoint("llama", dtype="float32")), "served_model_name": "base", "num_blocks": 256}
+    return {**model, "flags": flags, "lora_folder": str(folder), "admin_key": "secret"}
+
+
+def change(deployment: Any, action: str, **body: Any) -> tuple[int, str]:
+    url, headers = f"{deployment.url}/v1/{action}_lora_adapter", {"Authorization": "Bearer secret"}
+    reply = httpx.post(url, json={"lora_name": "sql", **body}, headers=headers, timeout=600)
+    return reply.status_code, reply.text
+
+
+def ask(deployment: Any, complete: Callable[..., dict[str, Any]], model: str = "sql") -> list[list[int]]:
+    body = {"model": model, "max_tokens": TOKENS, "ignore_eos": True}
+    return [complete(deployment, prompt=prompt, **body)["choices"][0]["token_ids"] for prompt in ASKED]
+
+
+@pytest.mark.parametrize("kind", ["shm", "redis"])
+def test_an_instance_without_the_folder_takes_adapters_from_the_kv_store(
+    kind: str,
+    folder: Path,
+    away: dict[str, Any],
+    answers: Callable[[str], list[list[int]]],
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+    shm_url: str,
+    start_redis: Callable[..., Any],
+) -> None:
+    """When it is ordered to, when it is back, and after a byte was flipped in the store. It answers exactly."""
+    url = shm_url if kind == "shm" else start_redis().url
+    with deploy(**away, connector=url) as deployment:
+        count = partial(metric, deployment, "adapter_transfers_total")
+
+        def check(name: str) -> None:
+            assert ask(deployment, complete) == answers(name)
+            assert metric(deployment, "handover_fallbacks_total") == 0
+
+        assert change(deployment, "load", lora_path="first")[0] == 200
+        check("first")
+        wait_until(lambda: count(role="prefill", direction="load", outcome="ok") == 1, "the adapter is counted")
+        assert count(role="decode", direction="store", outcome="ok") == 1
+        assert flip(url, folder / "first")
+        os.kill(deployment.child("prefill-0").pid, signal.SIGKILL)
+        back = deployment.poll_ready  # which starts it again
+        wait_until(lambda: back() and count(role="prefill", outcome="corrupt") == 1, "the byte is found")
+        wait_until(lambda: count(role="prefill", direction="load", outcome="ok") >= 1, "it is stored again")
+        check("first")
+        assert change(deployment, "load", lora_path="second", load_inplace=True)[0] == 200
+        check("second")
+        status, text = change(deployment, "load", lora_name="x", lora_path="nowhere")
+        assert status == 400 and "nowhere/adapter_config.json cannot be read" in text
+        assert change(deployment, "unload")[0] == 200
+        assert change(deployment, "load", lora_path="first")[0] == 200
+        check("first")
+
+
+def test_adapters_without_a_store_that_answers(
+    folder: Path,
+    away: dict[str, Any],
+    answers: Callable[[str], list[list[int]]],
+    generate: Any,
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+    start_redis: Callable[..., Any],
+) -> None:
+    """Dead or hanging: the order ends in a sentence, no instance keeps the adapter, and the base answers on."""
+    server = start_redis()
+    with deploy(**away, connector=f"{server.url}?timeout=2") as deployment:
+        expected, log = generate(Path(away["model"]), ASKED, TOKENS), dict[str, str]()
+        for fault in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(server.pid, fault)
+            status, log[fault.name] = change(deployment, "load", lora_path="first")
+            assert status == 400 and "prefill" in log[fault.name] and "cannot be read" in log[fault.name]
+            models = [one["id"] for one in httpx.get(f"{deployment.url}/v1/models").json()["data"]]
+            assert models == ["base"]
+            assert ask(deployment, complete, "base") == expected
+        count = partial(metric, deployment, "adapter_transfers_total", role="decode", direction="store")
+        wait_until(lambda: count(outcome="unavailable") == 2, "both are counted")
+        server.kill()
+        server.start()
+        assert change(deployment, "load", lora_path="first")[0] == 200
+        assert ask(deployment, complete) == answers("first")
+
+
+def test_an_instance_is_killed_while_it_loads_an_adapter(
+    away: dict[str, Any],
+    answers: Callable[[str], list[list[int]]],
+    deploy: Deploy,
+    complete: Callable[..., dict[str, Any]],
+    metric: Callable[..., float],
+    wait_until: Callable[..., None],
+    start_redis: Callable[..., Any],
+) -> None:
+    """The order ends without it, and once it is back, it takes the adapter from the KV store."""
+    server = start_redis()
+    with deploy(**away, connector=server.url) as deployment, ThreadPoolExecutor(1) as thread:
+        prefill = deployment.child("prefill-0").pid
+        os.kill(prefill, signal.SIGSTOP)
+        loaded = thread.submit(change, deployment, "load", lora_path="first")
+        os.kill(prefill, signal.SIGKILL)
+        assert loaded.result(600)[0] == 200
+        back, count = deployment.poll_ready, partial(metric, deployment, "adapter_transfers_total", role="prefill")
+        wait_until(lambda: back() and count(direction="load", outcome="ok") == 1, "it is back, and has the adapter")
+        assert ask(deployment, complete) == answers("first")
+        assert metric(deployment, "handover_fallbacks_total") == 0
+        os.kill(server.pid, signal.SIGSTOP)  # decode stores it, or prefill loads it, until the end of a time-out
+        loaded = thread.submit(change, deployment, "load", lora_path="second", load_inplace=True)
+        os.kill(deployment.child("prefill-0").pid, signal.SIGKILL)
+        os.kill(server.pid, signal.SIGCONT)
+        assert loaded.result(600)[0] == 200
+        wait_until(lambda: back() and count(outcome="ok") >= 1, "it is back again")
+        assert ask(deployment, complete) == answers("second")

@@ -86,8 +86,10 @@ def test_an_instance_that_attaches_is_told_what_it_lacks(cluster: Any) -> None:
     for joined in cluster.instances:
         cluster.dispatcher.on_joined(joined)
         [(_, order)] = cluster.sent(decode)
-        assert (order.name, order.path, order.replaces) == ("sql", "/sql", True)
-        assert cluster.sent(prefill) == []
+        assert (order.name, order.path, order.replaces, order.digest) == ("sql", "/sql", True, NEW)
+        cluster.dispatcher.on_joined(joined)
+        assert cluster.sent(decode) == cluster.sent(prefill) == [], "it is under way"
+        answer(cluster, decode, order)
     has(cluster, decode, loads=False)
     cluster.dispatcher.on_joined(decode)
     assert cluster.sent(decode) == []
@@ -121,6 +123,71 @@ def test_an_instance_with_the_adapter_under_no_name_loads_it_again(cluster: Any)
     assert cluster.sent(prefill) == []
     [(_, order)] = cluster.sent(decode)
     assert (order.name, order.path, order.replaces) == ("sql", "/sql", True)
+
+
+def test_what_one_cannot_load_another_stores_for_it(cluster: Any) -> None:
+    done: list[str] = []
+    prefill, decode = cluster.instances
+    loaded = pb.Adapter(name="sql", digest=NEW, path="/folder/sql", loaded_at=2)
+    for fault in ("", "the KV store has no room for it", "the KV store does not have it"):
+        for instance in cluster.instances:
+            has(cluster, instance)
+        cluster.dispatcher.change_adapter("sql", "sql", False, done.append)
+        [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
+        assert (order.digest, order.offers) == (b"", False)
+        answer(cluster, decode, order, "sql cannot be read")
+        has(cluster, prefill, loaded)
+        answer(cluster, prefill, order)
+        [(_, offer)] = cluster.sent(prefill)
+        assert offer.offers and offer.digest == NEW and cluster.sent(decode) == [] and not done
+        if "room" in fault:
+            answer(cluster, prefill, offer, fault)
+            assert done.pop() == "decode-1: sql cannot be read"
+        else:
+            answer(cluster, prefill, offer)
+            [(_, fetch)] = cluster.sent(decode)
+            assert (fetch.digest, fetch.path, fetch.offers) == (NEW, "/folder/sql", False)
+            has(cluster, decode, *([] if fault else [loaded]))
+            answer(cluster, decode, fetch, fault)
+            assert done.pop() == (f"decode-1: {fault}" if fault else "")
+        assert [(one.name, one.path) for _, one in cluster.sent(prefill)] == ([("sql", "")] if fault else [])
+        assert cluster.sent(decode) == []
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+def test_an_instance_that_is_lost_while_one_stores_an_adapter(cluster: Any, lost: str) -> None:
+    """Whether it stores the adapter, or lacks it: the order ends."""
+    done: list[str] = []
+    prefill, decode = cluster.instances
+    cluster.dispatcher.change_adapter("sql", "sql", False, done.append)
+    [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
+    has(cluster, prefill, pb.Adapter(name="sql", digest=NEW, path="/sql"))
+    answer(cluster, prefill, order)
+    answer(cluster, decode, order, "sql cannot be read")
+    [(_, offer)] = cluster.sent(prefill)
+    if lost == "prefill":
+        cluster.fleet.deregister(prefill, "it is killed while it stores")
+        assert done == ["decode-1: sql cannot be read"]
+    else:
+        cluster.fleet.deregister(decode, "it is killed")
+        answer(cluster, prefill, offer)
+        assert done == [""]
+
+
+def test_an_instance_that_attaches_while_others_load(cluster: Any) -> None:
+    """It is told at the end, when they have it."""
+    done: list[str] = []
+    prefill, decode = cluster.instances
+    has(cluster, decode, loads=False)
+    cluster.dispatcher.change_adapter("sql", "sql", False, done.append)
+    [(_, order)] = cluster.sent(prefill)
+    has(cluster, decode)
+    cluster.dispatcher.on_joined(decode)
+    assert cluster.sent(decode) == []
+    has(cluster, prefill, pb.Adapter(name="sql", digest=NEW, path="/sql"))
+    answer(cluster, prefill, order)
+    [(_, order)] = cluster.sent(decode)
+    assert done == [""] and order.digest == NEW
 
 
 def test_only_instances_that_have_an_adapter_get_its_requests(cluster: Any) -> None:
