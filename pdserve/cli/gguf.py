@@ -21,7 +21,7 @@ from rich.progress import track
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, install, reason
 
 GROUP = 32  # weights of a block
 CODED_BITS = {"Q4_0": 4, "Q8_0": 8}
@@ -46,7 +46,7 @@ def convert(source: Path, target: Path) -> str:
     try:
         import gguf
     except ImportError as error:
-        raise SetupError("convert-gguf needs the package gguf: pip install 'pdserve[gguf]'") from error
+        raise SetupError(f"convert-gguf needs the package gguf: {install('gguf')}") from error
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SetupError(f"{target} is there already; name a new directory")
     try:
@@ -57,7 +57,7 @@ def convert(source: Path, target: Path) -> str:
         config = _config(reader, where)
         model = _Model(config, reader)
     except OSError as error:
-        raise SetupError(f"{source} cannot be read: {error.strerror or error}") from error
+        raise SetupError(f"{source} cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
         raise SetupError(f"{source} cannot be converted: {error}") from error
     kinds = Counter[str]()  # bytes of the weights of linear layers
@@ -65,16 +65,18 @@ def convert(source: Path, target: Path) -> str:
         if model.is_linear(tensor.name):
             kinds[tensor.tensor_type.name] += tensor.n_bytes
     bits = 4 if kinds["Q4_0"] > kinds["Q8_0"] else 8
-    target.mkdir(parents=True, exist_ok=True)
     try:
+        target.mkdir(parents=True, exist_ok=True)
         coded = _write_weights(reader.tensors, model, bits, target)
         _write_config(config, reader, bits if coded else None, target)
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
         for file in beside:
             shutil.copy(file, target)
-    except BaseException:
-        shutil.rmtree(target)
+    except BaseException as error:
+        shutil.rmtree(target, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SetupError(f"{target} cannot be written: {reason(error)}") from error
         raise
     dense = ", ".join(sorted(kinds.keys() - set(coded))) or "none"
     return f"{target}: {sum(coded.values())} linear layers in {bits} bits; types of layers that became dense: {dense}"
@@ -84,11 +86,14 @@ def _config(reader: Any, where: dict[str, Any]) -> Any:
     """Return the configuration: that of the original model if it lies beside the file, or else the file's."""
     if Path(where["pretrained_model_name_or_path"], "config.json").is_file():
         return AutoConfig.from_pretrained(where["pretrained_model_name_or_path"])
-    if any(tensor.name == ROPE_FACTORS for tensor in reader.tensors):
+    architecture = reader.get_field(ARCHITECTURE).contents()
+    scaling = reader.get_field(f"{architecture}.rope.scaling.type")
+    scales = scaling is not None and scaling.contents() != "none"
+    if scales or any(tensor.name == ROPE_FACTORS for tensor in reader.tensors):
         raise ValueError("it scales rotary positions in its own way; put the original model's config.json beside it")
     config = AutoConfig.from_pretrained(**where)
     for name, field in SIZES.items():
-        found = reader.get_field(f"{reader.get_field(ARCHITECTURE).contents()}.{field}")
+        found = reader.get_field(f"{architecture}.{field}")
         if hasattr(config, name) and found is not None:
             setattr(config, name, int(found.contents()))
     return config
@@ -104,6 +109,8 @@ class _Model:
     def __init__(self, config: Any, reader: Any) -> None:
         of_transformers: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
+        if (parts := reader.get_field("split.count")) is not None and parts.contents() > 1:
+            raise ValueError(f"it is one of {parts.contents()} parts; put them together by `llama-gguf-split --merge`")
         architecture = reader.get_field(ARCHITECTURE).contents()
         model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         processor = of_transformers.TENSOR_PROCESSORS.get(architecture, of_transformers.TensorProcessor)
@@ -116,11 +123,16 @@ class _Model:
         self._names: dict[str, str] = of_transformers.get_gguf_hf_weights_map(model, self._processor)
         self._linear = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear}
         known = {tensor.name: self.name(tensor.name) for tensor in reader.tensors if tensor.name != ROPE_FACTORS}
-        needed = model.state_dict().keys() - ({"lm_head.weight"} if config.tie_word_embeddings else ())
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        needed = shapes.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else ())
         if unknown := sorted(name for name, found in known.items() if found is None):
             raise ValueError(f"{model_class.__name__} has no {unknown[0]}")
         if missing := sorted(needed - set(known.values())):
             raise ValueError(f"{missing[0]} of {model_class.__name__} is missing")
+        for tensor in reader.tensors:
+            stored = tuple(map(int, reversed(tensor.shape)))
+            if (name := known.get(tensor.name)) in self._linear and stored != shapes[name]:
+                raise ValueError(f"{tensor.name} is {stored}, and in {model_class.__name__} {shapes[name]}")
 
     def name(self, name: str) -> str | None:
         """Return the name of a tensor in the model; None: the model does without it. Of experts, that of all."""

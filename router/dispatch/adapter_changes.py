@@ -90,7 +90,9 @@ class AdapterChanges:
         What the former has under a name that others have taken away from the same adapter, it unloads: it was told nothing
         then.
         """
-        gone = self._gone(joined) & adapters.keys() if joined is not None and joined.hello.loads_adapters else set[str]()
+        gone = (
+            self._gone(joined) & adapters.keys() if joined is not None and joined.hello.loads_adapters else set[str]()
+        )
         for name in gone:
             assert joined is not None
             joined.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=name)))

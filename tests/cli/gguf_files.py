@@ -13,12 +13,13 @@ from transformers import AutoConfig
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 
 
-def write_gguf(source: Path, to: Path, kinds: dict[str, str], rope_factors: int = 0) -> Path:
+def write_gguf(source: Path, to: Path, kinds: dict[str, str], rope_factors: int = 0, **fields: Any) -> Path:
     """Write a checkpoint with one file of weights as GGUF.
 
     Args:
         kinds: type of tensors by their names in GGUF, whole or without block and `.weight`; others stay in float32.
         rope_factors: number of factors of rotary positions, if there are any.
+        fields: of the metadata, with `__` for points.
     """
     config = AutoConfig.from_pretrained(source)
     arch = ARCHITECTURES[config.model_type]
@@ -30,7 +31,8 @@ def write_gguf(source: Path, to: Path, kinds: dict[str, str], rope_factors: int 
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    if not any("key_length" in name for name in fields):
+        writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -52,6 +54,9 @@ def write_gguf(source: Path, to: Path, kinds: dict[str, str], rope_factors: int 
             weight = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         of_type = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(name, gguf.quantize(weight.float().numpy(), of_type), raw_dtype=of_type)
+    for name, value in fields.items():
+        key = name.replace("__", ".")
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint16(key, value)
     if rope_factors:
         writer.add_tensor("rope_freqs.weight", np.ones(rope_factors, np.float32))
     writer.write_header_to_file()

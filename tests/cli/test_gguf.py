@@ -109,6 +109,8 @@ def test_faults_are_sentences(tmp_path: Path, pdserve: Callable[..., subprocess.
             convert(broken, tmp_path / "new")
     with pytest.raises(SetupError, match=r"missing\.gguf cannot be read: No such file"):
         convert(tmp_path / "missing.gguf", tmp_path / "new")
+    with pytest.raises(SetupError, match=r"/proc/new cannot be written: "):
+        convert(source, Path("/proc/new"))
     with pytest.raises(SetupError, match="is there already; name a new directory"):
         convert(source, tmp_path)
     with pytest.raises(SetupError, match=r"is a GGUF file: write it as a checkpoint by `pdserve convert-gguf"):
@@ -116,6 +118,22 @@ def test_faults_are_sentences(tmp_path: Path, pdserve: Callable[..., subprocess.
     assert not (tmp_path / "new").exists()
     ended = pdserve("convert-gguf", str(broken), str(tmp_path / "new"))
     assert ended.returncode == 2 and "Traceback" not in ended.stderr and "cannot be converted" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"split__count": 3}, "it is one of 3 parts; put them together"),
+        ({"llama__rope__scaling__type": "yarn"}, "scales rotary positions in its own way"),
+        ({"llama__attention__key_length": 32}, r"attn_k\.weight is \(32, 64\), and in LlamaForCausalLM \(64, 64\)"),
+    ],
+)
+def test_files_that_would_become_other_models(
+    fields: dict[str, Any], message: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = write_gguf(checkpoint("llama"), tmp_path / "model.gguf", {}, **fields)
+    with pytest.raises(SetupError, match=message):
+        convert(source, tmp_path / "converted")
 
 
 def test_what_a_file_does_not_say_is_taken_from_beside_it(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
