@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -482,11 +483,16 @@ def longest_of(texts: Sequence[str]) -> str:
 
     What several begin with is in it once: one after the other, a thousand would be tried at each character.
     """
-    rests: dict[str, list[str]] = {}
-    for text in filter(None, texts):
-        rests.setdefault(text[0], []).append(text[1:])
-    parts = "|".join(re.escape(first) + longest_of(rest) for first, rest in rests.items())
-    return f"(?:{parts}){'?' if '' in texts else ''}" if len(rests) > 1 or ("" in texts and parts) else parts
+    parts = []
+    for _, group in groupby(sorted(filter(None, texts)), key=lambda text: text[0]):
+        first, *others = group
+        pairs = zip(
+            first, others[-1] if others else first, strict=False
+        )  # all begin with what first and last begin with
+        shared = next((i for i, (one, other) in enumerate(pairs) if one != other), len(first))
+        parts.append(re.escape(first[:shared]) + longest_of([text[shared:] for text in (first, *others)]))
+    joined = "|".join(parts)
+    return f"(?:{joined}){'?' if '' in texts else ''}" if len(parts) > 1 or ("" in texts and joined) else joined
 
 
 def _share(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -270,6 +270,11 @@ def test_the_longest_string_counts_that_begins_at_a_place(strings: set[str], tex
         assert found == expected
 
 
+def test_long_strings_are_found() -> None:
+    long = ["<" * 5000 + end for end in ("", "a", "b")]
+    assert re.findall(longest_of([*long, "<"]), "x".join((*long, "<"))) == [*long, "<"]
+
+
 @pytest.mark.slow
 def test_a_thousand_special_tokens_cost_no_more_at_each_character() -> None:
     """Mistral's tokenizers have as many. Small bodies are looked through on the event loop."""
