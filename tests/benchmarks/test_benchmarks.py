@@ -62,7 +62,7 @@ def test_a_peer_is_told_how_long_sequences_get(pdserve: Callable[..., Any], tmp_
     done = pdserve(str(BENCHMARKS / "engine.py"), "--quick", "--prompt-tokens", "4096", "--output-tokens", "10", *peer)
     assert done.returncode != 0 and "bfloat16 cpu 4106 none\n" in done.stderr, done.stderr
     done = pdserve(str(BENCHMARKS / "engine.py"), "--quick", "--prefill-tokens", "5000", *peer)
-    assert done.returncode != 0 and "bfloat16 cpu 5001\n" in done.stderr, done.stderr
+    assert done.returncode != 0 and "bfloat16 cpu 5001 none\n" in done.stderr, done.stderr
 
 
 def test_handover(run: Callable[..., Any]) -> None:
