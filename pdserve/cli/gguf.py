@@ -34,6 +34,13 @@ SIZES = {  # which transformers does not read, by the field in GGUF
 ROW_PRESERVING = ("TensorProcessor", "LlamaTensorProcessor", "Qwen2MoeTensorProcessor", "Gemma2TensorProcessor")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # which say more than GGUF does
 SHARD_BYTES = 4 << 30
+FAULTS = (
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    NotImplementedError,
+)  # of gguf and transformers, in a bad file
 Tensors = dict[str, torch.Tensor]
 
 
@@ -58,7 +65,7 @@ def convert(source: Path, target: Path) -> str:
         model = _Model(config, reader)
     except OSError as error:
         raise SetupError(f"{source} cannot be read: {reason(error)}") from error
-    except (ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
+    except FAULTS as error:
         raise SetupError(f"{source} cannot be converted: {error}") from error
     kinds = Counter[str]()  # bytes of the weights of linear layers
     for tensor in reader.tensors:
@@ -100,7 +107,7 @@ def _config(reader: Any, where: dict[str, Any]) -> Any:
 
 
 class _Model:
-    """What transformers knows of a model: names of its tensors, and how llama.cpp has changed their rows.
+    """Names and shapes of a model's tensors in transformers, and the order of their rows, which llama.cpp changes.
 
     Raises:
         ValueError: the file has other tensors than the model, or one whose rows llama.cpp has mixed.

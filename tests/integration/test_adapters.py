@@ -381,7 +381,7 @@ def test_an_instance_without_the_folder_takes_adapters_from_the_kv_store(
     shm_url: str,
     start_redis: Callable[..., Any],
 ) -> None:
-    """When it is ordered to, when it is back, and after a byte was flipped in the store. It answers exactly."""
+    """It answers exactly after an order to load, after a restart, and after a byte was flipped in the store."""
     url = shm_url if kind == "shm" else start_redis().url
     with deploy(**away, connector=url) as deployment:
         count = partial(metric, deployment, "adapter_transfers_total")

@@ -156,7 +156,7 @@ def test_what_one_cannot_load_another_stores_for_it(cluster: Any) -> None:
 
 @pytest.mark.parametrize("lost", ["prefill", "decode"])
 def test_an_instance_that_is_lost_while_one_stores_an_adapter(cluster: Any, lost: str) -> None:
-    """Whether it stores the adapter, or lacks it: the order ends."""
+    """The order ends, whether the lost instance was storing the adapter or waiting for it."""
     done: list[str] = []
     prefill, decode = cluster.instances
     cluster.dispatcher.change_adapter("sql", "sql", False, done.append)
