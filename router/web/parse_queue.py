@@ -115,7 +115,7 @@ class ParseQueue:
                 self._free_threads += 1
                 self._assign_threads()
             if not work.cancelled():
-                work.exception()  # which nobody reads if the client has left
+                work.exception()  # marks it as read: without its client, asyncio would log it
 
         try:
             await thread_is_free
