@@ -12,7 +12,6 @@ from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.errors import SetupError
 from pdserve.kernels.attention import is_batch_invariant
 
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
