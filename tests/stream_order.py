@@ -7,12 +7,13 @@ them on a GPU counts. Besides:
       host, and freed memory must not be in use elsewhere.
     - Only the engine's thread may wait for the model's stream.
 
-The host is one actor: what one of its threads has waited for is over for all.
+The host is one actor: what one of its threads has waited for is over for all. `torch.zeros` allocates host memory here, all
+else that of a GPU.
 """
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ def extent(x: torch.Tensor) -> Bytes:
     return x.data_ptr(), x.data_ptr() + ((last + 1) * x.itemsize if x.numel() else 0)
 
 
-def rows_of(x: torch.Tensor, rows: Sequence[int]) -> list[Bytes]:
+def rows_of(x: torch.Tensor, rows: Iterable[int]) -> list[Bytes]:
     return [extent(x[row]) for row in rows]
 
 
@@ -88,6 +89,7 @@ class StreamChecker:
         self.errors: list[str] = []
         self._clocks: dict[str, Clock] = {HOST: {}, MODEL: {}}
         self._accesses: list[Access] = []
+        self._host_memory: set[Bytes] = set()
         self._lock = threading.RLock()
         self._local = threading.local()
         self._engine = threading.get_ident()
@@ -183,6 +185,15 @@ class StreamChecker:
                 kept.append(old)
         self._accesses = [*kept, new]
 
+    def allocated_on_host(self, x: torch.Tensor) -> None:
+        place = extent(x)
+        self._host_memory.add(place)
+        weakref.finalize(x.untyped_storage(), self._host_memory.discard, place).atexit = False
+
+    def is_host_memory(self, x: torch.Tensor) -> bool:
+        first, end = extent(x)
+        return any(start <= first and end <= stop for start, stop in [*self._host_memory])
+
     def allocated(self, x: torch.Tensor, what: str) -> None:
         """Take note of a new tensor, and of its end."""
         self.launch(what, [], [extent(x)])
@@ -211,8 +222,10 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result, name = func(*args, **kwargs), func._schema.name
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        inputs, outputs = (
+            [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and (x.dim() or name in READS)]
+            for tree in ((args, kwargs), result)
+        )  # without numbers
         known = {x.untyped_storage().data_ptr() for x in inputs}
         written = [
             value
@@ -220,8 +233,11 @@ class Watch(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         new = [x for x in outputs if x.untyped_storage().data_ptr() not in known and x.numel()]
-        if not (written or new or name in READS):
-            return result  # a view
+        if name == "aten::zeros":
+            self._checker.allocated_on_host(result)
+            return result
+        if not (written or new or name in READS) or all(map(self._checker.is_host_memory, [*inputs, *written])):
+            return result  # a view, or work of the host
         reads = [extent(x) for x in inputs if not any(x is one for one in written)]
         writes = [extent(x) for x in written]
         if name == "aten::index_select":
@@ -258,15 +274,11 @@ class WatchedKernel:
 
 
 class WatchedCopies(PoolCopies):
-    """Copies of a pool under watch, and host memory, which no stream allocates."""
+    """Copies of a pool under watch."""
 
     def __init__(self, pool_N: torch.Tensor, checker: StreamChecker) -> None:
         kernel: Any = WatchedKernel(checker)
         super().__init__(pool_N, kernel, checker)
-
-    def rows(self, count: int) -> torch.Tensor:
-        with _disable_current_modes():
-            return super().rows(count)
 
 
 @contextmanager

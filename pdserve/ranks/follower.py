@@ -141,8 +141,9 @@ class Follower:
         source = Layout(**fields | {"more": tuple(Section(**part) for part in fields["more"])})
         namespace = source.groups[at].namespace
         if namespace not in self._loaders:
-            pool, url = self._runner.kv.views[at], self._config.connector
-            self._loaders[namespace] = SourceLoader(pool, self._layout, source, url, at)
+            kv, url = self._runner.kv, self._config.connector
+            copies = kv.copies if kv.pool_NX.device.type == "cuda" else None
+            self._loaders[namespace] = SourceLoader(kv.views[at], self._layout, source, url, at, copies)
         return self._loaders[namespace]
 
     def _report_alive(self) -> None:

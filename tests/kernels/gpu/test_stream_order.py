@@ -31,7 +31,7 @@ class Schedule:
     def __init__(self, seed: int, checker: StreamChecker) -> None:
         self._random = random.Random(seed)
         self._checker = checker
-        self._pool = torch.zeros(BLOCKS, WORDS, dtype=torch.int64)
+        self._pool = torch.empty(BLOCKS, WORDS, dtype=torch.int64)
         copies = WatchedCopies(self._pool, checker)
         self._host = copies.rows(4)
         self._out, self._in = copies.lane(4), copies.lane(4)
