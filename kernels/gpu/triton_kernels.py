@@ -90,7 +90,7 @@ def _write_kv(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
-    t, g = tl.program_id(0), tl.program_id(1)
+    t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     slot = tl.load(slots + t).to(tl.int64)
     if slot < 0:
