@@ -54,24 +54,24 @@ def joined(*clocks: Clock) -> Clock:
     return {name: max(clock.get(name, 0) for clock in clocks) for name in {name for clock in clocks for name in clock}}
 
 
-class Stream:
+class WatchedStream:
     def __init__(self, checker: "StreamChecker", name: str) -> None:
         self.checker, self.name = checker, name
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event: "WatchedEvent") -> None:
         self.checker.advance(self.name, event.clock)
 
     def synchronize(self) -> None:
         self.checker.wait(self.name)
 
 
-class Event:
+class WatchedEvent:
     clock: Clock = {}  # noqa: RUF012 - replaced as a whole
 
     def __init__(self, checker: "StreamChecker") -> None:
         self._checker = checker
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: WatchedStream) -> None:
         self.clock = self._checker.clock(stream.name)
 
     def synchronize(self) -> None:
@@ -96,20 +96,20 @@ class StreamChecker:
 
     # ---- torch.cuda -------------------------------------------------------------------------------------------
 
-    def Stream(self, device: torch.device) -> Stream:
+    def Stream(self, device: torch.device) -> WatchedStream:
         with self._lock:
             name = f"stream {len(self._clocks)}"
             self._clocks[name] = {}
-            return Stream(self, name)
+            return WatchedStream(self, name)
 
-    def Event(self) -> Event:
-        return Event(self)
+    def Event(self) -> WatchedEvent:
+        return WatchedEvent(self)
 
-    def current_stream(self, device: object = None) -> Stream:
-        return Stream(self, getattr(self._local, "stream", MODEL))
+    def current_stream(self, device: object = None) -> WatchedStream:
+        return WatchedStream(self, getattr(self._local, "stream", MODEL))
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: WatchedStream) -> Iterator[None]:
         before = self.current_stream().name
         self._local.stream = stream.name
         try:

@@ -174,58 +174,55 @@ def test_staging_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- defects ----------------------------------------------------------------------------------------------------
 
-synchronized, read, digests = OwnStream._synchronized, Lane.read, GPURows.digests
+def wait_for_no_event(self: Any, event: object) -> None: ...
 
 
-def wait_for_no_event(self: Lane, event: object) -> None: ...
-
-
-def mark_own_stream(self: OwnStream) -> object:
+def mark_own_stream(self: Any) -> object:
     event = self._cuda.Event()
     event.record(self._stream)
     return event
 
 
-def mark_once(self: OwnStream) -> object:
+def mark_once(self: Any) -> object:
     event = self.__dict__.setdefault("mark_once", self._cuda.Event())
     if not event.clock:
         event.record(self._cuda.current_stream(self._device))
     return event
 
 
-def wait_for_no_mark(self: GPURows, mark: object) -> None: ...
+def wait_for_no_mark(self: Any, mark: object) -> None: ...
 
 
 @contextmanager
-def without_a_wait_at_the_end(self: OwnStream) -> Iterator[None]:
+def without_a_wait_at_the_end(self: Any) -> Iterator[None]:
     with self._cuda.stream(self._stream):
         yield
 
 
 @contextmanager
-def on_the_models_stream(self: OwnStream) -> Iterator[None]:
+def on_the_models_stream(self: Any) -> Iterator[None]:
     yield
 
 
-def buffer_that_is_in_use(self: Lane, pool_N: torch.Tensor, kernel: Any, max_blocks: int, cuda: Any) -> None:
+def buffer_that_is_in_use(self: Any, pool_N: torch.Tensor, kernel: Any, max_blocks: int, cuda: Any) -> None:
     OwnStream.__init__(self, pool_N.device, cuda)
     self._pool_N, self._kernel = pool_N, kernel
     self._buffer_C = pool_N.new_empty((max_blocks, *pool_N.shape[1:]))
 
 
-def bounce_buffer_of_the_models_stream(self: GPURows, count: int) -> GPURows:
+def bounce_buffer_of_the_models_stream(self: Any, count: int) -> GPURows:
     """As it was made once: what the model's kernels still use may be given to a peer."""
     return GPURows(torch.empty_like(self._rows[:1]).repeat(count, 1), self._cuda)
 
 
-def digests_read_on_the_models_stream(self: GPURows, rows: Any) -> list[bytes]:
+def digests_read_on_the_models_stream(self: Any, rows: Any) -> list[bytes]:
     """As checksums were read once: behind all that the engine has queued."""
     with self._synchronized():
         total = self._words.index_select(0, self._ids(rows)).sum(1)
     return [int(one).to_bytes(8, "little", signed=True) for one in total.to("cpu", copy=True).tolist()]
 
 
-def buffer_freed_early(self: Lane, blocks: Any, rows: torch.Tensor, after: Any) -> None:
+def buffer_freed_early(self: Any, blocks: Any, rows: torch.Tensor, after: Any) -> None:
     """A buffer that the model's stream allocates, and that is dropped while the copy out of it is queued."""
     with self._cuda.stream(self._stream):
         self._wait(after)
