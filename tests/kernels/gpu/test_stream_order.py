@@ -174,6 +174,7 @@ def test_staging_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- defects ----------------------------------------------------------------------------------------------------
 
+
 def wait_for_no_event(self: Any, event: object) -> None: ...
 
 
