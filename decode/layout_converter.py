@@ -25,6 +25,7 @@ from typing import Final, Protocol
 import torch
 
 from pdserve.config import DTYPES
+from pdserve.decode.target_blocks import InPlace, Staged, TargetBlocks
 from pdserve.engine.memory.kv_memory import group_views, section_views
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.errors import SetupError
@@ -44,7 +45,7 @@ from pdserve.kv_transfer.connector import (
 from pdserve.kv_transfer.grouped import when_all
 from pdserve.kv_transfer.guarded import guard
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.staging import host_rows
+from pdserve.kv_transfer.staging import Copies, host_rows
 from pdserve.kv_transfer.tickets import tickets_of_rank
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -72,6 +73,7 @@ class LayoutConverter:
         target: layout of the pool's blocks.
         url: URL of the instance's connector; None disables conversion.
         on_all_ranks: makes a loader for the pools of all ranks from that for this pool; None if there is one rank.
+        copies: makes what copies the blocks of a group, by its index, to a pool on a GPU; see `target_blocks.py`.
 
     Attributes:
         loaders: by the namespace of the source layout of a group.
@@ -83,11 +85,13 @@ class LayoutConverter:
         target: Layout,
         url: str | None,
         on_all_ranks: Callable[["SourceLoader", Layout], Loader] | None = None,
+        copies: Callable[[int], Copies] | None = None,
     ) -> None:
         self._views = [] if url is None else group_views(pool, target)  # pools of simulated instances have no bytes
         self._target = target
         self._url = url
         self._on_all_ranks = on_all_ranks
+        self._copies = copies
         self.loaders: dict[bytes, Loader] = {}
 
     def open_prompt(self, seq: TokenSequence, message: pb.Layout) -> "ConvertedPrompt":
@@ -113,7 +117,7 @@ class LayoutConverter:
         if namespace not in self.loaders:
             assert self._url is not None
             loader: Loader
-            loader = own = SourceLoader(self._views[at], self._target, source, self._url, at)
+            loader = own = SourceLoader(self._views[at], self._target, source, self._url, at, self._copies)
             if self._on_all_ranks is not None:
                 loader = self._on_all_ranks(own, source)
             self.loaders[namespace] = loader
@@ -253,12 +257,21 @@ class SourceLoader:
     Args:
         pool: blocks of one group.
         at: the group's index.
+        copies: see `LayoutConverter`.
     """
 
-    def __init__(self, pool: torch.Tensor, target: Layout, source: Layout, url: str, at: int = 0) -> None:
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        target: Layout,
+        source: Layout,
+        url: str,
+        at: int = 0,
+        copies: Callable[[int], Copies] | None = None,
+    ) -> None:
         self.at, self._num_groups = at, len(source.groups)
         source, target = source.groups[at], target.groups[at]
-        self._sections = section_views(pool, target)
+        self._blocks: TargetBlocks = InPlace(pool, target) if copies is None else Staged(pool, target, copies(at))
         self._target = target
         self._source = source
         self._url = url
@@ -277,10 +290,14 @@ class SourceLoader:
             tokens: positions in the prompt, from the first token on that is needed of the first target block.
             blocks: ids of the target blocks.
         """
-        queued_at = time.perf_counter()
+        queued_at, mark = time.perf_counter(), self._blocks.mark()
 
         def run(cancellation: Cancellation) -> Result:
-            outcomes = self._load_all(keys, tokens, blocks, tickets, cancellation)
+            self._blocks.begin(mark)
+            try:
+                outcomes = self._load_all(keys, tokens, blocks, tickets, cancellation)
+            finally:
+                self._blocks.flush()
             return Result(self._target_outcomes(outcomes, tokens, len(blocks)), time.perf_counter() - queued_at)
 
         return submit(self._thread, run)
@@ -348,12 +365,13 @@ class SourceLoader:
         for target_index in range(start // target_size, -(-stop // target_size)):
             begin, end = max(start, target_index * target_size), min(stop, (target_index + 1) * target_size)
             block = blocks[target_index - tokens.start // target_size]
+            target_row = self._blocks.row(block)
             source_tokens = slice(begin - index * source_size, end - index * source_size)
             target_tokens = slice(begin - target_index * target_size, end - target_index * target_size)
             for one in self._slices:
-                for target, source in zip(self._sections, one.sections, strict=True):
+                for target, source in zip(self._blocks.sections, one.sections, strict=True):
                     rows = source[row, :, :, one.source_heads, source_tokens]
-                    target[block, :, :, one.target_heads, target_tokens].copy_(rows)
+                    target[target_row, :, :, one.target_heads, target_tokens].copy_(rows)
 
     def _target_outcomes(self, source_outcomes: list[Outcome], tokens: range, num_blocks: int) -> list[Outcome]:
         """Return one outcome per target block: the first failure among the source blocks that contain its tokens, or OK."""

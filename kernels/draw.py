@@ -17,10 +17,10 @@ def draw(
     counters: list[int],
     settings: Sequence[tuple[float, float, float, float]],
 ) -> torch.Tensor:
-    """Sample one token for each of `rows`, int64 [R].
+    """Sample one token for each of `rows`, and return the tokens of all rows, int64 [S]: those of the others are `argmax_S`.
 
-    The result is exactly the token of the torch reference (engine/sampler.py), or -1 where the reference must decide: the
-    row has values that are not finite numbers, or rounding could change its token.
+    A token is exactly that of the torch reference (engine/sampler.py), or -1 where the reference must decide: the row has
+    values that are not finite numbers, or rounding could change its token.
 
     Args:
         argmax_S: int64, first index of the largest logit of each row.
@@ -36,4 +36,4 @@ def draw(
         *addresses(rows_R, argmax_S, counters_R, settings_R4),
         *(len(rows), torch.get_num_threads()),
     )
-    return drawn_R
+    return argmax_S.index_copy(0, rows_R, drawn_R)

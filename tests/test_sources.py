@@ -45,6 +45,7 @@ ELSEWHERE = {
     "tools/machine.py": "tools/planner/test_command.py",
     # split: by what it does
     "decode/decoder.py": "roles/test_decoder.py roles/test_choices.py roles/test_windows.py",
+    "decode/target_blocks.py": "decode/test_layout_converter.py",
     "engine/cpu_fusion/fused_layers.py": "engine/cpu_fusion/test_fused_*.py",
     "engine/cpu_fusion/row_products.py": "engine/test_rows.py",
     "engine/memory/blocks.py": "engine/memory/test_block_pool.py",

@@ -28,10 +28,10 @@ def draw(
     counters: list[int],
     settings: Sequence[tuple[float, float, float, float]],
 ) -> torch.Tensor:
-    """Sample one token for each of `rows`, int64 [R] on the device, of which nothing is read: no wait.
+    """Sample one token for each of `rows` as `kernels/draw.py` does, on the device, of which nothing is read: no wait.
 
-    The result is exactly the token of the torch reference, or -1 where the reference must decide: rounding could change the
-    token, or the candidates do not cover what the settings keep. The arguments are those of `kernels/draw.py`.
+    A token is exactly that of the torch reference, or -1 where the reference must decide: rounding could change the token,
+    or the candidates do not cover what the settings keep.
     """
     device = logits_SV.device
     columns = np.empty((6, len(rows)), dtype=np.int64)
@@ -42,18 +42,16 @@ def draw(
     rows_R, counters_R = packed[0], packed[1]
     temperature, top_k, top_p, min_p = packed[2:].view(torch.float64)
     plain = [not (k or p < 1 or m > 0) for _, k, p, m in settings]
-    drawn = None
+    drawn_R = argmax_S[:0]
     if any(plain):
         best_R, margin_R, ids_R = _largest_sums(logits_SV, argmax_S, rows_R, counters_R, temperature.float())
-        drawn = torch.where((margin_R > MARGIN) & best_R.isfinite(), ids_R, -1)
-        if all(plain):
-            return drawn
-    logits_RV = logits_SV.index_select(0, rows_R)
-    filtered = _draw_filtered(logits_RV, counters_R, temperature, top_k, top_p, min_p)
-    if drawn is None:
-        return filtered
-    is_plain = ~((top_k > 0) | (top_p < 1) | (min_p > 0))
-    return torch.where(is_plain, drawn, filtered)
+        drawn_R = torch.where((margin_R > MARGIN) & best_R.isfinite(), ids_R, -1)
+    if not all(plain):
+        logits_RV = logits_SV.index_select(0, rows_R)
+        filtered_R = _draw_filtered(logits_RV, counters_R, temperature, top_k, top_p, min_p)
+        is_plain_R = ~((top_k > 0) | (top_p < 1) | (min_p > 0))
+        drawn_R = torch.where(is_plain_R, drawn_R, filtered_R) if any(plain) else filtered_R
+    return drawn_R if rows == [*range(len(argmax_S))] else argmax_S.index_copy(0, rows_R, drawn_R)
 
 
 def _largest_sums(

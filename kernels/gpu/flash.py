@@ -208,7 +208,7 @@ def _gather_kv(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
-    s, m, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m, s, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(kv_starts + s).to(tl.int64)
     kv_len = tl.load(kv_starts + s + 1) - start
     if m * B >= kv_len:
@@ -228,7 +228,8 @@ def gather_kv(cache_N2GBD: torch.Tensor, batch: PagedBatch) -> tuple[torch.Tenso
     k_LGD, v_LGD = cache_N2GBD.new_empty((2, sum(batch.kv_lens), kv_heads, size))
     tables_SM = batch.tables_SM.contiguous()
     with device_of(cache_N2GBD):
-        _gather_kv[(len(batch.kv_lens), triton.cdiv(max(batch.kv_lens), block_size), kv_heads)](
+        # Blocks come first: the length of the other axes is limited to 65535.
+        _gather_kv[(triton.cdiv(max(batch.kv_lens), block_size), len(batch.kv_lens), kv_heads)](
             k_LGD,
             v_LGD,
             cache_N2GBD,

@@ -57,8 +57,11 @@ def reserved_bytes(device: torch.device) -> int:
 
 def free_for_pool(device: torch.device, peak: int, utilization: float) -> int:
     """Return `pool_bytes` of this process on a GPU."""
+    reserved = reserved_bytes(
+        device
+    )  # first: the graphs that were measured are gone, and their memory is kept for later
     free, total = torch.cuda.mem_get_info(device)
-    return pool_bytes(total, free, torch.cuda.memory_reserved(device), peak, utilization)
+    return pool_bytes(total, free, reserved, peak, utilization)
 
 
 def describe(device: torch.device, utilization: float) -> str:

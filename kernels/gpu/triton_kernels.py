@@ -90,7 +90,7 @@ def _write_kv(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
-    t, g = tl.program_id(0), tl.program_id(1)
+    t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, D_PAD)
     slot = tl.load(slots + t).to(tl.int64)
     if slot < 0:
@@ -503,9 +503,12 @@ def _split_length(programs: int, kv_tokens: int, device: torch.device) -> int:
 
 
 def _count_splits(kv_len: int, split_length: int, window: int | None) -> int:
-    """Return what the kernel's `_num_splits` does; without a window, at least as much as with one."""
-    first = max(kv_len - window, 0) // split_length if window is not None else 0
-    return (kv_len - 1) // split_length - first + 1
+    """Return the most splits that the kernel's `_num_splits` counts for a sequence of up to `kv_len` tokens.
+
+    Graphs plan for limits of lengths. Behind a window, a shorter sequence may reach over the end of one split more.
+    """
+    splits = (kv_len - 1) // split_length
+    return 1 + (splits if window is None else min(splits, (window + split_length - 2) // split_length))
 
 
 def _contiguous_rows(x_THD: torch.Tensor) -> torch.Tensor:

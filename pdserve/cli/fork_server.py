@@ -52,7 +52,9 @@ class ForkedProcess:
 
     def __init__(self, server: "ForkServer | None", status: int, output: int | None = None) -> None:
         self.returncode: int | None = None
-        self.stdout: IO[str] | None = None if output is None else open(output)  # noqa: SIM115 - closed by its reader
+        self.stdout: IO[str] | None = None
+        if output is not None:
+            self.stdout = open(output, encoding="utf-8", errors="replace")  # noqa: SIM115 - closed by its reader
         self._server = server
         self._status = open(status, "rb", buffering=0)  # noqa: SIM115
         self._pid, self._pidfd = 0, -1

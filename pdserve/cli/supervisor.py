@@ -222,7 +222,8 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # a library may print anything
             env=environment | parent.environment(),
             start_new_session=True,  # only the supervisor receives Ctrl-C; it stops the children in order
         )

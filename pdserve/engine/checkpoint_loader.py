@@ -55,6 +55,7 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     """
     path = _local_directory(config.model)
     device = find_device(config.device)
+    torch.set_float32_matmul_precision("highest")  # NVIDIA's images of torch let cuBLAS round float32 to TF32
     hf_config = _hf_config(path)
     dtype = _dtype(config.dtype, hf_config)
     text_config = hf_config.get_text_config()

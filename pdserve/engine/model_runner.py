@@ -272,12 +272,13 @@ class ModelRunner:
         The hidden states are the input of the model's last layer, which then only gets the rows whose logits are wanted.
         """
         hidden: list[torch.Tensor] = []
+        kept = logit_rows or [0]  # the other ranks compute the logits of one row at least, too
 
         def capture(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            hidden.append(args[0][0, len(logit_rows) : len(rows)].float())
-            return (args[0][:, : len(logit_rows)], *args[1:])
+            hidden.append(args[0][0, len(kept) : len(rows)].float())
+            return (args[0][:, : len(kept)], *args[1:])
 
-        rows = torch.tensor([*logit_rows, *hidden_rows], dtype=torch.long, device=self.device)
+        rows = torch.tensor([*kept, *hidden_rows], dtype=torch.long, device=self.device)
         hook = self._head.register_forward_pre_hook(capture)
         try:
             logits_SV = self.compute_logits(inputs.ids_1T, inputs.positions_1T, inputs.batch, rows)

@@ -131,7 +131,7 @@ class SampledTokens:
         self.tokens_S = _argmax(logits_SV)
         self.undecided: list[int] = []
         if self._params:
-            self._draw([*self._params], len(seqs))
+            self._draw([*self._params])
         self._on_host_S, self._copied = self.tokens_S, None
         if self.tokens_S.is_cuda:
             self._on_host_S = torch.empty_like(self.tokens_S, device="cpu", pin_memory=True)
@@ -163,16 +163,12 @@ class SampledTokens:
                 tokens[row] = token
         return tokens
 
-    def _draw(self, rows: list[int], num_rows: int) -> None:
+    def _draw(self, rows: list[int]) -> None:
         """Sample those of all rows that are not greedy, by the device's kernel if it has one."""
         if (draw_rows := _draw_function(self._logits_SV)) is not None:
             settings = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (self._params[row] for row in rows)]
             counters = [self._counters[row] for row in rows]
-            drawn_R = draw_rows(self._logits_SV, self.tokens_S, rows, counters, settings)
-            if len(rows) == num_rows:
-                self.tokens_S = drawn_R
-            else:
-                self.tokens_S[rows] = drawn_R
+            self.tokens_S = draw_rows(self._logits_SV, self.tokens_S, rows, counters, settings)
         else:
             self.tokens_S[rows] = -1
 

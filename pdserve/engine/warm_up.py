@@ -63,6 +63,7 @@ def compile_kernels(engine: Engine) -> None:
     works += [[(1, min(limit, longest) - 1)] * min(rows, max_seqs, max_tokens) for rows, limit in sizes]
     for work in works:
         _run(engine, work)
+    extension("gpu").end_recording(engine.runner)
     sampled = dummy_sequence(engine, 1, 0, sampling=SamplingParams(temperature=1))  # which has a kernel of its own
     engine.runner.step(StepPlan({sampled: 1}))
     engine.runner.kv.compile_copies()

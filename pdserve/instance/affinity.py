@@ -6,10 +6,13 @@ Pinned memory on another node halves the rate of copies, and every launch crosse
 import ctypes
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+_before: set[int] = set()  # cores of this process until it was restricted
 
 
 def run_beside(device: str) -> None:
@@ -20,8 +23,23 @@ def run_beside(device: str) -> None:
     allowed = os.sched_getaffinity(0)
     cores = allowed & local_cores(pci_address(int(number or 0)))
     if cores and cores != allowed:
+        _before.update(allowed)
         os.sched_setaffinity(0, cores)
         log.info("on %d of %d cores, those beside the GPU", len(cores), len(allowed))
+
+
+@contextmanager
+def on_all_cores() -> Iterator[None]:
+    """Let processes that this thread starts use the cores that this one had before `run_beside`."""
+    if not _before:
+        yield
+        return
+    restricted = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, restricted)
 
 
 def local_cores(address: str, devices: Path = PCI_DEVICES) -> set[int]:

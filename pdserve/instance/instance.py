@@ -101,7 +101,7 @@ class Instance:
             on_grammar_ready=lambda: self._inbox.put(lambda: None),
         )
         self.engine.pool.listeners.append(self.kv_events)  # before the warm-up, which changes keys too
-        pool = self.engine.runner.kv.pool_NX
+        kv = self.engine.runner.kv
         self._ranks = ranks
         self.connector = self._attach(connector, config.connector)
         group_bytes = [group.block_bytes for group in self.engine.layout.groups]
@@ -112,7 +112,11 @@ class Instance:
         converts = config.convert_kv or config.allow_inexact
         on_all_ranks = None if ranks is None else ranks.loader
         self.layout_converter = LayoutConverter(
-            pool, self.engine.layout, config.connector if converts else None, on_all_ranks
+            kv.pool_NX,
+            self.engine.layout,
+            config.connector if converts else None,
+            on_all_ranks,
+            kv.copies if kv.pool_NX.device.type == "cuda" else None,
         )
         self.decoder = Decoder(
             self.engine, self.connector, self.transfers, fetcher, self, config.store_generated, config.lease_seconds

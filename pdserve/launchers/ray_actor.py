@@ -37,7 +37,8 @@ class InstanceActor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # a library may print anything
             env=os.environ | environment | parent.environment(signal.SIGKILL),
             start_new_session=True,
         )

@@ -24,6 +24,7 @@ from pdserve.decode.layout_converter import SourceLoader
 from pdserve.engine.checkpoint_loader import load
 from pdserve.engine.parallel.rank_group import RankLost
 from pdserve.errors import SetupError
+from pdserve.instance.affinity import run_beside
 from pdserve.keys import Layout, Section
 from pdserve.kv_transfer.batched import SWITCH_INTERVAL_S
 from pdserve.kv_transfer.connector import Result, request_cancel
@@ -52,7 +53,7 @@ from pdserve.ranks.messages import (
     decode_command,
     encode,
 )
-from pdserve.ranks.rank_config import config_of_rank, make_group, use_threads
+from pdserve.ranks.rank_config import config_of_follower, make_group, use_threads
 from pdserve.ranks.runners import FollowingRunner
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class Follower:
         self._loaders: dict[bytes, SourceLoader] = {}  # by namespace of the source layout of a group
         self._connector: Any = None  # a `Connector`, once it is told to attach
         threading.Thread(target=self._report_alive, daemon=True).start()
-        self._config = config_of_rank(config, rank)
+        self._config = config_of_follower(config, rank)
+        run_beside(self._config.device)
         use_threads(config)
         checkpoint = load(self._config, make_group(self._config, rank, port))
         self._runner = FollowingRunner(checkpoint, self._config)
@@ -139,8 +141,9 @@ class Follower:
         source = Layout(**fields | {"more": tuple(Section(**part) for part in fields["more"])})
         namespace = source.groups[at].namespace
         if namespace not in self._loaders:
-            pool, url = self._runner.kv.views[at], self._config.connector
-            self._loaders[namespace] = SourceLoader(pool, self._layout, source, url, at)
+            kv, url = self._runner.kv, self._config.connector
+            copies = kv.copies if kv.pool_NX.device.type == "cuda" else None
+            self._loaders[namespace] = SourceLoader(kv.views[at], self._layout, source, url, at, copies)
         return self._loaders[namespace]
 
     def _report_alive(self) -> None:

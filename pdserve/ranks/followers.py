@@ -27,6 +27,7 @@ import msgspec
 from pdserve import parent
 from pdserve.config import InstanceConfig
 from pdserve.engine.parallel.rank_group import HANG_S, START_S
+from pdserve.instance.affinity import on_all_cores
 from pdserve.kv_transfer.connector import Result
 from pdserve.ranks.messages import (
     Alive,
@@ -52,13 +53,14 @@ CLOSE_S = 10.0
 
 def start_process(descriptor: int, rank: int, port: int) -> "subprocess.Popen[bytes]":
     """Start a follower with one end of a socket pair."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "pdserve.ranks.follower", str(descriptor), str(rank), str(port)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[descriptor],
-        env=os.environ | parent.environment(signal.SIGKILL),
-        start_new_session=True,
-    )
+    with on_all_cores():  # its GPU may be beside others
+        return subprocess.Popen(
+            [sys.executable, "-m", "pdserve.ranks.follower", str(descriptor), str(rank), str(port)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[descriptor],
+            env=os.environ | parent.environment(signal.SIGKILL),
+            start_new_session=True,
+        )
 
 
 class Follower:

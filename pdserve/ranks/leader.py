@@ -10,7 +10,7 @@ from pdserve.engine.parallel.rank_group import listen
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Connector
 from pdserve.ranks.followers import Followers
-from pdserve.ranks.rank_config import config_of_rank, make_group, use_threads
+from pdserve.ranks.rank_config import config_of_leader, make_group, use_threads
 from pdserve.ranks.ranked_connector import RankedConnector
 from pdserve.ranks.ranked_loader import RankedLoader
 from pdserve.ranks.runners import LeadingRunner
@@ -46,10 +46,10 @@ def start_ranks(config: InstanceConfig) -> LeadingRunner:
     Raises:
         SetupError: the model cannot be loaded or divided, or there are fewer GPUs than ranks.
     """
-    own = config_of_rank(config, 0)
+    own = config_of_leader(config)
     use_threads(config)
     listener = listen()
-    followers = Followers(config, listener.getsockname()[1])
+    followers = Followers(own, listener.getsockname()[1])
     log.info("started ranks 1 to %d in processes %s", len(followers), ", ".join(map(str, followers.pids)))
     log.info("with several ranks, each decode step runs the model's Python: there are no step graphs")
     try:

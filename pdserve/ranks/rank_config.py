@@ -1,5 +1,6 @@
 """Settings of each rank of an instance: a device, and a share of the CPU threads."""
 
+import os
 import socket
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.errors import SetupError
 from pdserve.kernels.attention import is_batch_invariant
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-def config_of_rank(config: InstanceConfig, rank: int) -> InstanceConfig:
-    """Return the settings of one rank. GPUs are taken in order, from that of `--device` on.
+
+def config_of_leader(config: InstanceConfig) -> InstanceConfig:
+    """Return the settings of rank 0, with its device. GPUs are taken in order, from that of `--device` on.
 
     Raises:
         SetupError: there are fewer GPUs than ranks.
@@ -26,7 +29,22 @@ def config_of_rank(config: InstanceConfig, rank: int) -> InstanceConfig:
         raise SetupError(
             f"--tensor-parallel-size {ranks} needs as many GPUs, from cuda:{first} on; torch finds {count}"
         )
-    return replace(config, device=f"cuda:{first + rank}")
+    return replace(config, device=f"cuda:{first}")
+
+
+def config_of_follower(config: InstanceConfig, rank: int) -> InstanceConfig:
+    """Return the settings of another rank from those of rank 0, and make its GPU the first that its process sees.
+
+    Each new thread begins on the first GPU, and would otherwise take memory of rank 0's. Called before CUDA starts.
+    """
+    kind, _, number = config.device.partition(":")
+    if kind != "cuda":
+        return config
+    first = int(number)
+    names = os.environ.get(VISIBLE, ",".join(map(str, range(first + config.tensor_parallel_size)))).split(",")
+    own = names.pop(first + rank)
+    os.environ[VISIBLE] = ",".join((own, *names))  # NCCL reaches the others
+    return replace(config, device="cuda:0")
 
 
 def use_threads(config: InstanceConfig) -> None:

@@ -59,6 +59,10 @@ class _LeadingMemory(KVMemory):
         super().__init__(own.pool_NX, own.host_NX, kernel, checkpoint.layout, checkpoint.spec)
         self._followers = followers
 
+    def compile_copies(self) -> None:
+        self._followers.send(OnMemory("compile_copies", []))
+        super().compile_copies()
+
     def copy_blocks(self, pairs: BlockPairs) -> None:
         self._followers.send(OnMemory("copy_blocks", [pairs]))
         super().copy_blocks(pairs)

@@ -78,6 +78,14 @@ def test_output_and_exit_codes_are_those_of_the_command(server: ForkServer) -> N
     assert run(server, "up", "--both", "0", "--prefill", "0", "--decode", "0")[0] == 2
 
 
+def test_output_may_be_any_bytes() -> None:
+    (status, _), (output, printed) = os.pipe(), os.pipe()
+    process = ForkedProcess(None, status, output)
+    os.write(printed, b"a\xe9b\nmore\n")
+    os.close(printed)
+    assert process.stdout is not None and [*process.stdout] == ["a\N{REPLACEMENT CHARACTER}b\n", "more\n"]
+
+
 def test_a_router_that_needs_no_torch_does_not_wait_for_it() -> None:
     with closing(ForkServer()) as server:
         others = [server.spawn(command, os.environ) for command in (["version"], ["router", "--model", "x", "--help"])]

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,20 @@ def test_exited_child_is_restarted_after_its_back_off() -> None:
         supervisor.check_children()
         assert child.process is not first and child.failures == 1
     assert "[child] exited (exit code 7); restarting in 0.5 s" in lines and "[child] hello" in lines
+
+
+def test_output_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such as the message of a library in another encoding; what is printed after it is still read."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nprintf 'a\\351b\\nmore\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    child, lines = Child("child", []), list[str]()
+    with Supervisor([child], lines.append):
+        wait_for_exit(child)
+        assert child.reader is not None
+        child.reader.join(600)
+    assert lines[:2] == ["[child] a\N{REPLACEMENT CHARACTER}b", "[child] more"]
 
 
 def test_start_up_error_is_raised() -> None:

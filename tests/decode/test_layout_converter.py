@@ -22,6 +22,7 @@ from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.staging import host_rows
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
+from tests.stream_order import StreamChecker, WatchedCopies, rows_of, watching
 
 LAYERS, HEADS, DIM = 2, 3, 4
 UNTOUCHED = -7.0
@@ -111,6 +112,33 @@ def test_every_token_is_copied_to_its_place(
     assert torch.equal(pool, expected), "a value is wrong, or was written outside of the requested blocks"
     converter.close()
     memory.unlink(url)
+
+
+@pytest.mark.parametrize(("source_size", "target_size"), [(16, 32), (32, 16), (24, 16), (16, 1), (4, 64)])
+def test_blocks_on_a_gpu_are_filled_beside_the_model(
+    source_size: int, target_size: int, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few blocks at a time, behind the steps that may still write to them, and without a wait for the model."""
+    kv, source, target, checker = kv_of(150), layout_of(source_size), layout_of(target_size), StreamChecker()
+    monkeypatch.setattr("pdserve.decode.target_blocks.PIECE_BYTES", 3 * target.block_bytes)
+    store(url, source, kv)
+    pool, seq = pool_of(target, 160), sequence_of(150, target_size)
+    blocks = [5 + 2 * i if target_size > 1 else i for i in range(len(seq.kv.initial_keys))]
+    with watching(checker):
+        converter = LayoutConverter(pool, target, url, copies=lambda at: WatchedCopies(pool, checker))
+        prompt = converter.open_prompt(seq, pb.Layout(**asdict(source)))
+        checker.launch("a late step", [], rows_of(pool, blocks))
+        loading = prompt.load(seq.kv.initial_keys, blocks)
+        checker.launch("a step", [], rows_of(pool, {*range(160)} - {*blocks}))
+        assert loading.result(600).leading == len(blocks)
+        checker.launch("a step", rows_of(pool, blocks), [])
+        converter.close()
+    assert checker.errors == []
+    expected = pool_of(target, 160)
+    expected[blocks] = 0
+    for token in range(150):
+        expected[blocks[token // target_size], :, :, :, token % target_size] = kv[:, :, :, token]
+    assert torch.equal(pool, expected)
 
 
 @pytest.mark.parametrize(

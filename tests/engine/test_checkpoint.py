@@ -23,6 +23,13 @@ def test_layout_describes_the_model(checkpoint: Callable[..., Path]) -> None:
     assert (loaded.context_length, loaded.vocab_size, loaded.eos_token_ids) == (1024, 260, frozenset({256}))
 
 
+def test_products_in_float32_are_not_rounded_to_tf32(checkpoint: Callable[..., Path]) -> None:
+    """As an environment variable of NVIDIA's images has it."""
+    torch.set_float32_matmul_precision("high")
+    load(EngineConfig(model=str(checkpoint("llama")), device="cpu"))
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_fingerprint_depends_on_weights_and_config(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     path = checkpoint("llama")
     copied = Path(shutil.copytree(path, tmp_path / "copy"))

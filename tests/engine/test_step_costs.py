@@ -171,6 +171,16 @@ def test_budget_of_a_step_that_is_launched_ahead(sampling: dict[str, Any], copie
     assert gpu.counts["syncs"] == 1
 
 
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}], ids=str)
+def test_greedy_rows_beside_sampled_ones_cost_no_wait(sampling: dict[str, Any], gpu: GpuCounter) -> None:
+    """An index that is a list is copied below what a mode sees, and waited for: the step, before the next is launched."""
+    runner = make_runner("llama", 1)
+    seqs = [*new_sequences(3, temperature=0), *new_sequences(4, temperature=1.0, **sampling)]
+    gpu.counts.clear()
+    runner.launch(seqs)
+    assert (gpu.counts["copies"], gpu.counts["syncs"]) == (2, 0) and not gpu.launched["aten::index_put_"], gpu.launched
+
+
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}], ids=str)
 def test_budget_of_sampling(sampling: dict[str, Any], gpu: GpuCounter) -> None:
     """One more copy, of the seeds and settings, and no further wait."""

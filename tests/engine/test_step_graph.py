@@ -18,8 +18,9 @@ from pdserve.engine.gpu import cuda_graph
 from pdserve.engine.gpu.cuda_graph import PaddedGraphs, padded_rows, padded_tokens
 from pdserve.engine.gpu.step_memory import graph_bytes
 from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.step import StepPlan
 from pdserve.engine.step_graph import RECORD_AT_STEP, StepGraphs
-from pdserve.engine.warm_up import compile_kernels
+from pdserve.engine.warm_up import compile_kernels, dummy_sequence
 from pdserve.kernels import cpu, native, reference
 from pdserve.kernels.batch import Capabilities, Kernel, PagedBatch, layer_caches
 from pdserve.kernels.gpu import memory
@@ -257,6 +258,8 @@ def test_all_graphs_are_recorded_before_an_instance_is_ready(
     assert recorded < {*cuda_graph.padded_sizes(5, 200)}, "longer ones than --max-model-len are not"
     decode_logits(engine, [70, 99 - 70, 5, 12, 40])
     assert graphs.sizes == recorded and graphs.num_replayed > 20
+    rows = {dummy_sequence(engine, 1, 5): 1 for _ in range(9)}  # more than sequences, as drafts may make
+    assert len(engine.runner.step(StepPlan(rows))) == 9 and graphs.sizes == recorded
 
 
 def test_memory_of_graphs_is_measured_by_the_two_largest(

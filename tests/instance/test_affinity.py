@@ -1,11 +1,13 @@
 """The cores beside a GPU, by a made-up /sys. No machine with several NUMA nodes has run this."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from pdserve.instance import affinity
+from pdserve.ranks import followers
 
 
 @pytest.fixture
@@ -38,6 +40,25 @@ def test_a_process_keeps_to_the_cores_that_it_may_use(
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(cores))
     affinity.run_beside("cuda:1")
     assert chosen == ([] if expected is None else [expected])
+
+
+def test_processes_of_other_ranks_start_on_all_cores(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They inherit the cores of this one, whose GPU may be beside another processor than theirs."""
+    now, seen = {0, 1, 8, 9}, list[set[int]]()
+
+    def restrict(pid: int, cores: set[int]) -> None:
+        nonlocal now
+        now = {*cores}
+
+    monkeypatch.setattr(affinity, "pci_address", {1: "0000:17:00.0"}.__getitem__)
+    monkeypatch.setattr(affinity.local_cores, "__defaults__", (devices,))
+    monkeypatch.setattr(affinity, "_before", set())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: now)
+    monkeypatch.setattr(os, "sched_setaffinity", restrict)
+    affinity.run_beside("cuda:1")
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: seen.append(now))
+    followers.start_process(3, 1, 0)
+    assert seen == [{0, 1, 8, 9}] and now == {0, 1}
 
 
 def test_without_a_gpu_nothing_changes() -> None:

@@ -131,5 +131,6 @@ def test_reference_is_rarely_needed(filters: tuple[int, float, float], draw: Cal
 def test_rows_with_non_finite_logits_are_left_to_the_reference(kind: str, draw: Callable[..., torch.Tensor]) -> None:
     logits_SV = KINDS[kind](torch.linspace(-2, 2, 100).repeat(3, 1))
     logits_SV[0] = torch.linspace(-1, 1, 100)
-    drawn = draw(logits_SV, elementwise.argmax(logits_SV), [2, 0], [1, 2], [(1.0, 0, 1, 0)] * 2).tolist()
-    assert drawn[0] == -1 and drawn[1] >= 0
+    argmax_S = elementwise.argmax(logits_SV)
+    drawn = draw(logits_SV, argmax_S, [2, 0], [1, 2], [(1.0, 0, 1, 0)] * 2).tolist()
+    assert drawn[2] == -1 and drawn[0] >= 0 and drawn[1] == argmax_S[1], "the row that is not sampled keeps its own"

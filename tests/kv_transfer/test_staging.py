@@ -356,4 +356,4 @@ def test_a_pool_on_a_gpu_needs_a_connector_that_copies_or_knows_gpus() -> None:
 
 
 def test_the_buffers_on_the_gpu_are_counted_when_its_memory_is_divided() -> None:
-    assert 2 * PIECE_BYTES <= LATER_BYTES
+    assert 3 * PIECE_BYTES <= LATER_BYTES, "of stores, of loads, and of loads that convert"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,9 +15,11 @@ import transformers
 from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
+from pdserve.engine.features import Embedding
 from pdserve.engine.memory.kv_memory import section_views
 from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.engine.parallel.shard import Shard
+from pdserve.engine.sequence import Sequence
 from pdserve.errors import SetupError
 from pdserve.request import Request, SamplingParams
 
@@ -164,3 +167,31 @@ def shard(config: Any, ranks: int) -> Shard:
 def test_models_that_cannot_be_divided_are_refused(config: Any, ranks: int, reason: str) -> None:
     with pytest.raises(SetupError, match=f"is not supported with --tensor-parallel-size {ranks}: .*{reason}"):
         shard(config, ranks)
+
+
+@pytest.mark.parametrize("mode", ["mean", "last", "cls"])
+def test_embeddings_are_those_of_one_rank(
+    mode: str, checkpoint: Callable[..., Path], prompts: list[list[int]], ranked_engine: MakeEngine
+) -> None:
+    """Steps without logits, in chunks, and beside ones with: all ranks take part in the same collectives."""
+    path, some = checkpoint("llama"), [prompt for prompt in prompts if prompt][:4]
+    settings: dict[str, Any] = {"num_blocks": 200, "max_num_batched_tokens": 16, "pooling": mode}
+    vectors = list[list[bytes]]()
+    for engine in (Engine(EngineConfig(model=str(path), device="cpu", **settings)), ranked_engine(path, **settings)):
+        embed, greedy = (SamplingParams(max_tokens=3, temperature=0, embed=flag) for flag in (True, False))
+        seqs = [engine.new_sequence(str(i), Request(prompt=prompt, sampling=embed)) for i, prompt in enumerate(some)]
+        waiting = [*seqs, engine.new_sequence("text", Request(prompt=some[0], sampling=greedy))]
+        for seq in waiting:
+            engine.add(seq)
+        while waiting:
+            engine.step()
+            for seq in [seq for seq in waiting if vector_of(seq) or seq.output.finish_reason()]:
+                waiting.remove(seq)
+                engine.remove(seq)
+        vectors.append([*map(vector_of, seqs)])
+    for one, of_ranks in zip(*vectors, strict=True):
+        assert one and np.allclose(np.frombuffer(one, "<f4"), np.frombuffer(of_ranks, "<f4"), atol=1e-5)
+
+
+def vector_of(seq: Sequence) -> bytes:
+    return next((feature.vector for feature in seq.features if isinstance(feature, Embedding)), b"")

@@ -11,17 +11,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from pdserve.config import InstanceConfig
+from pdserve.engine.memory.kv_memory import KVMemory
+from pdserve.errors import SetupError
+from pdserve.kernels import reference
 from pdserve.keys import Layout
 from pdserve.kv_transfer.tickets import join_tickets, ticket_of_rank, tickets_of_rank
 from pdserve.ranks.follower import when_done
 from pdserve.ranks.followers import FAULT_EXIT_CODE, SETUP_ERROR_EXIT_CODE, Followers
-from pdserve.ranks.messages import Failed, Step, decode_command, encode
+from pdserve.ranks.messages import Failed, OnMemory, Step, decode_command, encode
+from pdserve.ranks.rank_config import VISIBLE, config_of_follower, config_of_leader
+from pdserve.ranks.runners import _LeadingMemory
 from pdserve.ranks.table_changes import pack_ids, unpack_ids
 
 CONFIG = InstanceConfig(tensor_parallel_size=2)
@@ -118,6 +125,34 @@ follower.main(int(sys.argv[1]), 1, 0)
     assert connection.poll(600)
     connection.close()
     assert process.communicate(timeout=600)[1] == "" and process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, "3,0,1,2"), ("GPU-a,GPU-b,GPU-c,GPU-d,GPU-e", "GPU-d,GPU-a,GPU-b,GPU-c,GPU-e")]
+)
+def test_a_follower_sees_its_own_gpu_first(visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that move KV begin on the first, where each would make a context of half a gigabyte."""
+    monkeypatch.setenv(VISIBLE, visible or "")
+    if visible is None:
+        monkeypatch.delenv(VISIBLE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    leader = config_of_leader(InstanceConfig(device="cuda:1", tensor_parallel_size=3))
+    assert leader.device == "cuda:1" and config_of_follower(leader, 2).device == "cuda:0"
+    assert os.environ[VISIBLE] == expected
+    assert config_of_follower(InstanceConfig(device="cpu", tensor_parallel_size=3), 2).device == "cpu"
+    with pytest.raises(SetupError, match="needs as many GPUs, from cuda:2 on; torch finds 4"):
+        config_of_leader(InstanceConfig(device="cuda:2", tensor_parallel_size=3))
+
+
+def test_all_ranks_compile_their_copies_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, compiled = list[Any](), list[str]()
+    monkeypatch.setattr(KVMemory, "__init__", lambda *_: None)
+    monkeypatch.setattr(KVMemory, "compile_copies", lambda self: compiled.append("own"))
+    own: Any = SimpleNamespace(pool_NX=None, host_NX=None)
+    others: Any = SimpleNamespace(send=sent.append)
+    _LeadingMemory(own, reference, SimpleNamespace(layout=None, spec=None), others).compile_copies()  # type: ignore[arg-type]
+    assert compiled == ["own"] and sent == [OnMemory("compile_copies", [])]
 
 
 def test_messages_survive_the_connection() -> None:

@@ -70,3 +70,9 @@ def sizes_to_record(runner: "ModelRunner", max_seqs: int) -> list[tuple[int, int
     sizes = padded_sizes(max_seqs, runner.graphs.max_tokens)
     log.info("recording up to %d CUDA graphs of decode steps", len(sizes))
     return sizes
+
+
+def end_recording(runner: "ModelRunner") -> None:
+    """Record no further graphs, now that requests may come."""
+    if isinstance(runner.graphs, PaddedGraphs):
+        runner.graphs.end_recording()

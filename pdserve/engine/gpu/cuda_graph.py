@@ -46,6 +46,11 @@ class PaddedGraphs(Graphs):
         self._record = record or CudaRecorder()
         self._graphs: dict[tuple[int, int], _PaddedGraph] = {}
         self._logits_SV: torch.Tensor | None = None  # of the graph that was replayed last
+        self._records = True
+
+    def end_recording(self) -> None:
+        """Record no further sizes: that would hold up streams, and take memory of which none was left for it."""
+        self._records = False
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
@@ -60,6 +65,8 @@ class PaddedGraphs(Graphs):
         if key in self._graphs:
             self.num_replayed += 1
             return self._graphs[key].replay(ids_1S, positions_1S, batch)[:count]
+        if not self._records:  # with --speculate, more rows than sequences
+            return self._model(ids_1S, positions_1S, batch)
         graph = _PaddedGraph(*key, batch)
         graph.fill(ids_1S, positions_1S, batch)
         with WaitDetector(ids_1S.device.type) as detector:

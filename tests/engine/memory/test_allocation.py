@@ -34,7 +34,7 @@ def test_a_gpu_without_room_for_kv_is_a_setup_error_that_names_its_memory(
     """By a fake `torch.cuda`: another process has the rest, and 16 GiB of what is gone are this one's weights."""
     gpu = torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 80 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 << 30)
+    monkeypatch.setattr(memory, "reserved_bytes", lambda device: 16 << 30)
     config = EngineConfig(model=str(checkpoint("llama")), device="cuda", max_num_seqs=1000)
     loaded = replace(load(replace(config, device="cpu")), device=gpu)
     step_bytes = int(17.2 * 2**30)

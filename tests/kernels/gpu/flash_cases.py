@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.kernels import reference
 from pdserve.kernels.attention import KernelUnavailable, select_kernel
 from pdserve.kernels.batch import KVFormat, PagedBatch, Scores
 from pdserve.kernels.gpu import flash
@@ -215,3 +216,21 @@ def test_flash_is_the_default_on_gpus_unless_rows_must_not_depend_on_the_batch(
     ):
         select_kernel("flash", gpu, "auto", BF16)
     assert select_kernel("auto", gpu, "auto", BF16).NAME == "triton"
+
+
+def test_grids_of_long_sequences_are_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses more than 65535 programs on the second and the third axis."""
+    grids = list[tuple[int, ...]]()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(flash, "_gather_kv", Kernel())
+    lengths, one = torch.tensor([70000, 3]), torch.zeros(2, dtype=torch.long)
+    tables_SM, starts = torch.zeros((2, 70000), dtype=torch.long), torch.arange(3) * 2
+    cache_N2GBD = torch.zeros(1, 2, 1, 1, 8)
+    batch = PagedBatch([cache_N2GBD], one, tables_SM, [2, 2], lengths.tolist(), lengths, starts, reference)
+    flash.gather_kv(cache_N2GBD, batch)
+    assert grids == [(70000, 2, 1)]

@@ -46,9 +46,11 @@ def test_what_others_have_beyond_their_share_is_missing() -> None:
 
 
 def test_the_memory_of_this_process_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", {device: (40 * GIB, 80 * GIB)}.__getitem__)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", {device: WEIGHTS}.__getitem__)
+    device, cached = torch.device("cuda:1"), [3 * GIB]  # of what the measured steps and graphs have given back
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda one: (40 * GIB - sum(cached), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda one: {device: WEIGHTS}[one] + sum(cached))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda one: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
     own = WEIGHTS + memory.CONTEXT_BYTES  # the rest of what is not free belongs to another process
     assert memory.free_for_pool(device, STEP, 0.45) == 36 * GIB - own - STEP - memory.LATER_BYTES
     assert memory.describe(device, 0.45).startswith("cuda:1 has 80.0 GiB, 40.0 of them free")

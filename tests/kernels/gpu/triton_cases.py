@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,28 @@ def test_partial_results_of_many_sequences(make_case: Callable[..., Any], monkey
         got = kernel.attend(case.q_THD, case.cache_N2GBD, case.batch, Scores(0.2))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     launch.processors.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_a_plan_for_limits_serves_shorter_sequences(
+    window: int | None, make_case: Callable[..., Any], kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs plan for the longest sequence. Behind a window, a shorter one may attend to more splits than that."""
+    monkeypatch.setattr(triton_kernels, "MIN_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(triton_kernels, "INVARIANT_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(launch, "INTERPRETER_PROCESSORS", 40)
+    launch.processors.cache_clear()
+    case = make_case(torch.float32, 4, 2, 32, 16, [(1, kv) for kv in (300, 270, 230, 160, 20)], kernel, DEVICE)
+    expected = case.expected(0.2, window, None)
+    kernel.write_kv(case.cache_N2GBD, case.k_TGD, case.v_TGD, case.batch.slots_T)
+    case.poison_out_of_window(window)
+    batch = replace(case.batch, kv_lens=[300] * 5)
+    splits = [one.splits for one in triton_kernels._plan(batch, window, 2, kernel is INVARIANT, DEVICE)]
+    torch.testing.assert_close(
+        kernel.attend(case.q_THD, case.cache_N2GBD, batch, Scores(0.2, window)), expected, rtol=1e-5, atol=1e-5
+    )
+    launch.processors.cache_clear()
+    assert splits[0] > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pdserve.kernels import reference
 from pdserve.kernels.gpu.copies import PoolCopies
@@ -23,6 +24,7 @@ from pdserve.kernels.gpu.rows import GPURows
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.connectors.nixl.connector import NixlConnector
 from pdserve.kv_transfer.rules.context import make_layout
+from tests.stream_order import StreamChecker, rows_of, watching
 
 BLOCK_BYTES, BLOCKS, DEVICE = 4096, 12, 3
 KEYS = [bytes([i]) * 16 for i in range(8)]
@@ -108,12 +110,12 @@ def attach() -> Iterator[Callable[..., tuple[NixlConnector, torch.Tensor]]]:
     """attach() → a connector, and its pool of random bytes on a "GPU"; attach(on_gpu=False), on the host."""
     connectors = list[NixlConnector]()
 
-    def make(*, on_gpu: bool = True, seed: int = 0) -> tuple[NixlConnector, torch.Tensor]:
+    def make(*, on_gpu: bool = True, seed: int = 0, cuda: Any = None) -> tuple[NixlConnector, torch.Tensor]:
         layout = make_layout(BLOCK_BYTES)
         pool = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8, generator=torch.manual_seed(seed))
         rows, gpu = pool.numpy(), None
         if on_gpu:
-            gpu = PoolCopies(pool, reference).in_place()
+            gpu = PoolCopies(pool, reference, cuda).in_place()
             gpu.device = DEVICE
             rows = np.broadcast_to(np.uint8(0), rows.shape)
         connectors.append(NixlConnector("nixl://?timeout=60&piece=8KiB"))
@@ -259,3 +261,35 @@ def test_marks_are_events_of_the_models_stream() -> None:
     memory.wait(mark)
     memory.digests([1])
     assert log == ["mark on model", "wait for the mark", "synchronize"]
+
+
+@pytest.mark.usefixtures("agents")
+def test_accesses_to_a_pool_are_ordered(
+    attach: Callable[..., tuple[NixlConnector, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of steps, of checksums, and of reads by peers, which no stream orders."""
+    checker = StreamChecker()
+
+    class WatchedAgent(AgentDouble):
+        def transfer(self, transfer: Any) -> str:
+            for (target, nbytes, _), (source, _, _) in transfer.pairs:
+                checker.on_host("a read of a peer", [(source, source + nbytes)], [(target, target + nbytes)])
+            return super().transfer(transfer)
+
+    monkeypatch.setattr(sys.modules["nixl._api"], "nixl_agent", WatchedAgent)
+    with watching(checker):
+        with _disable_current_modes():
+            (owner, source), (reader, target) = attach(cuda=checker), attach(seed=1, cuda=checker)
+        for turn in range(4):
+            keys = [bytes([turn, i]) * 8 for i in range(8)]
+            checker.launch("a step", [], [*rows_of(source, range(8)), *rows_of(target, range(8))])
+            stored = owner.store(keys, range(8), lease_s=60)
+            checker.launch("a step", rows_of(source, range(8)), rows_of(source, range(8, 12)))
+            ticket = stored.result(60).ticket
+            loading = reader.load(keys, range(8), tickets=[ticket])
+            checker.launch("a step", [], rows_of(target, range(8, 12)))
+            assert loading.result(60).outcomes == [OK] * 8
+            checker.launch("a step", rows_of(target, range(8)), [])
+        for connector in (owner, reader):
+            connector.close()
+    assert checker.errors == []
