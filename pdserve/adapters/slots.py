@@ -23,7 +23,17 @@ from weakref import WeakValueDictionary
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from pdserve.adapters.checkpoint import AdapterError, Files, parse_adapter, read_files
+from pdserve.adapters.checkpoint import Adapter, AdapterError, Files, parse_adapter, read_files
+from pdserve.adapters.expert_delta import ExpertsDelta
+from pdserve.adapters.experts import (
+    ExpertLayer,
+    LowRank,
+    StackedWeight,
+    expert_layer,
+    stack,
+    stacked_weights,
+    whole_stack,
+)
 from pdserve.adapters.sharing import AdapterStore, StoreError
 from pdserve.config import EngineConfig, InstanceConfig
 from pdserve.engine.adapters import Host
@@ -53,29 +63,43 @@ class LoadedAdapter:
     Attributes:
         path: from where it was read.
         invocation: see `Adapter`.
-        layers: its matrices by the names of the layers.
+        layers: its matrices by the names of the layers; of experts, by those of their modules and weights.
     """
 
     digest: bytes
     rank: int
     path: str
     invocation: tuple[int, ...]
-    layers: dict[str, lora.Matrices] = field(repr=False)
+    layers: dict[str, lora.Matrices | dict[str, lora.Stack]] = field(repr=False)
 
 
 class _LayerDelta:
-    """Adds to the output of one layer. Which rows add what is the same for all layers of a step: `rows`."""
+    """Adds to the output of one layer. Which rows add what is the same for all layers of a step: `rows`.
 
-    def __init__(self, rows: lora.Rows, max_rank: int, dtype: torch.dtype) -> None:
-        self.table = lora.Table(rows.num_slots)
-        self._rows, self._max_rank, self._dtype = rows, max_rank, dtype
+    Raises:
+        ValueError: the model has no such layer.
+    """
+
+    def __init__(self, model: torch.nn.Module, name: str, rows: lora.Rows, max_rank: int, dtype: torch.dtype) -> None:
+        self._table = lora.Table(rows.num_slots)
+        self._rows, self._max_rank, self._dtype = rows, lora.padded(max_rank), dtype
         self._add = lora.add if native.is_available() else lora.add_by_torch
+        add_delta(model, name, self)
+        self._layer = cast(Linear, model.get_submodule(name))
+
+    def fill(self, slot: int, of: lora.Matrices | None) -> None:
+        """Put an adapter's matrices into a slot; None: it has none."""
+        self._table.set(slot, of)
+
+    def switch(self, on: bool) -> None:
+        """Let the layer add, or not."""
+        self._layer.delta = self if on else None
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """See `Delta`. Raises ValueError if the layer gets other rows than the step has, or in another dtype."""
         if x.dtype != self._dtype or x.numel() != self._rows.num_rows * x.shape[-1]:
             raise ValueError(f"a layer gets {x.numel() // x.shape[-1]} rows of {x.dtype}")
-        return self._add(x, y, self._rows, self.table, self._max_rank)
+        return self._add(x, y, self._rows, self._table, self._max_rank)
 
 
 class Adapters:
@@ -103,7 +127,8 @@ class Adapters:
         self._num_overtaken = 0  # of the oldest of these
         most_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
         self._rows = lora.Rows(config.max_loras, most_rows)
-        self._layers: dict[str, tuple[Linear, _LayerDelta]] = {}
+        self._experts = stacked_weights(self._runner.checkpoint.model)
+        self._layers: dict[str, Any] = {}  # `_LayerDelta` or `ExpertsDelta`
         self._graphs: Graphs | None = None  # of steps with adapters, or while such a step runs, of those without
         self._is_on = False
         for name, path in config.adapters.items():
@@ -121,18 +146,28 @@ class Adapters:
         return self._prepared(read_files(path))
 
     def _prepared(self, files: Files) -> LoadedAdapter:
-        found, path = parse_adapter(files, self._max_rank), files.path
+        found = parse_adapter(files, self._max_rank, self._experts)
         model, dtype = self._runner.checkpoint.model, self._runner.checkpoint.dtype
-        layers = {}
+        layers: dict[str, lora.Matrices | dict[str, lora.Stack]] = {}
+        of_experts = dict[ExpertLayer, LowRank]()
         for name, layer in found.layers.items():
-            features = _features(model, name)
+            expert = expert_layer(name, self._experts)
+            features = _features(model, name) if expert is None else expert.features
             if features != (given := (layer.a_RK.shape[1], layer.b_RN.shape[1])):
                 base = "no such linear layer" if features is None else f"one of {features[0]} → {features[1]}"
                 raise AdapterError(
-                    f"{path} is of another base: {name} maps {given[0]} → {given[1]}, and here is {base}"
+                    f"{files.path} is of another base: {name} maps {given[0]} → {given[1]}, and here is {base}"
                 )
-            layers[name] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, dtype)
-        return LoadedAdapter(found.digest, found.rank, str(path), found.invocation, layers)
+            if expert is None:
+                layers[name] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, dtype)
+            elif expert.expert >= expert.weight.num_experts:
+                raise AdapterError(f"{files.path} is of another base: it names {name}, and here are {expert.weight}")
+            elif expert in of_experts or expert.weight.name in found.stacks.get(expert.module, ()):
+                raise AdapterError(f"{files.path} has matrices of {name} under two names")
+            else:
+                of_experts[expert] = layer
+        layers |= _stacks(found, of_experts, dtype)
+        return LoadedAdapter(found.digest, found.rank, str(files.path), found.invocation, layers)
 
     def add(self, name: str, adapter: LoadedAdapter) -> None:
         """Give an adapter a name. One that has it loses it: new requests get the new one, and the others keep theirs.
@@ -225,7 +260,7 @@ class Adapters:
         if known is None:
             raise AdapterError(f"adapter {digest.hex()} is not here")
         files = read_files(Path(known.path))
-        if parse_adapter(files, self._max_rank).digest != digest:
+        if parse_adapter(files, self._max_rank, self._experts).digest != digest:
             raise AdapterError(f"{known.path} has other weights now than adapter {digest.hex()}")
         with _counted(host, "store"):
             self._store.put(digest, files)
@@ -244,12 +279,14 @@ class Adapters:
         self._switch(False)
         model: Any = self._runner.checkpoint.model
         before = {name: model.get_submodule(name) for name in names}
-        added = dict[str, tuple[Linear, _LayerDelta]]()
+        added, rest = dict[str, Any](), (self._rows, self._max_rank, self._runner.checkpoint.dtype)
         try:
             for name in names:
-                delta = _LayerDelta(self._rows, lora.padded(self._max_rank), self._runner.checkpoint.dtype)
-                add_delta(model, name, delta)
-                added[name] = model.get_submodule(name), delta
+                if name in self._experts:
+                    added[name] = ExpertsDelta(before[name], self._experts[name], *rest)
+                else:
+                    added[name] = _LayerDelta(model, name, *rest)
+                added[name].switch(True)
             self._rows.set([-1, -1])
             with self._runner.scratch_sequence() as last_logits:
                 last_logits(0, 2)
@@ -258,8 +295,8 @@ class Adapters:
                 model.set_submodule(name, layer)
             raise
         finally:
-            for layer, _ in added.values():
-                layer.delta = None
+            for delta in added.values():
+                delta.switch(False)
         self._layers |= added
         self._graphs = self._runner.new_graphs()
 
@@ -316,8 +353,8 @@ class Adapters:
 
     def _fill(self, slot: int, adapter: LoadedAdapter) -> None:
         self._in_slots[slot] = adapter
-        for name, (_, delta) in self._layers.items():
-            delta.table.set(slot, adapter.layers.get(name))
+        for name, delta in self._layers.items():
+            delta.fill(slot, adapter.layers.get(name))
 
     def release(self, seq: Sequence) -> None:
         self._holders.pop(seq, None)
@@ -340,8 +377,8 @@ class Adapters:
         if on == self._is_on:
             return
         self._is_on = on
-        for layer, delta in self._layers.values():
-            layer.delta = delta if on else None
+        for delta in self._layers.values():
+            delta.switch(on)
         self._runner.graphs, self._graphs = self._graphs, self._runner.graphs
 
 
@@ -368,6 +405,24 @@ def _checked(config: EngineConfig, runner: "ModelRunner | PacedRunner") -> Model
     if runner.pipeline is not None:
         raise SetupError("adapters (--lora-modules) are not supported with --async-scheduling on")
     return runner
+
+
+def _stacks(found: Adapter, layers: dict[ExpertLayer, LowRank], dtype: torch.dtype) -> dict[str, dict[str, lora.Stack]]:
+    """Return an adapter's matrices for experts by the names of their modules and weights.
+
+    Args:
+        layers: those of single experts.
+    """
+    of_weights = dict[tuple[str, StackedWeight], dict[ExpertLayer, LowRank]]()
+    for layer, delta in layers.items():
+        of_weights.setdefault((layer.module, layer.weight), {})[layer] = delta
+    stacks = dict[str, dict[str, lora.Stack]]()
+    for (module, weight), of_weight in of_weights.items():
+        stacks.setdefault(module, {})[weight.name] = stack(weight, of_weight, dtype)
+    for module, deltas in found.stacks.items():
+        for name, delta in deltas.items():
+            stacks.setdefault(module, {})[name] = whole_stack(delta, dtype)
+    return stacks
 
 
 def _features(model: torch.nn.Module, name: str) -> tuple[int, int] | None:
