@@ -98,7 +98,8 @@ def make_stacked_adapter(
     path.mkdir(parents=True)
     parameters = [f"experts.{key}" for key in sorted(targets)]
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [], "bias": "none"}
-    (path / "adapter_config.json").write_text(json.dumps(settings | {"target_parameters": parameters} | config))
+    settings |= {"target_parameters": parameters, "peft_version": "0.21.2"}
+    (path / "adapter_config.json").write_text(json.dumps(settings | config))
     save_file(tensors, path / "adapter_model.safetensors")
     return path
 

@@ -37,12 +37,13 @@ _READ = {
     "init_lora_weights",
     "alora_invocation_tokens",
     "target_parameters",
+    "peft_version",
 }
 # Which modules these name shows in the names of tensors; the others matter in training only, or say where it was.
 _HARMLESS = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
     *("lora_dropout", "inference_mode", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
-    *("peft_version", "megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config"),
+    *("megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config"),
 }
 _NEUTRAL = {"bias": "none"}  # setting → its value without effect, where that is not empty
 _REFUSED = {
@@ -123,7 +124,7 @@ def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -
     """
     path, config, tensors = files.path, _parse_config(files), _parse_tensors(files)
     layers, stacks = dict[str, LowRank](), dict[str, dict[str, LowRank]]()
-    targets = config.get("target_parameters") or []
+    targets, is_old = config.get("target_parameters") or [], _is_old(config)
     if unknown := untargeted(targets, modules):
         what = f"target_parameters names {unknown[0]!r}, and here are no stacked weights of experts of that name"
         raise AdapterError(f"{path / CONFIG}: {what}")
@@ -139,12 +140,13 @@ def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -
         rank, scale = _rank_and_scale(config, key)
         if rank > max_rank:
             raise AdapterError(f"{path} has rank {rank}, and --max-lora-rank is {max_rank}")
-        delta = _linear(a, b, rank, scale) if found is None else found[1].split(a, b, rank, scale)
+        delta = _linear(a, b, rank, scale) if found is None else found[1].split(a, b, rank, scale, is_old)
         if delta is None:
             of = "" if found is None else f" ({found[1]})"
             shapes = f"{[*a.shape]} and {[*b.shape]}"
             raise AdapterError(f"{path}: {key}{of} has rank {rank} by {CONFIG}, and matrices of {shapes}")
         header = [key, scale.hex(), [[str(one.dtype), *one.shape] for one in (a, b)]]
+        header += [is_old] if found is not None else []
         digest.update(json.dumps(header).encode())
         for one in (a, b):
             digest.update(one.contiguous().view(torch.uint8).numpy().tobytes())
@@ -156,6 +158,12 @@ def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -
     if not tensors:
         raise AdapterError(f"{path / WEIGHTS} has no matrices of LoRA")
     return Adapter(layers, stacks, digest.digest(), highest, invocation)
+
+
+def _is_old(config: dict[str, Any]) -> bool:
+    """Return whether an adapter was saved by PEFT before 0.19; see `StackedWeight`. It says its version since 0.18."""
+    match = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+    return match is None or (int(match[1]), int(match[2])) < (0, 19)
 
 
 def _linear(a_RK: torch.Tensor, b_NR: torch.Tensor, rank: int, scale: float) -> LowRank | None:

@@ -48,24 +48,34 @@ class StackedWeight:
 
     Attributes:
         features: K and N of one expert.
+        is_transposed: it is [E, K, N], not [E, N, K].
         has_parts: its outputs are those of the layers in `PARTS`, one after the other.
     """
 
     name: str
     num_experts: int
     features: tuple[int, int]
-    has_parts: bool
+    is_transposed: bool = False
+    has_parts: bool = True
 
     def __str__(self) -> str:
         return f"{self.num_experts} experts, {self.features[0]} → {self.features[1]}"
 
-    def split(self, a: torch.Tensor, b: torch.Tensor, rank: int, scale: float) -> LowRank | None:
-        """Return what PEFT's matrices, A [E · R, K] and B [N, R · E], add; None if these have other shapes."""
-        (in_features, out_features), rows = self.features, self.num_experts * rank
-        if a.shape != (rows, in_features) or b.shape != (out_features, rows):
+    def split(self, a: torch.Tensor, b: torch.Tensor, rank: int, scale: float, is_old: bool) -> LowRank | None:
+        """Return what PEFT's matrices add, A [E · R, K] and B [N, R · E]; None if these have other shapes.
+
+        Args:
+            is_old: they were saved by PEFT before 0.19. It took the first dimension of each expert for K, whatever it was,
+                so unless the weight is transposed, A is [E · R, N], and B [K, R · E]. Shapes show that, too, unless K is N.
+        """
+        (in_features, out_features), experts = self.features, self.num_experts
+        is_old = is_old if in_features == out_features else a.shape[1:] == (out_features,)
+        swapped = is_old and not self.is_transposed
+        rows, columns = (out_features, in_features) if swapped else (in_features, out_features)
+        if a.shape != (experts * rank, rows) or b.shape != (columns, rank * experts):
             return None
-        b_ERN = b.reshape(out_features, rank, self.num_experts).permute(2, 1, 0)
-        return LowRank(a.reshape(self.num_experts, rank, in_features), b_ERN.contiguous(), scale)
+        a_ERI, b_ERO = a.reshape(experts, rank, rows), b.reshape(columns, rank, experts).permute(2, 1, 0).contiguous()
+        return LowRank(b_ERO, a_ERI, scale) if swapped else LowRank(a_ERI, b_ERO, scale)
 
 
 Modules = Mapping[str, Sequence[StackedWeight]]
@@ -82,7 +92,8 @@ def stacked_weights(model: torch.nn.Module) -> Modules:
         transposed, weights = bool(module.is_transposed), []
         for key, (experts, rows, columns) in plain or packed:
             features = (rows, columns) if transposed else (columns, rows)
-            weights.append(StackedWeight(key, experts, features, bool(module.is_concatenated) and not transposed))
+            has_parts = bool(module.is_concatenated) and not transposed
+            weights.append(StackedWeight(key, experts, features, transposed, has_parts))
         if weights:
             found[name] = tuple(weights)
     return found

@@ -24,10 +24,10 @@ from pdserve.adapters.experts import (
 from pdserve.engine.cpu_fusion import experts
 from pdserve.kernels import native
 
-EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 64, 32, 6
+EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 64, 40, 6
 MODULE = "model.layers.0.mlp.experts"
-GATE_UP = StackedWeight("gate_up_proj", EXPERTS, (HIDDEN, 2 * INTERMEDIATE), True)
-DOWN = StackedWeight("down_proj", EXPERTS, (INTERMEDIATE, HIDDEN), True)
+GATE_UP = StackedWeight("gate_up_proj", EXPERTS, (HIDDEN, 2 * INTERMEDIATE))
+DOWN = StackedWeight("down_proj", EXPERTS, (INTERMEDIATE, HIDDEN))
 MODULES = {MODULE: (GATE_UP, DOWN)}
 
 
@@ -43,7 +43,9 @@ def test_stacked_weights() -> None:
     gpt_oss = torch.nn.ModuleDict({"experts": GptOssExperts(transformers.GptOssConfig(**sizes))})
     features = {name: [(one.name, one.features) for one in of] for name, of in stacked_weights(gpt_oss).items()}
     assert features == {"experts": [("gate_up_proj", GATE_UP.features), ("down_proj", DOWN.features)]}
-    assert not any(one.has_parts for one in stacked_weights(gpt_oss)["experts"]), "gates and ups take turns"
+    assert not any(one.has_parts or not one.is_transposed for one in stacked_weights(gpt_oss)["experts"]), (
+        "gates and ups take turns"
+    )
     config = transformers.NemotronHConfig(
         n_routed_experts=EXPERTS, hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE
     )
@@ -109,7 +111,7 @@ def test_layers_of_one_expert(name: str, found: tuple[StackedWeight, int, int, i
 
 
 def test_outputs_that_take_turns_are_of_no_layer() -> None:
-    interleaved = {MODULE: (StackedWeight("gate_up_proj", EXPERTS, GATE_UP.features, False), DOWN)}
+    interleaved = {MODULE: (StackedWeight("gate_up_proj", EXPERTS, GATE_UP.features, True, False), DOWN)}
     assert expert_layer(f"{MODULE}.2.gate_proj", interleaved) is None
     assert expert_layer(f"{MODULE}.2.down_proj", interleaved) is not None
 
@@ -117,15 +119,32 @@ def test_outputs_that_take_turns_are_of_no_layer() -> None:
 def test_matrices_of_a_stacked_weight() -> None:
     """By PEFT's own definition of the sum."""
     a, b = torch.randn(EXPERTS * RANK, HIDDEN), torch.randn(2 * INTERMEDIATE, EXPERTS * RANK)
-    delta = GATE_UP.split(a, b, RANK, 0.5)
+    delta = GATE_UP.split(a, b, RANK, 0.5, is_old=False)
     assert delta is not None
-    expected = torch.einsum("ore,eri->eoi", b.reshape(len(b), -1, EXPERTS), a.reshape(EXPERTS, -1, HIDDEN))
+    expected = torch.einsum("ore,eri->eoi", b.unflatten(1, (-1, EXPERTS)), a.unflatten(0, (EXPERTS, -1)))
     torch.testing.assert_close(delta.b_RN.mT @ delta.a_RK, expected)
-    assert GATE_UP.split(a, b, RANK - 1, 0.5) is DOWN.split(a, b, RANK, 0.5) is None
     of = whole_stack(delta, torch.float32)
     assert of.a_XRK.shape == (EXPERTS, 8, HIDDEN), "ranks are padded to multiples of 4"
     torch.testing.assert_close(of.b_XRN.mT @ of.a_XRK, expected)
     assert of.experts_X.tolist() == [0, 1, 2] and of.scales_X.tolist() == [0.5] * 3
+    assert GATE_UP.split(a, b, RANK - 1, 0.5, is_old=False) is DOWN.split(a, b, RANK, 0.5, is_old=False) is None
+
+
+@pytest.mark.parametrize("out_features", [2 * INTERMEDIATE, HIDDEN])
+def test_matrices_that_peft_saved_before_0_19(out_features: int) -> None:
+    """It took the first dimension of each expert for that of the input: by its definition, "ore,eri->eio" is [E, N, K]."""
+    a, b = torch.randn(EXPERTS * RANK, out_features), torch.randn(HIDDEN, EXPERTS * RANK)
+    expected = torch.einsum("ore,eri->eio", b.unflatten(1, (-1, EXPERTS)), a.unflatten(0, (EXPERTS, -1)))
+    weight = StackedWeight("gate_up_proj", EXPERTS, (HIDDEN, out_features))
+    delta = weight.split(a, b, RANK, 0.5, is_old=True)
+    assert delta is not None
+    torch.testing.assert_close(delta.b_RN.mT @ delta.a_RK, expected)
+    new = weight.split(a, b, RANK, 0.5, is_old=False)
+    assert new is not None and torch.equal(new.a_RK, delta.a_RK) == (out_features != HIDDEN), "shapes show it"
+    transposed = StackedWeight("gate_up_proj", EXPERTS, (out_features, HIDDEN), True, False)
+    old, new = (transposed.split(a, b, RANK, 0.5, is_old) for is_old in (True, False))
+    assert old is not None and new is not None
+    assert torch.equal(old.a_RK, new.a_RK) and torch.equal(old.b_RN, new.b_RN)
 
 
 @pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 3.0)], ids=["alike", "different"])
