@@ -145,7 +145,7 @@ def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -
             of = "" if found is None else f" ({found[1]})"
             shapes = f"{[*a.shape]} and {[*b.shape]}"
             raise AdapterError(f"{path}: {key}{of} has rank {rank} by {CONFIG}, and matrices of {shapes}")
-        header = [key, scale.hex(), [[str(one.dtype), *one.shape] for one in (a, b)]]
+        header: list[Any] = [key, scale.hex(), [[str(one.dtype), *one.shape] for one in (a, b)]]
         header += [is_old] if found is not None else []
         digest.update(json.dumps(header).encode())
         for one in (a, b):

@@ -23,8 +23,10 @@ from pdserve.adapters.experts import (
     whole_stack,
 )
 from pdserve.config import EngineConfig
+from pdserve.engine.checkpoint_loader import find_shard
 from pdserve.engine.cpu_fusion.linear_method import Linear, add_delta
 from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.parallel.shard import SummedLayer
 from pdserve.engine.step_graph import Graphs
 from pdserve.kernels import lora, native
 
@@ -82,6 +84,8 @@ class AdaptedLayers:
         self._runner, self._max_rank = runner, config.max_lora_rank
         self._rows = lora.Rows(config.max_loras, max(config.max_num_batched_tokens, config.max_num_seqs))
         self._experts = stacked_weights(runner.checkpoint.model)
+        group = runner.checkpoint.group
+        self._shard = None if group is None else find_shard(config, group)
         self._layers: dict[str, Any] = {}  # `_LayerDelta` or `ExpertsDelta`
         self._graphs: Graphs | None = None  # of steps with adapters, or while such a step runs, of those without
         self._is_on = False
@@ -96,16 +100,20 @@ class AdaptedLayers:
         model, dtype = self._runner.checkpoint.model, self._runner.checkpoint.dtype
         layers: dict[str, lora.Matrices | dict[str, lora.Stack]] = {}
         of_experts = dict[ExpertLayer, LowRank]()
-        for name, layer in found.layers.items():
-            expert = expert_layer(name, self._experts)
-            features = _features(model, name) if expert is None else expert.features
+        for name, whole in found.layers.items():
+            expert, inner, layer = (
+                expert_layer(name, self._experts),
+                _inner(model, name),
+                self._part(files, name, whole),
+            )
+            features = _features(model, inner) if expert is None else expert.features
             if features != (given := (layer.a_RK.shape[1], layer.b_RN.shape[1])):
                 base = "no such linear layer" if features is None else f"one of {features[0]} → {features[1]}"
                 raise AdapterError(
                     f"{files.path} is of another base: {name} maps {given[0]} → {given[1]}, and here is {base}"
                 )
             if expert is None:
-                layers[name] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, dtype)
+                layers[inner] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, dtype)
             elif expert.expert >= expert.weight.num_experts:
                 raise AdapterError(f"{files.path} is of another base: it names {name}, and here are {expert.weight}")
             elif expert in of_experts or expert.weight.name in found.stacks.get(expert.module, ()):
@@ -114,6 +122,15 @@ class AdaptedLayers:
                 of_experts[expert] = layer
         layers |= _stacks(found, of_experts, dtype)
         return LoadedAdapter(found.digest, found.rank, str(files.path), found.invocation, layers)
+
+    def _part(self, files: Files, name: str, layer: LowRank) -> LowRank:
+        """Return this rank's part of what is added to a layer. Raises AdapterError if it is one of experts."""
+        if self._shard is None:
+            return layer
+        if ".experts." in name:
+            what = "adapters of experts need one device, so leave out --tensor-parallel-size"
+            raise AdapterError(f"{files.path} names {name}: {what}")
+        return LowRank(*self._shard.low_rank(name, layer.a_RK, layer.b_RN), layer.scale)
 
     def attach(self, adapter: LoadedAdapter) -> None:
         """Let an adapter's layers add from now on. Raises AdapterError: the model does not run with it, and is as before."""
@@ -187,6 +204,14 @@ def _stacks(found: Adapter, layers: dict[ExpertLayer, LowRank], dtype: torch.dty
         for name, delta in deltas.items():
             stacks.setdefault(module, {})[name] = whole_stack(delta, dtype)
     return stacks
+
+
+def _inner(model: torch.nn.Module, name: str) -> str:
+    """Return the name of a linear layer within what sums it over ranks, if something does."""
+    try:
+        return f"{name}.part" if isinstance(model.get_submodule(name), SummedLayer) else name
+    except AttributeError:
+        return name
 
 
 def _features(model: torch.nn.Module, name: str) -> tuple[int, int] | None:

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from pdserve.adapters.checkpoint import AdapterError, read_files
 from pdserve.adapters.layers import AdaptedLayers, LoadedAdapter
+from pdserve.adapters.ranked_layers import LeadingLayers
 from pdserve.adapters.sharing import AdapterStore, StoreError
 from pdserve.config import EngineConfig, InstanceConfig
 from pdserve.engine.adapters import Host
@@ -32,6 +33,7 @@ from pdserve.errors import RequestError, SetupError
 from pdserve.keys import pack_tokens
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.ranks.runners import LeadingRunner
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +50,9 @@ class Adapters:
     """
 
     def __init__(self, config: EngineConfig, runner: "ModelRunner | PacedRunner") -> None:
-        runner = _checked(config, runner)
-        self._layers = AdaptedLayers(runner, config)
+        runner = _checked(runner)
+        is_leading = isinstance(runner, LeadingRunner)
+        self._layers = LeadingLayers(runner, config) if is_leading else AdaptedLayers(runner, config)
         self._folder = Path(config.lora_folder).resolve() if config.lora_folder else None
         self._base = config.name
         url = config.connector if isinstance(config, InstanceConfig) else ""
@@ -261,10 +264,10 @@ def _counted(host: Host, direction: str) -> Iterator[None]:
         host.post(partial(host.count, "adapter_transfers", 1, direction=direction, outcome=str(outcome)))
 
 
-def _checked(config: EngineConfig, runner: "ModelRunner | PacedRunner") -> ModelRunner:
+def _checked(runner: "ModelRunner | PacedRunner") -> ModelRunner:
     """Return the runner. Raises SetupError if it runs no model to which adapters can be added."""
-    if not isinstance(runner, ModelRunner) or config.tensor_parallel_size > 1:
-        raise SetupError("adapters (--lora-modules) are supported with a model, on one device")
+    if not isinstance(runner, ModelRunner):
+        raise SetupError("adapters (--lora-modules) are supported with a model")
     if runner.device.type != "cpu":
         raise SetupError("adapters (--lora-modules) are supported on CPUs only, for now: use --device cpu")
     if runner.pipeline is not None:
