@@ -18,7 +18,9 @@ TOKENS = 12
 def run(engine: Engine, work: list[tuple[str, list[int]]], max_tokens: int = TOKENS) -> list[list[int]]:
     """Answer prompts, each with an adapter or with the base, as far as there are slots at once."""
     assert engine.adapters is not None
-    digests = {"": b"", **{one.name: one.digest for one in engine.adapters.listing()}}
+    digests = {one.name: one.digest for one in engine.adapters.listing()} | {
+        "": b""
+    }  # and not one that has lost its name
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     seqs = [
         engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling, adapter=digests[name]))
