@@ -1,11 +1,12 @@
 """Low-rank products of adapters, for rows with different adapters in one call: lora.cpp, and the torch reference.
 
-Shape legend: T rows of a step, K input features, N output features, R rank of an adapter, S slots.
+Shape legend: T rows of a step, K input features, N output features, R rank of an adapter, S slots; E experts, X of them.
 """
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -41,6 +42,22 @@ def matrices(a_RK: torch.Tensor, b_RN: torch.Tensor, scale: float, dtype: torch.
     return Matrices(a_RK, b_RN, scale)
 
 
+class GroupedRows(Protocol):
+    """Rows that have an adapter, by slot.
+
+    Attributes:
+        num_rows: with and without an adapter.
+        rows_T: those with one; those of slot s are from starts_S[s] to starts_S[s + 1].
+    """
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def rows_T(self) -> torch.Tensor: ...
+    @property
+    def starts_S(self) -> torch.Tensor: ...
+
+
 class Rows:
     """The rows of a step that have an adapter, by slot. Its tensors stay where they are: recorded steps read them there.
 
@@ -50,10 +67,12 @@ class Rows:
 
     Attributes:
         num_rows: of the step, with and without an adapter.
+        slots_T: the slot of each row; -1: it has no adapter.
     """
 
     def __init__(self, num_slots: int, max_rows: int) -> None:
         self.num_slots, self.num_rows = num_slots, 0
+        self.slots_T = torch.full((max_rows,), -1)
         self.rows_T = torch.zeros(max_rows, dtype=torch.long)
         self.starts_S = torch.zeros(num_slots + 1, dtype=torch.long)  # and the end of the last one
 
@@ -61,11 +80,21 @@ class Rows:
         """Set the slot of each row of the step; -1: it has no adapter."""
         self.num_rows = len(slots)
         slots_T = torch.tensor(slots, dtype=torch.long)
+        self.slots_T[: len(slots)] = slots_T
         order_T = slots_T.argsort(stable=True)
         num_plain = int((slots_T < 0).sum())
         rows_T = order_T[num_plain:]
         self.rows_T[: len(rows_T)] = rows_T
         self.starts_S[1:] = torch.bincount(slots_T[rows_T], minlength=self.num_slots).cumsum(0)
+
+
+class SlotMatrices(Protocol):
+    """The matrices of one layer by slot, as `Table` has them."""
+
+    @property
+    def matrices(self) -> "Sequence[Matrices | None]": ...
+    @property
+    def words_S4(self) -> torch.Tensor: ...
 
 
 class Table:
@@ -85,7 +114,70 @@ class Table:
         self.words_S4[slot] = torch.tensor(words, dtype=torch.long)
 
 
-def add(x: torch.Tensor, y: torch.Tensor, rows: Rows, table: Table, max_rank: int) -> torch.Tensor:
+@dataclass(frozen=True)
+class Stack:
+    """An adapter's matrices for one layer of some experts.
+
+    Attributes:
+        experts_X: their numbers.
+        a_XRK, b_XRN, scales_X: see `Matrices`.
+    """
+
+    experts_X: torch.Tensor
+    a_XRK: torch.Tensor
+    b_XRN: torch.Tensor
+    scales_X: torch.Tensor
+
+    def of(self, expert: int) -> Matrices | None:
+        """Return the matrices of one expert; None: it has none."""
+        for at in (self.experts_X == expert).nonzero()[:, 0]:
+            return Matrices(self.a_XRK[at], self.b_XRN[at], float(self.scales_X[at]))
+        return None
+
+
+def stack(experts: Sequence[int], a_XRK: torch.Tensor, b_XRN: torch.Tensor, scales: Sequence[float]) -> Stack:
+    """Return matrices of some experts, padded, in the dtype in which they are."""
+    padding = (0, 0, 0, -a_XRK.shape[1] % RANK_UNIT)
+    a_XRK, b_XRN = (torch.nn.functional.pad(one, padding).contiguous() for one in (a_XRK, b_XRN))
+    return Stack(torch.tensor(experts), a_XRK, b_XRN, torch.tensor(scales, dtype=torch.double))
+
+
+@dataclass(frozen=True)
+class _OfExpert:
+    """See `SlotMatrices`."""
+
+    words_S4: torch.Tensor
+    expert: int
+    stacks: Sequence[Stack | None]
+
+    @property
+    def matrices(self) -> list[Matrices | None]:
+        return [None if one is None else one.of(self.expert) for one in self.stacks]
+
+
+class ExpertTable:
+    """The matrices of one layer of all experts, by expert and slot."""
+
+    def __init__(self, num_experts: int, num_slots: int) -> None:
+        self.stacks: list[Stack | None] = [None] * num_slots
+        self._words_ES4 = torch.zeros((num_experts, num_slots, _SLOT_WORDS), dtype=torch.long)
+
+    def set(self, slot: int, of: Stack | None) -> None:
+        """Put an adapter's matrices into a slot."""
+        self.stacks[slot] = of
+        self._words_ES4[:, slot] = 0
+        if of is not None:
+            at_X = torch.arange(len(of.experts_X))
+            addresses = [one.data_ptr() + at_X * one[0].nbytes for one in (of.a_XRK, of.b_XRN)]
+            ranks_X = torch.full_like(at_X, of.a_XRK.shape[1])
+            self._words_ES4[of.experts_X, slot] = torch.stack([*addresses, ranks_X, of.scales_X.view(torch.long)], 1)
+
+    def of(self, expert: int) -> SlotMatrices:
+        """Return the matrices of one expert."""
+        return _OfExpert(self._words_ES4[expert], expert, self.stacks)
+
+
+def add(x: torch.Tensor, y: torch.Tensor, rows: GroupedRows, table: SlotMatrices, max_rank: int) -> torch.Tensor:
     """Add each row's low-rank product to y in place, and return y.
 
     Args:
@@ -99,7 +191,7 @@ def add(x: torch.Tensor, y: torch.Tensor, rows: Rows, table: Table, max_rank: in
     assert num_rows == rows.num_rows, "the layer gets other rows than the step has"
     stride = -(-in_features // native.library().pdserve_shrink_chunk()) * max_rank
     h = torch.empty(num_rows * stride, dtype=torch.float32)
-    dtype, num_slots = native.DTYPES.index(x.dtype), len(table.matrices)
+    dtype, num_slots = native.DTYPES.index(x.dtype), len(table.words_S4)
     of_rows, starts, words = native.addresses(rows.rows_T, rows.starts_S, table.words_S4)
     grouped, call = (of_rows, starts, num_slots, words), native.functions()
     call.pdserve_shrink(dtype, *native.addresses(h, x), *grouped, in_features, max_rank, threads)
@@ -107,7 +199,9 @@ def add(x: torch.Tensor, y: torch.Tensor, rows: Rows, table: Table, max_rank: in
     return y
 
 
-def add_by_torch(x: torch.Tensor, y: torch.Tensor, rows: Rows, table: Table, max_rank: int) -> torch.Tensor:
+def add_by_torch(
+    x: torch.Tensor, y: torch.Tensor, rows: GroupedRows, table: SlotMatrices, max_rank: int
+) -> torch.Tensor:
     """Return what `add` does, within rounding: the reference, for machines without a compiler."""
     x_TK, y_TN = x.flatten(0, -2), y.flatten(0, -2)
     starts = rows.starts_S.tolist()

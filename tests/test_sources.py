@@ -10,6 +10,8 @@ PACKAGES = ("pdserve", "router", "kv_transfer", "kernels", "prefill", "decode")
 # Test files, by source files or patterns of them; folders of sources are named as below tests/.
 ELSEWHERE = {
     # a part: what it belongs to is tested as a whole
+    "adapters/layers.py": "adapters/test_slots.py",
+    "adapters/ranked_layers.py": "ranks/test_adapters.py",
     "batch/*.py": "batch/test_command.py",
     "control/json_setting.py": "cli/test_flags.py",
     "engine/architectures/chunked_attention.py": "engine/test_architectures.py",

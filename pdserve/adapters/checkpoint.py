@@ -4,7 +4,7 @@ An adapter adds scale · x · Aᵀ · Bᵀ to the output of each of its layers. 
 and of every setting that changes the sum. Names, paths and what matters in training only are not in it. A setting that is
 not known, and has a value, is refused, since it may change the sum.
 
-Shape legend: K input features, N output features, R rank.
+Shape legend: K input features, N output features, R rank, E experts.
 """
 
 import hashlib
@@ -19,11 +19,13 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from pdserve.adapters.experts import LowRank, Modules, targeted, untargeted
 from pdserve.errors import reason
 from pdserve.keys import KEY_BYTES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of tensors' names, as PEFT saves them
+_NO_MODULES: Modules = {}
 _TENSOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _READ = {
     "peft_type",
@@ -34,12 +36,14 @@ _READ = {
     "alpha_pattern",
     "init_lora_weights",
     "alora_invocation_tokens",
+    "target_parameters",
+    "peft_version",
 }
 # Which modules these name shows in the names of tensors; the others matter in training only, or say where it was.
 _HARMLESS = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
     *("lora_dropout", "inference_mode", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
-    *("peft_version", "megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config"),
+    *("megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config"),
 }
 _NEUTRAL = {"bias": "none"}  # setting → its value without effect, where that is not empty
 _REFUSED = {
@@ -48,7 +52,6 @@ _REFUSED = {
     "bias": "biases",
     "lora_bias": "biases",
     "trainable_token_indices": "embeddings of tokens",
-    "target_parameters": "parameters that are no linear layers, such as a mixture's experts (target_parameters)",
 }
 MAX_TOKEN_ID = 2**31
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,26 +62,13 @@ class AdapterError(ValueError):
     """An adapter cannot be used; the text says why, in one sentence."""
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """The low-rank delta of one layer: scale · x · Aᵀ · B.
-
-    Attributes:
-        a_RK: A.
-        b_RN: B, transposed.
-    """
-
-    a_RK: torch.Tensor
-    b_RN: torch.Tensor
-    scale: float
-
-
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """An adapter's numbers.
 
     Attributes:
-        layers: by the dotted names of the base's linear layers.
+        layers: by the dotted names of the base's linear layers, and of layers of its experts.
+        stacks: by the dotted names of modules of experts, and the names of their stacked weights.
         digest: of all that changes the sum.
         rank: of its largest layer.
         invocation: tokens of an activated adapter (aLoRA, Greenewald et al. 2025): it is added from where these occur last in
@@ -86,13 +76,15 @@ class Adapter:
     """
 
     layers: dict[str, LowRank] = field(repr=False)
+    stacks: dict[str, dict[str, LowRank]] = field(repr=False)
     digest: bytes
     rank: int
     invocation: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.a_RK.nbytes + layer.b_RN.nbytes for layer in self.layers.values())
+        deltas = [*self.layers.values(), *(one for each in self.stacks.values() for one in each.values())]
+        return sum(one.a_RK.nbytes + one.b_RN.nbytes for one in deltas)
 
 
 class Files(NamedTuple):
@@ -116,39 +108,69 @@ def read_files(path: Path) -> Files:
         raise AdapterError(f"{path / file} cannot be read: {reason(error)}") from error
 
 
-def read_adapter(path: Path, max_rank: int) -> Adapter:
+def read_adapter(path: Path, max_rank: int, modules: Modules = _NO_MODULES) -> Adapter:
     """Return the adapter in a folder. Raises AdapterError as `parse_adapter`, or if a file cannot be read."""
-    return parse_adapter(read_files(path), max_rank)
+    return parse_adapter(read_files(path), max_rank, modules)
 
 
-def parse_adapter(files: Files, max_rank: int) -> Adapter:
+def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -> Adapter:
     """Return the adapter in files, in the dtype in which it is there.
+
+    Args:
+        modules: experts of the base, see `stacked_weights`.
 
     Raises:
         AdapterError: it is incomplete, of a kind that is not supported, or of a higher rank.
     """
     path, config, tensors = files.path, _parse_config(files), _parse_tensors(files)
-    layers = {}
+    layers, stacks = dict[str, LowRank](), dict[str, dict[str, LowRank]]()
+    targets, is_old = config.get("target_parameters") or [], _is_old(config)
+    if unknown := untargeted(targets, modules):
+        what = f"target_parameters names {unknown[0]!r}, and here are no stacked weights of experts of that name"
+        raise AdapterError(f"{path / CONFIG}: {what}")
     invocation = tuple(config.get("alora_invocation_tokens") or ())
     digest = hashlib.blake2b(json.dumps(invocation).encode() if invocation else b"", digest_size=KEY_BYTES)
+    highest = 0
     for name in sorted({name for name, _ in tensors}):
         if (name, "A") not in tensors or (name, "B") not in tensors:
             raise AdapterError(f"{path / WEIGHTS} has only one of the two matrices of {name}")
-        a_RK, b_NR = tensors[name, "A"], tensors[name, "B"]
-        rank, scale = _rank_and_scale(config, name)
-        if a_RK.dim() != 2 or b_NR.dim() != 2 or not len(a_RK) == b_NR.shape[1] == rank:
-            shapes = f"{[*a_RK.shape]} and {[*b_NR.shape]}"
-            raise AdapterError(f"{path}: {name} has rank {rank} by {CONFIG}, and matrices of {shapes}")
+        a, b = tensors[name, "A"], tensors[name, "B"]
+        found = targeted(name, targets, modules)
+        key = name if found is None else f"{found[0]}.{found[1].name}"
+        rank, scale = _rank_and_scale(config, key)
         if rank > max_rank:
             raise AdapterError(f"{path} has rank {rank}, and --max-lora-rank is {max_rank}")
-        header = [name, scale.hex(), [[str(one.dtype), *one.shape] for one in (a_RK, b_NR)]]
+        delta = _linear(a, b, rank, scale) if found is None else found[1].split(a, b, rank, scale, is_old)
+        if delta is None:
+            of = "" if found is None else f" ({found[1]})"
+            shapes = f"{[*a.shape]} and {[*b.shape]}"
+            raise AdapterError(f"{path}: {key}{of} has rank {rank} by {CONFIG}, and matrices of {shapes}")
+        header: list[Any] = [key, scale.hex(), [[str(one.dtype), *one.shape] for one in (a, b)]]
+        header += [is_old] if found is not None else []
         digest.update(json.dumps(header).encode())
-        for one in (a_RK, b_NR):
+        for one in (a, b):
             digest.update(one.contiguous().view(torch.uint8).numpy().tobytes())
-        layers[name] = LowRank(a_RK, b_NR.T.contiguous(), scale)
-    if not layers:
+        highest = max(highest, rank)
+        if found is None:
+            layers[name] = delta
+        else:
+            stacks.setdefault(found[0], {})[found[1].name] = delta
+    if not tensors:
         raise AdapterError(f"{path / WEIGHTS} has no matrices of LoRA")
-    return Adapter(layers, digest.digest(), max(len(layer.a_RK) for layer in layers.values()), invocation)
+    return Adapter(layers, stacks, digest.digest(), highest, invocation)
+
+
+def _is_old(config: dict[str, Any]) -> bool:
+    """Return whether an adapter was saved by PEFT before 0.19; see `StackedWeight`. It says its version since 0.18."""
+    match = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+    return match is None or (int(match[1]), int(match[2])) < (0, 19)
+
+
+def _linear(a_RK: torch.Tensor, b_NR: torch.Tensor, rank: int, scale: float) -> LowRank | None:
+    """Return what the matrices of a linear layer add; None if they have other shapes."""
+    if a_RK.dim() != 2 or b_NR.dim() != 2 or not len(a_RK) == b_NR.shape[1] == rank:
+        return None
+    return LowRank(a_RK, b_NR.T.contiguous(), scale)
 
 
 def _parse_config(files: Files) -> dict[str, Any]:
@@ -172,6 +194,9 @@ def _parse_config(files: Files) -> dict[str, Any]:
     tokens = config.get("alora_invocation_tokens") or []
     if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < MAX_TOKEN_ID for one in tokens):
         raise AdapterError(f"{file}: alora_invocation_tokens is {tokens!r}, and must be a list of token ids")
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        raise AdapterError(f"{file}: target_parameters is {targets!r}, and must be a list of names")
     for name, kinds in (("r", int), ("lora_alpha", int | float), ("rank_pattern", dict), ("alpha_pattern", dict)):
         if not isinstance(config.setdefault(name, {} if kinds is dict else 8) or {}, kinds):  # null: no pattern
             raise AdapterError(f"{file}: {name} is {config[name]!r}")

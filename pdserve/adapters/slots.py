@@ -14,68 +14,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from weakref import WeakValueDictionary
 
-import torch
-from transformers.pytorch_utils import Conv1D
-
-from pdserve.adapters.checkpoint import AdapterError, Files, parse_adapter, read_files
+from pdserve.adapters.checkpoint import AdapterError, read_files
+from pdserve.adapters.layers import AdaptedLayers, LoadedAdapter
+from pdserve.adapters.ranked_layers import LeadingLayers
 from pdserve.adapters.sharing import AdapterStore, StoreError
 from pdserve.config import EngineConfig, InstanceConfig
 from pdserve.engine.adapters import Host
-from pdserve.engine.cpu_fusion.linear_method import Linear, add_delta
 from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.paced_runner import PacedRunner
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan
-from pdserve.engine.step_graph import Graphs
 from pdserve.errors import RequestError, SetupError
-from pdserve.kernels import lora, native
 from pdserve.keys import pack_tokens
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.ranks.runners import LeadingRunner
 
 log = logging.getLogger(__name__)
 
 MAX_OVERTAKEN = 64  # how often sequences with a slot go before the oldest that waits for one
 OnDone = Callable[[str], None]
 NUM_RETIRED = 4  # adapters that have lost their names, and are kept
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedAdapter:
-    """An adapter that is ready for the model's layers.
-
-    Attributes:
-        path: from where it was read.
-        invocation: see `Adapter`.
-        layers: its matrices by the names of the layers.
-    """
-
-    digest: bytes
-    rank: int
-    path: str
-    invocation: tuple[int, ...]
-    layers: dict[str, lora.Matrices] = field(repr=False)
-
-
-class _LayerDelta:
-    """Adds to the output of one layer. Which rows add what is the same for all layers of a step: `rows`."""
-
-    def __init__(self, rows: lora.Rows, max_rank: int, dtype: torch.dtype) -> None:
-        self.table = lora.Table(rows.num_slots)
-        self._rows, self._max_rank, self._dtype = rows, max_rank, dtype
-        self._add = lora.add if native.is_available() else lora.add_by_torch
-
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """See `Delta`. Raises ValueError if the layer gets other rows than the step has, or in another dtype."""
-        if x.dtype != self._dtype or x.numel() != self._rows.num_rows * x.shape[-1]:
-            raise ValueError(f"a layer gets {x.numel() // x.shape[-1]} rows of {x.dtype}")
-        return self._add(x, y, self._rows, self.table, self._max_rank)
 
 
 class Adapters:
@@ -86,12 +50,13 @@ class Adapters:
     """
 
     def __init__(self, config: EngineConfig, runner: "ModelRunner | PacedRunner") -> None:
-        self._runner = _checked(config, runner)
-        self._max_rank = config.max_lora_rank
+        runner = _checked(runner)
+        is_leading = isinstance(runner, LeadingRunner)
+        self._layers = LeadingLayers(runner, config) if is_leading else AdaptedLayers(runner, config)
         self._folder = Path(config.lora_folder).resolve() if config.lora_folder else None
         self._base = config.name
         url = config.connector if isinstance(config, InstanceConfig) else ""
-        self._store = AdapterStore(url, self._runner.checkpoint.layout.groups[0].block_bytes)
+        self._store = AdapterStore(url, runner.checkpoint.layout.groups[0].block_bytes)
         self._names: dict[str, tuple[LoadedAdapter, int]] = {}  # with nanoseconds since 1970, when each got its name
         self._retired: deque[LoadedAdapter] = deque(maxlen=NUM_RETIRED)
         self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
@@ -101,11 +66,6 @@ class Adapters:
         self._holders: dict[Sequence, bytes] = {}
         self._denied: dict[Sequence, None] = {}  # they wait for a slot
         self._num_overtaken = 0  # of the oldest of these
-        most_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
-        self._rows = lora.Rows(config.max_loras, most_rows)
-        self._layers: dict[str, tuple[Linear, _LayerDelta]] = {}
-        self._graphs: Graphs | None = None  # of steps with adapters, or while such a step runs, of those without
-        self._is_on = False
         for name, path in config.adapters.items():
             try:
                 self.add(name, self.read(Path(path)))
@@ -118,21 +78,7 @@ class Adapters:
         Raises:
             AdapterError: it cannot be read, or is not of this model.
         """
-        return self._prepared(read_files(path))
-
-    def _prepared(self, files: Files) -> LoadedAdapter:
-        found, path = parse_adapter(files, self._max_rank), files.path
-        model, dtype = self._runner.checkpoint.model, self._runner.checkpoint.dtype
-        layers = {}
-        for name, layer in found.layers.items():
-            features = _features(model, name)
-            if features != (given := (layer.a_RK.shape[1], layer.b_RN.shape[1])):
-                base = "no such linear layer" if features is None else f"one of {features[0]} → {features[1]}"
-                raise AdapterError(
-                    f"{path} is of another base: {name} maps {given[0]} → {given[1]}, and here is {base}"
-                )
-            layers[name] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, dtype)
-        return LoadedAdapter(found.digest, found.rank, str(path), found.invocation, layers)
+        return self._layers.prepare(read_files(path))
 
     def add(self, name: str, adapter: LoadedAdapter) -> None:
         """Give an adapter a name. One that has it loses it: new requests get the new one, and the others keep theirs.
@@ -141,12 +87,7 @@ class Adapters:
             AdapterError: the model does not run with it; nothing has changed.
         """
         adapter = self._by_digest.setdefault(adapter.digest, adapter)
-        if new := [layer for layer in adapter.layers if layer not in self._layers]:
-            try:
-                self._attach(new)
-            except Exception as error:  # whatever the model does with its layers
-                kind = type(self._runner.checkpoint.model).__name__
-                raise AdapterError(f"{adapter.path}: {kind} does not run with it: {error}") from error
+        self._layers.attach(adapter)
         self.remove(name)
         self._names[name] = adapter, time.time_ns()
         log.info("adapter %s: rank %d on %d layers, %s", name, adapter.rank, len(adapter.layers), adapter.digest.hex())
@@ -212,7 +153,7 @@ class Adapters:
             here = str(error)
         try:
             with _counted(host, "load"):
-                adapter = self._prepared(self._store.get(order.digest, Path(order.path)))
+                adapter = self._layers.prepare(self._store.get(order.digest, Path(order.path)))
                 if adapter.digest != order.digest:
                     raise AdapterError(f"adapter {order.digest.hex()}: the KV store has other weights under its digest")
         except AdapterError as error:
@@ -225,7 +166,7 @@ class Adapters:
         if known is None:
             raise AdapterError(f"adapter {digest.hex()} is not here")
         files = read_files(Path(known.path))
-        if parse_adapter(files, self._max_rank).digest != digest:
+        if self._layers.parse(files).digest != digest:
             raise AdapterError(f"{known.path} has other weights now than adapter {digest.hex()}")
         with _counted(host, "store"):
             self._store.put(digest, files)
@@ -238,30 +179,6 @@ class Adapters:
         if not path.is_relative_to(self._folder):
             raise AdapterError(f"{order.path} is outside of --lora-folder {self._folder}")
         return path
-
-    def _attach(self, names: list[str]) -> None:
-        """Prepare further layers, and try them. Recorded steps with adapters lack them, and are recorded again."""
-        self._switch(False)
-        model: Any = self._runner.checkpoint.model
-        before = {name: model.get_submodule(name) for name in names}
-        added = dict[str, tuple[Linear, _LayerDelta]]()
-        try:
-            for name in names:
-                delta = _LayerDelta(self._rows, lora.padded(self._max_rank), self._runner.checkpoint.dtype)
-                add_delta(model, name, delta)
-                added[name] = model.get_submodule(name), delta
-            self._rows.set([-1, -1])
-            with self._runner.scratch_sequence() as last_logits:
-                last_logits(0, 2)
-        except Exception:
-            for name, layer in before.items():
-                model.set_submodule(name, layer)
-            raise
-        finally:
-            for layer, _ in added.values():
-                layer.delta = None
-        self._layers |= added
-        self._graphs = self._runner.new_graphs()
 
     def find(self, digest: bytes) -> LoadedAdapter:
         """See `Adapters` of the engine, as for all that follow."""
@@ -316,8 +233,7 @@ class Adapters:
 
     def _fill(self, slot: int, adapter: LoadedAdapter) -> None:
         self._in_slots[slot] = adapter
-        for name, (_, delta) in self._layers.items():
-            delta.table.set(slot, adapter.layers.get(name))
+        self._layers.fill(slot, adapter)
 
     def release(self, seq: Sequence) -> None:
         self._holders.pop(seq, None)
@@ -331,18 +247,7 @@ class Adapters:
             count = plan.num_tokens(seq)
             before = min(max(0, seq.kv.chain.adapter_start - seq.kv.num_computed), count)
             slots += [-1] * before + [slot] * (count - before)
-        self._switch(max(slots, default=-1) >= 0)
-        if self._is_on:
-            self._rows.set(slots)
-
-    def _switch(self, on: bool) -> None:
-        """Let layers add something, or not: then a step is as on an engine without adapters."""
-        if on == self._is_on:
-            return
-        self._is_on = on
-        for layer, delta in self._layers.values():
-            layer.delta = delta if on else None
-        self._runner.graphs, self._graphs = self._graphs, self._runner.graphs
+        self._layers.set_rows(slots)
 
 
 @contextmanager
@@ -359,25 +264,12 @@ def _counted(host: Host, direction: str) -> Iterator[None]:
         host.post(partial(host.count, "adapter_transfers", 1, direction=direction, outcome=str(outcome)))
 
 
-def _checked(config: EngineConfig, runner: "ModelRunner | PacedRunner") -> ModelRunner:
+def _checked(runner: "ModelRunner | PacedRunner") -> ModelRunner:
     """Return the runner. Raises SetupError if it runs no model to which adapters can be added."""
-    if not isinstance(runner, ModelRunner) or config.tensor_parallel_size > 1:
-        raise SetupError("adapters (--lora-modules) are supported with a model, on one device")
+    if not isinstance(runner, ModelRunner):
+        raise SetupError("adapters (--lora-modules) are supported with a model")
     if runner.device.type != "cpu":
         raise SetupError("adapters (--lora-modules) are supported on CPUs only, for now: use --device cpu")
     if runner.pipeline is not None:
         raise SetupError("adapters (--lora-modules) are not supported with --async-scheduling on")
     return runner
-
-
-def _features(model: torch.nn.Module, name: str) -> tuple[int, int] | None:
-    """Return the numbers of a row of a layer's input and output; None if the model has no such linear layer inside."""
-    try:
-        layer: Any = model.get_submodule(name)
-    except AttributeError:
-        return None
-    if layer is cast(Any, model).get_output_embeddings():
-        return None  # which gets only some of a step's rows
-    if type(layer) in (torch.nn.Linear, Linear):
-        return layer.in_features, layer.out_features
-    return (layer.weight.shape[0], layer.weight.shape[1]) if type(layer) is Conv1D else None

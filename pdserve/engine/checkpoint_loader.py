@@ -91,6 +91,12 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     )
 
 
+def find_shard(config: EngineConfig, group: RankGroup) -> Shard:
+    """Return how the layers of a checkpoint that is loaded already are sliced."""
+    path = _local_directory(config.model)
+    return Shard(path, _hf_config(path), group)
+
+
 def _context_length(text_config: Any) -> int:
     """Return the context of the model, limited to the first chunk of chunked attention and to longrope's original positions.
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
@@ -41,6 +41,7 @@ from pdserve.ranks.messages import (
     Failed,
     Match,
     Matched,
+    OnAdapters,
     OnLeases,
     OnMemory,
     Ready,
@@ -55,6 +56,9 @@ from pdserve.ranks.messages import (
 )
 from pdserve.ranks.rank_config import config_of_follower, make_group, use_threads
 from pdserve.ranks.runners import FollowingRunner
+
+if TYPE_CHECKING:
+    from pdserve.adapters.ranked_layers import FollowingLayers
 
 log = logging.getLogger(__name__)
 FAULT_EXIT_CODE = 70
@@ -103,6 +107,8 @@ class Follower:
                 self._runner.follow(command)
             case OnMemory(method, arguments):
                 getattr(self._runner.kv, method)(*arguments)
+            case OnAdapters(method, arguments):
+                getattr(self._adapters, method)(*arguments)
             case Attach():
                 make = partial(connect, self._config.connector)
                 self._connector = attach_groups(make(), make, self._runner.kv, self._layout)
@@ -136,6 +142,12 @@ class Follower:
         self.reply(Transferred(operation, result.outcomes, result.seconds, result.ticket, held is not None))
         if held is not None:
             when_done(held, lambda _: self.reply(Released(operation)))
+
+    @cached_property
+    def _adapters(self) -> "FollowingLayers":
+        from pdserve.adapters.ranked_layers import FollowingLayers
+
+        return FollowingLayers(self._runner, self._config)
 
     def _loader(self, fields: dict[str, Any], at: int) -> SourceLoader:
         source = Layout(**fields | {"more": tuple(Section(**part) for part in fields["more"])})

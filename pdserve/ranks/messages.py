@@ -43,6 +43,13 @@ class OnMemory(Message):
     arguments: list[Any]
 
 
+class OnAdapters(Message):
+    """Call a method of the layers with adapters as rank 0 does, see `pdserve/adapters/ranked_layers.py`."""
+
+    method: str
+    arguments: list[Any]
+
+
 class Attach(Message):
     """Connect to the KV store."""
 
@@ -98,7 +105,9 @@ class Close(Message):
     """End."""
 
 
-Command = Step | OnMemory | Attach | Transfer | Match | OnLeases | Convert | ReleaseConverted | Cancel | Close
+Command = (
+    Step | OnMemory | OnAdapters | Attach | Transfer | Match | OnLeases | Convert | ReleaseConverted | Cancel | Close
+)
 
 
 class Alive(Message):

@@ -1,7 +1,8 @@
 """Model runners of several ranks: rank 0 passes on what its engine asks of it, and the followers do the same."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +37,15 @@ class LeadingRunner(ModelRunner):
         self.followers = followers
         self.kv = _LeadingMemory(self.kv, self.kernel, checkpoint, followers)
         self._is_leading = True
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let steps be computed that the other ranks compute by themselves, at the same time."""
+        self._is_leading = False
+        try:
+            yield
+        finally:
+            self._is_leading = True
 
     def step_inputs(
         self,

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from pdserve.adapters.checkpoint import AdapterError
+from pdserve.adapters.checkpoint import WEIGHTS, AdapterError
 from pdserve.adapters.slots import MAX_OVERTAKEN
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError, SetupError
 from pdserve.request import Request, SamplingParams
-from tests.low_rank import Made, make_adapter, merge, modules, six_adapters, with_settings
+from tests.low_rank import Made, make_adapter, make_stacked_adapter, merge, modules, six_adapters, with_settings
 
 TOKENS = 12
 CHANGED = 0.95  # of the answers, by each adapter
@@ -79,7 +81,7 @@ def mixed(adapters: dict[str, Made], prompts: list[list[int]]) -> list[Work]:
     return [Work(name, prompt) for prompt in prompts for name in ("", *adapters)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "qwen3_moe", "mixtral", "gpt_oss", "gpt2"])
 def test_mixed_batches_equal_merged_weights(
     architecture: str,
     six: Callable[[str], dict[str, Made]],
@@ -89,7 +91,7 @@ def test_mixed_batches_equal_merged_weights(
     generate: Any,
     tmp_path: Path,
 ) -> None:
-    """Fused modules, such as qkv_proj, transposed ones (GPT-2), and the attention of a mixture of experts, too."""
+    """Fused modules, such as qkv_proj, transposed ones (GPT-2), and experts of mixtures, too."""
     adapters, base = six(architecture), checkpoint(architecture, dtype="float32")
     chosen = [*prompts[2:8], *prompts[12:14]]
     got = run(make_engine(architecture, adapters), mixed(adapters, chosen))
@@ -102,17 +104,34 @@ def test_mixed_batches_equal_merged_weights(
         assert got[i :: 1 + len(adapters)] == expected, name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "quantization"),
+    [
+        ("llama", "bfloat16", "none"),
+        ("llama", "float16", "none"),
+        ("qwen3_moe", "bfloat16", "none"),
+        ("mixtral", "float16", "none"),
+        ("gpt_oss", "bfloat16", "none"),
+        ("qwen3_moe", "bfloat16", "int4"),
+        ("gpt_oss", "float16", "int8"),
+    ],
+)
 def test_bits_do_not_depend_on_the_mix(
-    dtype: str, six: Callable[[str], dict[str, Made]], make_engine: Callable[..., Engine], prompts: list[list[int]]
+    architecture: str,
+    dtype: str,
+    quantization: str,
+    six: Callable[[str], dict[str, Made]],
+    make_engine: Callable[..., Engine],
+    prompts: list[list[int]],
 ) -> None:
-    """Log probabilities are compared, not tokens only."""
-    adapters = six("llama")
+    """Log probabilities are compared, not tokens only. Those of the base are as on an engine without adapters."""
+    adapters = six(architecture)
+    settings = {"dtype": dtype, "quantization": quantization}
     work = mixed(adapters, prompts[3:7])
 
     def scores(engine: Engine, work: list[Work]) -> list[list[float]]:
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
-        of_name, found = {"": b"", **digests(engine)}, dict[Sequence, list[float]]()
+        of_name, found = {"": b"", **(digests(engine) if engine.adapters else {})}, dict[Sequence, list[float]]()
         for i, one in enumerate(work):
             seq = engine.new_sequence(
                 str(i), Request(prompt=one.prompt, sampling=sampling, salt=str(i), adapter=of_name[one.adapter])
@@ -127,10 +146,13 @@ def test_bits_do_not_depend_on_the_mix(
                     engine.remove(seq)
         return [*found.values()]
 
-    together = scores(make_engine("llama", adapters, dtype), work)
-    alone = make_engine("llama", adapters, dtype)
+    together = scores(make_engine(architecture, adapters, **settings), work)
+    alone = make_engine(architecture, adapters, **settings)
     for one, expected in zip(work, together, strict=True):
         assert scores(alone, [one]) == [expected], one.adapter
+    assert len({str(one) for one in together}) == len(work)
+    plain = make_engine(architecture, {}, **settings)
+    assert scores(plain, [one for one in work if not one.adapter]) == together[:: 1 + len(adapters)]
 
 
 def test_steps_of_the_base_alone_are_as_without_adapters(
@@ -335,6 +357,50 @@ def test_other_bases_are_told_apart(
     path = make_adapter(tmp_path / "x", checkpoint("qwen3_moe", dtype="float32"), targets=("gate",))
     with pytest.raises(AdapterError, match=r"layers.0.mlp.gate maps 64 → 4, and here is no such linear layer"):
         adapters.read(path)
+
+
+def test_adapters_of_other_experts(
+    make_engine: Callable[..., Engine], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = checkpoint("qwen3_moe", dtype="float32")
+    adapters: Any = make_engine("qwen3_moe", {"good": Made(make_stacked_adapter(tmp_path / "good", base), {})}).adapters
+
+    def refuse(path: Path, message: str) -> None:
+        with pytest.raises(AdapterError, match=message) as refused:
+            adapters.read(path)
+        assert "\n" not in str(refused.value)
+
+    one = make_adapter(tmp_path / "one", base, targets=("layers.1.mlp.experts.3.up_proj",))
+    tensors, name = load_file(one / WEIGHTS), "base_model.model.model.layers.1.mlp.experts.3.up_proj"
+
+    def with_tensors(folder: str, of: dict[str, torch.Tensor], **config: Any) -> Path:
+        path = with_settings(tmp_path / folder, one, **config)
+        save_file({key: tensor.contiguous() for key, tensor in of.items()}, path / WEIGHTS)
+        return path
+
+    renamed = {key.replace("experts.3", "experts.4"): tensor for key, tensor in tensors.items()}
+    refuse(with_tensors("number", renamed), "names model.layers.1.mlp.experts.4.up_proj, and here are 4 experts")
+    renamed = {key.replace("up_proj", "w9"): tensor for key, tensor in tensors.items()}
+    refuse(with_tensors("layer", renamed), "experts.3.w9 maps 64 → 64, and here is no such linear layer")
+    cut = {**tensors, f"{name}.lora_B.weight": tensors[f"{name}.lora_B.weight"][:32]}
+    refuse(with_tensors("shape", cut), "experts.3.up_proj maps 64 → 32, and here is one of 64 → 64")
+    both = tensors | {key.replace("up_proj", "w3"): tensor.clone() for key, tensor in tensors.items()}
+    refuse(with_tensors("both", both), "has matrices of .*experts.3.w3 under two names")
+
+    stacked = make_stacked_adapter(tmp_path / "stacked", base)
+    refuse(
+        with_settings(tmp_path / "router", stacked, target_parameters=["gate.weight"]), "'gate.weight', and here are no"
+    )
+    refuse(
+        with_settings(tmp_path / "part", stacked, target_parameters=["experts.down_proj"]),
+        "experts.base_layer has rank 8 by .*, and matrices",
+    )
+    refuse(
+        with_settings(tmp_path / "rank", stacked, r=4), "4 experts, 64 → 64.* has rank 4 by adapter_config.json, and"
+    )
+    other = make_stacked_adapter(tmp_path / "other", checkpoint("mixtral", dtype="float32"))
+    refuse(other, "experts.down_proj .4 experts, 64 → 64. has rank 8 by adapter_config.json, and matrices of")
+    refuse(make_stacked_adapter(tmp_path / "high", base, rank=65), "has rank 65, and --max-lora-rank is 64")
 
 
 @pytest.mark.parametrize(

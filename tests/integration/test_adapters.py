@@ -27,14 +27,29 @@ PD, BOTH = {"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}
 
 
 @pytest.fixture(scope="module")
-def six(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    return six_adapters(tmp_path_factory.mktemp("adapters"), checkpoint("llama", dtype="float32"), "llama")
+def six_of(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """six_of(architecture) → `six_adapters` of it."""
+
+    @cache
+    def of(architecture: str) -> dict[str, Made]:
+        return six_adapters(
+            tmp_path_factory.mktemp("adapters"), checkpoint(architecture, dtype="float32"), architecture
+        )
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def six(six_of: Callable[[str], dict[str, Made]]) -> dict[str, Made]:
+    return six_of("llama")
 
 
 @pytest.mark.parametrize("topology", [PD, BOTH], ids=["split", "colocated"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_mixed_requests_equal_merged_weights(
+    architecture: str,
     topology: dict[str, int],
-    six: dict[str, Made],
+    six_of: Callable[[str], dict[str, Made]],
     checkpoint: Callable[..., Path],
     generate: Any,
     prompts: list[list[int]],
@@ -46,7 +61,7 @@ def test_mixed_requests_equal_merged_weights(
     tmp_path: Path,
 ) -> None:
     """With fewer slots than adapters. With cold and warm caches, in which no request finds another adapter's blocks."""
-    base, chosen = checkpoint("llama", dtype="float32"), prompts[2:10]
+    base, chosen, six = checkpoint(architecture, dtype="float32"), prompts[2:10], six_of(architecture)
     expected = {"": generate(base, chosen, TOKENS)}
     for name, made in six.items():
         expected[name] = generate(merge(tmp_path / name, base, *made), chosen, TOKENS)
@@ -86,8 +101,10 @@ def activated(base: Path, merged: Path, prompt: list[int], start: int) -> list[i
     return answer
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_an_activated_adapter_shares_the_kv_before_its_invocation(
-    six: dict[str, Made],
+    architecture: str,
+    six_of: Callable[[str], dict[str, Made]],
     checkpoint: Callable[..., Path],
     generate: Any,
     deploy: Deploy,
@@ -95,7 +112,8 @@ def test_an_activated_adapter_shares_the_kv_before_its_invocation(
     metric: Callable[..., float],
     tmp_path: Path,
 ) -> None:
-    base, invocation, text = checkpoint("llama", dtype="float32"), [5, 6, 7], [i % 50 + 10 for i in range(70)]
+    base, invocation, text = checkpoint(architecture, dtype="float32"), [5, 6, 7], [i % 50 + 10 for i in range(70)]
+    six = six_of(architecture)
     made = six["small"]
     path = with_settings(tmp_path / "act", made.path, alora_invocation_tokens=invocation)
     merged = merge(tmp_path / "merged", base, *made)

@@ -88,11 +88,39 @@ def test_a_row_does_not_depend_on_the_others(in_features: int, out_features: int
     assert torch.equal(shuffled, together[order])
 
 
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_matrices_of_experts(dtype: torch.dtype) -> None:
+    """An expert's are those that a table of its own would have; some experts have none in some slots."""
+    in_features, out_features, named = 96, 40, {0: [0, 1, 2], 2: [1], 3: [2, 0]}
+    table, own = lora.ExpertTable(3, SLOTS), [lora.Table(SLOTS) for _ in range(3)]
+    for slot, experts in named.items():
+        rank = RANKS[slot]
+        a = torch.randn(len(experts), rank, in_features).to(dtype)
+        b = (torch.randn(len(experts), rank, out_features) / rank).to(dtype)
+        scales = [1 / (3 + slot + expert) for expert in experts]
+        table.set(slot, lora.stack(experts, a, b, scales))
+        for at, expert in enumerate(experts):
+            own[expert].set(slot, lora.matrices(a[at], b[at], scales[at], dtype))
+    table.set(1, table.stacks[0])
+    table.set(1, None)
+    slots = mixed(60)
+    x, y = torch.randn(60, in_features).to(dtype), torch.randn(60, out_features).to(dtype)
+    rows = lora.Rows(SLOTS, 400)
+    rows.set(slots)
+    for expert in range(3):
+        expected = add(x, y, slots, own[expert])
+        assert torch.equal(lora.add(x, y.clone(), rows, table.of(expert), MAX_RANK), expected)
+        assert not torch.equal(expected, y)
+        reference = lora.add_by_torch(x, y.clone(), rows, table.of(expert), MAX_RANK)
+        torch.testing.assert_close(reference, expected, rtol=2 * torch.finfo(dtype).eps, atol=2**-16 * in_features**0.5)
+
+
 def test_rows_by_slot() -> None:
     rows = lora.Rows(3, 8)
     rows.set([2, -1, 0, 2, -1, 0])
     assert rows.num_rows == 6 and rows.starts_S.tolist() == [0, 2, 2, 4]
     assert rows.rows_T[:4].tolist() == [2, 5, 0, 3]
+    assert rows.slots_T[:6].tolist() == [2, -1, 0, 2, -1, 0]
     rows.set([-1, 1])
     assert rows.starts_S.tolist() == [*accumulate([0, 0, 1, 0])] and rows.rows_T[0] == 1
 

@@ -125,7 +125,8 @@ def _forward(
     return output_TN
 
 
-def _row_functions(module: torch.nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+def row_functions(module: torch.nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which 16-bit products of a module give each row the same bits in any batch."""
     if device.type == "cpu":
         return _row_products.setdefault(module, RowProducts()) if native.is_available() else nullcontext()
     functions: AbstractContextManager[Any] = extension("gpu").row_functions()
@@ -138,6 +139,6 @@ def _experts(
 ) -> torch.Tensor:
     module = _modules[module_id]
     loop_over_experts: Any = type(module).forward.__wrapped__  # type: ignore[attr-defined]
-    with native.without_recording(), _row_functions(module, hidden_TN.device):
+    with native.without_recording(), row_functions(module, hidden_TN.device):
         output_TN: torch.Tensor = loop_over_experts(module, hidden_TN, top_k_index, top_k_weights)
     return output_TN

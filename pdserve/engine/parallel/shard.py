@@ -161,6 +161,18 @@ class Shard:
             self._slice_output(model)
         return model  # type: ignore[no-any-return]
 
+    def low_rank(self, name: str, a_RK: torch.Tensor, b_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rank's part of a low-rank delta x · Aᵀ · B of the linear layer with a name, as views or copies."""
+        layer = name.rpartition(".")[2]
+        style, (in_features, out_features) = self._styles.get(layer, "whole"), (a_RK.shape[1], b_RN.shape[1])
+        if style == "rowwise":
+            part = self._part(layer, in_features, 0)
+            return a_RK[:, part.start : part.stop], b_RN
+        if style == "whole":
+            return a_RK, b_RN
+        parts = self._parts(layer, out_features) if style == "packed" else [self._part(layer, out_features, 0)]
+        return a_RK, torch.cat([b_RN[:, part.start : part.stop] for part in parts], 1)
+
     def _unsupported(self, reason: str) -> SetupError:
         option = f"--tensor-parallel-size {self._group.ranks}"
         return SetupError(f"architecture {self._architecture} is not supported with {option}: {reason}")
