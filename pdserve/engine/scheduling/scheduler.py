@@ -46,7 +46,7 @@ from typing import Any
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
-from pdserve.engine.memory.groups import SwappedKV
+from pdserve.engine.memory.groups import SwappedKV, pages_behind
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
 from pdserve.engine.scheduling.levels import Order, giving_way, levels_of, place_alone, precedes, tokens_now
@@ -294,11 +294,10 @@ class Scheduler:
         return True
 
     def _claimed_before(self, seq: Sequence) -> int:
-        """Return how many blocks the waiting sequences need that are before one in the order, or of its rank."""
+        """Return how many pages the waiting sequences need that are before one in the order, or of its rank."""
         order = self.order()
         ahead = [other for other in self.waiting if order(other) <= order(seq)]
-        blocks = sum(self.pool.pages_for(self.pool.blocks_for(len(other))) for other in ahead)
-        return blocks + max((self._watermark(other) for other in ahead), default=0)
+        return sum(map(self._pages_needed, ahead)) + max((self._watermark(other) for other in ahead), default=0)
 
     def num_out_of_window(self, num_computed: int) -> int:
         """Return how many leading blocks lie outside the windows of all tokens behind the first `num_computed`.
@@ -465,8 +464,18 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.pages_for(self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys)))
-        return needed + self._watermark(seq) <= self.pool.num_spare
+        return self._pages_needed(seq, len(self._hits(seq))) + self._watermark(seq) <= self.pool.num_spare
+
+    def _pages_needed(self, seq: Sequence, num_hits: int = 0) -> int:
+        """Return how many pages a sequence without any takes, but for hits; if it was swapped, of windows only the last."""
+        copy, pool = seq.kv.swapped or _NO_COPY, self.pool
+        first, stop = copy.first_block + num_hits, pool.blocks_for(len(seq))
+        return pages_behind(first, stop, copy.num_tokens, pool.groups, pool.block_size)
+
+    def _hits(self, seq: Sequence) -> list[int]:
+        """Return the blocks of the pool's first group that a sequence without any finds there."""
+        copy = seq.kv.swapped or _NO_COPY
+        return self.pool.match(seq.usable_keys[copy.first_block :], copy.first_block, copy.num_tokens)
 
     def _pop_next(self, output: SchedulerOutput, budget: StepBudget, below: float) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
@@ -488,8 +497,8 @@ class Scheduler:
             computed = seq.kv.num_computed
             if not seq.kv.block_ids:
                 copy = seq.kv.swapped or _NO_COPY
-                hits = self.pool.match(seq.usable_keys[copy.first_block :], copy.first_block, copy.num_tokens)
-                computed = max((copy.first_block + len(hits)) * self.pool.block_size, copy.num_tokens)
+                num_blocks = copy.first_block + len(self._hits(seq))
+                computed = max(num_blocks * self.pool.block_size, copy.num_tokens)
             is_prompt = len(seq) - computed > 1
             has_time = has_time and (not is_prompt or budget.min_chunk > 0 or budget.affordable(computed) > 0)
             if has_time or not is_prompt:
