@@ -12,6 +12,7 @@ from pdserve.router.instances.fleet import Fleet, InstanceHandle
 
 log = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 1000  # of an instance's answer
+ORDER_S = 600.0  # after which an instance that has not answered is waited for no more: longer than any client waits
 NO_INSTANCE = "no instance loads adapters at run time; start the instances with --lora-folder"
 
 
@@ -20,6 +21,7 @@ class _Order:
     """An order under way.
 
     Attributes:
+        began_at: on the router's clock.
         due: instances that have not answered.
         done: those that have obeyed.
         errors: answers of the others.
@@ -30,6 +32,7 @@ class _Order:
 
     order: pb.ChangeAdapter
     on_done: Callable[[str], None]
+    began_at: float
     due: set[InstanceHandle] = field(default_factory=set)
     done: list[InstanceHandle] = field(default_factory=list)
     errors: dict[InstanceHandle, str] = field(default_factory=dict)
@@ -114,8 +117,9 @@ class AdapterChanges:
         return lost > max((one.loaded_at for one in of_digest if one.name == name), default=0)
 
     def _begin(self, order: pb.ChangeAdapter, instances: set[InstanceHandle], on_done: Callable[[str], None]) -> None:
-        order.number = next(self._numbers)
-        self._orders[order.number] = state = _Order(order, on_done)
+        order.number, now = next(self._numbers), self._fleet.now()
+        self._orders = {number: one for number, one in self._orders.items() if now - one.began_at < ORDER_S}
+        self._orders[order.number] = state = _Order(order, on_done, now)
         self._send(state, instances)
 
     def _send(self, state: _Order, instances: set[InstanceHandle], offers: bool = False) -> None:

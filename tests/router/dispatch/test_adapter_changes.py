@@ -78,6 +78,23 @@ def test_an_instance_that_is_lost_is_not_waited_for(cluster: Any) -> None:
     assert done[2] == NO_INSTANCE
 
 
+def test_an_instance_that_never_answers_is_not_waited_for_for_ever(cluster: Any) -> None:
+    """It is told again, should it have missed the order."""
+    prefill, decode = cluster.instances
+    cluster.dispatcher.change_adapter("sql", "path", False, lambda _: None)
+    [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
+    has(cluster, prefill, pb.Adapter(name="sql", digest=NEW, path="/sql", loaded_at=2))
+    answer(cluster, prefill, order)
+    for seconds, name in ((500, "a"), (200, "b")):
+        cluster.now += seconds
+        cluster.dispatcher.change_adapter(name, "path", False, lambda _: None)
+        (cluster.sent(prefill), cluster.sent(decode))
+    answer(cluster, decode, order, "it is late")
+    assert cluster.sent(prefill) == cluster.sent(decode) == [], "what it answers changes nothing"
+    cluster.dispatcher.on_joined(prefill)
+    assert [(one.name, one.digest) for _, one in cluster.sent(decode)] == [("sql", NEW)]
+
+
 def test_an_instance_that_attaches_is_told_what_it_lacks(cluster: Any) -> None:
     """After a restart, for example; nothing if it has it, or loads nothing at run time."""
     prefill, decode = cluster.instances
