@@ -28,7 +28,8 @@ sequence that loses its slot keeps its blocks until they are needed. A step is n
 for, and hardly longer than alone for one that has used less than its share lately (`budget.py`); what then is left out of it
 takes turns.
 
-A sequence is left out of a step while it waits for the store, or for its grammar's mask. For the latter, it lends its slot.
+A sequence is left out of a step while it waits for the store, or for its grammar's mask. For the latter, it lends its slot. A
+beam that waits for others of its search has none: searches of several tenants would keep the slots that the others wait for.
 
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
 requests can overtake one of a lower priority: no sequence starves.
@@ -113,6 +114,7 @@ class Scheduler:
         self.num_pauses = 0
         self.unreserved: Sequence | None = None
         self._by_tenant: dict[Tenant, dict[Sequence, None]] = {}  # all, in the order in which they came
+        self._beams = set[Sequence]()
         self._sizes: dict[Sequence, Size] = {}  # of those that wait
         self._by_size: dict[Tenant, list[Size]] = {}  # the same, in order
         self._numbers = count()
@@ -122,6 +124,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
         self._by_tenant.setdefault(seq.tenant, {})[seq] = None
+        if seq.group is not None:
+            self._beams.add(seq)
         if seq.kv.block_ids:
             insort(self.loaded, seq, key=_RANK)
         else:
@@ -155,6 +159,7 @@ class Scheduler:
         if seq in self._sizes:
             self._end_wait(seq)
         seq.kv.release_blocks(self.pool)
+        self._beams.discard(seq)
         if seq.kv.swapped is not None:
             self.swap_space.discard(seq)
         if seq in (of_tenant := self._by_tenant.get(seq.tenant, {})):
@@ -193,6 +198,9 @@ class Scheduler:
             output.late = {seq for seq in self.sequences() if seq in late}
             output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}
             preemption.lend_slots()
+        if self._beams:
+            for seq in [one for one in self.running if one.awaits_beams]:
+                preemption.take_slot(seq)
         budget = self._schedule_running(output, preemption)
         if not output.preempted:
             self._admit(output, budget, preemption)
@@ -492,7 +500,7 @@ class Scheduler:
         loaded, waiting, order = self._queues(budget, below, output.late)
         computable, has_time = list[Sequence](), True
         for seq in loaded if waiting is None else [*loaded, waiting]:
-            if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits):
+            if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits) or seq.awaits_beams:
                 continue
             computed = seq.kv.num_computed
             if not seq.kv.block_ids:
