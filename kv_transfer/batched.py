@@ -31,7 +31,7 @@ from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import GOES_ON, Block, Expired, GrowingOperation, Incoming, Operation, Outgoing
 from pdserve.kv_transfer.breaker import StoreBreaker
 from pdserve.kv_transfer.cancellation import run_until
-from pdserve.kv_transfer.codec import CODECS, Auto, Codec, Undecodable
+from pdserve.kv_transfer.codec import CODECS, Codec, Undecodable
 from pdserve.kv_transfer.connector import (
     DEFAULT_TIMEOUT_S,
     PROBE_KEY,
@@ -369,9 +369,6 @@ class BatchedConnector(Connector):
         return blocks
 
     def __store(self, operation: Operation[Result], lease_s: float) -> None:
-        if not isinstance(self.codec, Auto):
-            self.put_many(self._blocks(Outgoing, operation), lease_s)
-            return
         codec, started = self.codec.choose(len(operation.block_ids)), time.perf_counter()
         self.put_many(self._blocks(Outgoing, operation, codec), lease_s)
         if operation.num_stored == len(operation.block_ids):

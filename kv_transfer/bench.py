@@ -189,7 +189,11 @@ def run(
     if size % 8 or size < 1024:
         raise SetupError(f"--block-bytes must be a multiple of 8 and at least 1024, not {size}.")
     counts, parallel = parse_counts(blocks, "blocks"), parse_counts(concurrency, "concurrency")
+    if json_file not in ("", "-"):
+        _report_errors(json_file, lambda: _write_text(json_file, "", "a"))  # now rather than after the measurement
     pyplot = _import_pyplot() if plot_file else None
+    if pyplot is not None:
+        _report_errors(plot_file, lambda: pyplot.figure().savefig(plot_file))
     rows: list[Figure] = []
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in an instance
     with progress() as step:
@@ -289,8 +293,8 @@ def _plot(pyplot: Any, rows: Sequence[Figure], title: str, file: str) -> None:
     pyplot.close(figure)
 
 
-def _write_text(file: str, text: str) -> None:
-    with open(file, "w") as out:
+def _write_text(file: str, text: str, mode: str = "w") -> None:
+    with open(file, mode) as out:
         out.write(text)
 
 

@@ -57,6 +57,14 @@ class Codec(ABC):
         """Raises `SetupError` if a library is missing or the codec does not support the layout."""
         self.namespace = hashlib.blake2b(layout.namespace + self.name.encode(), digest_size=KEY_BYTES).digest()
 
+    def choose(self, num_blocks: int) -> "Codec":
+        """Return the codec for storing a number of blocks in one operation, whose payloads this one decodes."""
+        return self
+
+    def record(self, chosen: "Codec", num_blocks: int, seconds: float) -> None:
+        """Learn how long an operation took that stored a number of blocks with the chosen codec, in seconds."""
+        return None
+
     @abstractmethod
     def encode(self, row: Row) -> Row:
         """Return the payload of a row, uint8 [length]. May be the row itself."""
@@ -174,12 +182,10 @@ class Auto(Codec):
         self.payload_lengths = range(2, layout.block_bytes + 1)
 
     def choose(self, num_blocks: int) -> Codec:
-        """Return the codec for storing a number of blocks in one operation. `Auto` decodes its payloads."""
         with self._lock:
             return self._by_name[self._choice.choose(num_blocks * self._block_bytes)]
 
     def record(self, chosen: Codec, num_blocks: int, seconds: float) -> None:
-        """Record how long an operation took that stored a number of blocks, in seconds."""
         with self._lock:
             self._choice.record(chosen.name, num_blocks * self._block_bytes, seconds, time.monotonic())
 

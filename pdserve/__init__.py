@@ -6,7 +6,8 @@ __version__ = "0.1.0"
 _FILES = {  # of each class for offline use
     **dict.fromkeys(("LLM", "AsyncLLM"), "llm"),
     **dict.fromkeys(
-        ("BeamSearchParams", "GuidedDecodingParams", "SamplingParams", "StructuredOutputsParams"), "params"
+        ("BeamSearchParams", "GuidedDecodingParams", "LoRARequest", "SamplingParams", "StructuredOutputsParams"),
+        "params",
     ),
     **{"KVTransferConfig": "arguments", "RequestOutput": "outputs"},
 }

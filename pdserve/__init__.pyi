@@ -4,6 +4,7 @@ from pdserve.offline.llm import AsyncLLM as AsyncLLM
 from pdserve.offline.outputs import RequestOutput as RequestOutput
 from pdserve.offline.params import BeamSearchParams as BeamSearchParams
 from pdserve.offline.params import GuidedDecodingParams as GuidedDecodingParams
+from pdserve.offline.params import LoRARequest as LoRARequest
 from pdserve.offline.params import SamplingParams as SamplingParams
 from pdserve.offline.params import StructuredOutputsParams as StructuredOutputsParams
 

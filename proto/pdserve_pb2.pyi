@@ -109,18 +109,20 @@ class Hello(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., convert_kv: _Optional[bool] = ..., scheduling_policy: _Optional[str] = ..., grammars: _Optional[bool] = ..., allow_inexact: _Optional[bool] = ..., embedding_size: _Optional[int] = ..., classifies: _Optional[bool] = ..., itl_target: _Optional[float] = ..., nonce: _Optional[bytes] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., loads_adapters: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "digest", "path", "loaded_at", "invocation")
+    __slots__ = ("name", "digest", "path", "loaded_at", "invocation", "lost_name")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     LOADED_AT_FIELD_NUMBER: _ClassVar[int]
     INVOCATION_FIELD_NUMBER: _ClassVar[int]
+    LOST_NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: bytes
     path: str
     loaded_at: int
     invocation: bytes
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., path: _Optional[str] = ..., loaded_at: _Optional[int] = ..., invocation: _Optional[bytes] = ...) -> None: ...
+    lost_name: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[bytes] = ..., path: _Optional[str] = ..., loaded_at: _Optional[int] = ..., invocation: _Optional[bytes] = ..., lost_name: _Optional[str] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "itemsize", "version", "numerics", "rank", "ranks", "latent", "more", "window")

@@ -229,6 +229,10 @@ class AttachedPool:
                 raise Broken(f"expected {expected}, saw it not done after {limit:g} s") from error
             raise Broken(f"expected {call} to report faults as outcomes, saw its future raise TimeoutError") from error
         except Exception as error:
+            if isinstance(
+                error.__context__, KeyboardInterrupt
+            ):  # Ctrl-C amid `Condition.wait`, which then lacks its lock
+                raise KeyboardInterrupt from error
             seen = f"its future raise {type(error).__name__}: {error}"
             raise Broken(f"expected {call} to report faults as outcomes, saw {seen}") from error
 

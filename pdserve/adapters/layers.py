@@ -22,6 +22,7 @@ from pdserve.adapters.experts import (
     stacked_weights,
     whole_stack,
 )
+from pdserve.adapters.sharing import Copy
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint_loader import find_shard
 from pdserve.engine.cpu_fusion.linear_method import Linear, add_delta
@@ -39,6 +40,7 @@ class LoadedAdapter:
         path: from where it was read.
         invocation: see `Adapter`.
         layers: its matrices by the names of the layers; of experts, by those of their modules and weights.
+        copy: of its files, if it came from the KV store.
     """
 
     digest: bytes
@@ -46,6 +48,7 @@ class LoadedAdapter:
     path: str
     invocation: tuple[int, ...]
     layers: dict[str, lora.Matrices | dict[str, lora.Stack]] = field(repr=False)
+    copy: Copy | None = None
 
 
 class _LayerDelta:

@@ -7,8 +7,10 @@ transfer has a connector of its own, in the thread that reads adapters, so no re
 """
 
 import logging
+import mmap
 import re
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +44,25 @@ class StoreError(AdapterError):
     def __init__(self, digest: bytes, outcome: Outcome, why: str = "") -> None:
         super().__init__(f"adapter {digest.hex()}: {why or _WHY.get(outcome, 'the KV store does not answer')}")
         self.outcome = outcome
+
+
+class Copy:
+    """The files of an adapter that came from the KV store, in a file without a name, for others who may ask for it.
+
+    Raises:
+        OSError: there is no room for it in the folder of temporary files.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._path, self._config_bytes = files.path, len(files.config)
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this object
+        self._file.write(files.config + files.weights)
+        self._file.flush()
+
+    def read(self) -> Files:
+        """Return the files. Any thread may call it."""
+        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return Files(self._path, data[: self._config_bytes], data[self._config_bytes :])
 
 
 class AdapterStore:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -22,7 +23,7 @@ from weakref import WeakValueDictionary
 from pdserve.adapters.checkpoint import AdapterError, read_files
 from pdserve.adapters.layers import AdaptedLayers, LoadedAdapter
 from pdserve.adapters.ranked_layers import LeadingLayers
-from pdserve.adapters.sharing import AdapterStore, StoreError
+from pdserve.adapters.sharing import AdapterStore, Copy, StoreError
 from pdserve.config import EngineConfig, InstanceConfig
 from pdserve.engine.adapters import Host
 from pdserve.engine.model_runner import ModelRunner
@@ -58,7 +59,9 @@ class Adapters:
         url = config.connector if isinstance(config, InstanceConfig) else ""
         self._store = AdapterStore(url, runner.checkpoint.layout.groups[0].block_bytes)
         self._names: dict[str, tuple[LoadedAdapter, int]] = {}  # with nanoseconds since 1970, when each got its name
-        self._retired: deque[LoadedAdapter] = deque(maxlen=NUM_RETIRED)
+        self._retired: deque[tuple[str, LoadedAdapter, int]] = deque(
+            maxlen=NUM_RETIRED
+        )  # with name and time of its loss
         self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
         self._slots: dict[bytes, int] = {}  # by digest, the least recently used first
         self._free = [*range(config.max_loras)]
@@ -95,7 +98,7 @@ class Adapters:
     def remove(self, name: str) -> None:
         """Take a name away, if there is an adapter with it. Its requests keep it."""
         if (named := self._names.pop(name, None)) is not None:
-            self._retired.append(named[0])
+            self._retired.append((name, named[0], time.time_ns()))
 
     def change(self, order: pb.ChangeAdapter, host: Host, on_done: OnDone) -> None:
         """See `Adapters` of the engine."""
@@ -153,19 +156,24 @@ class Adapters:
             here = str(error)
         try:
             with _counted(host, "load"):
-                adapter = self._layers.prepare(self._store.get(order.digest, Path(order.path)))
+                files = self._store.get(order.digest, Path(order.path))
+                adapter = self._layers.prepare(files)
                 if adapter.digest != order.digest:
                     raise AdapterError(f"adapter {order.digest.hex()}: the KV store has other weights under its digest")
         except AdapterError as error:
             log.warning("adapter %s: %s; %s", order.name, here, error)
             raise AdapterError(f"{here}; {error}") from error
-        return adapter
+        try:
+            return replace(adapter, copy=Copy(files))
+        except OSError as error:
+            log.warning("adapter %s cannot be offered to others: %s", order.name, error)
+            return adapter
 
     def _offer(self, digest: bytes, known: LoadedAdapter | None, host: Host) -> None:
-        """Store an adapter that was read from a folder. Raises AdapterError."""
+        """Store an adapter. Raises AdapterError."""
         if known is None:
             raise AdapterError(f"adapter {digest.hex()} is not here")
-        files = read_files(Path(known.path))
+        files = read_files(Path(known.path)) if known.copy is None else known.copy.read()
         if self._layers.parse(files).digest != digest:
             raise AdapterError(f"{known.path} has other weights now than adapter {digest.hex()}")
         with _counted(host, "store"):
@@ -188,17 +196,8 @@ class Adapters:
             raise RequestError("the adapter is not on this instance", kind="unknown_adapter") from None
 
     def listing(self) -> list[pb.Adapter]:
-        named = [(name, *one) for name, one in self._names.items()]
-        return [
-            pb.Adapter(
-                name=name,
-                digest=one.digest,
-                path=one.path,
-                loaded_at=loaded_at,
-                invocation=pack_tokens(one.invocation),
-            )
-            for name, one, loaded_at in (*named, *(("", one, 0) for one in self._retired))
-        ]
+        named = [_described(*one, name=name) for name, one in self._names.items()]
+        return named + [_described(one, lost_at, lost_name=name) for name, one, lost_at in self._retired]
 
     def acquire(self, seq: Sequence, *siblings: Sequence) -> bool:
         adapter = cast(LoadedAdapter, seq.adapter)
@@ -248,6 +247,11 @@ class Adapters:
             before = min(max(0, seq.kv.chain.adapter_start - seq.kv.num_computed), count)
             slots += [-1] * before + [slot] * (count - before)
         self._layers.set_rows(slots)
+
+
+def _described(adapter: LoadedAdapter, at: int, **names: str) -> pb.Adapter:
+    path, invocation = adapter.path, pack_tokens(adapter.invocation)
+    return pb.Adapter(digest=adapter.digest, path=path, loaded_at=at, invocation=invocation, **names)
 
 
 @contextmanager

@@ -291,6 +291,11 @@ class Sequence:
         return has_rested and self.group is None
 
     @property
+    def awaits_beams(self) -> bool:
+        """True if it is a beam that has computed its last token, and waits for others of its search, which have not."""
+        return self.group is not None and bool(self.kv.block_ids) and not self.kv.num_uncomputed
+
+    @property
     def turn(self) -> tuple[bool, int]:
         """Its place among the sequences of a tenant for which a step is too short: those amid a turn go on."""
         is_amid = self.kv.num_computed % TURN != 0

@@ -17,7 +17,6 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "disable_custom_all_reduce": (),
     "disable_log_stats": (),
     "enable_chunked_prefill": (True,),
-    "enable_lora": (False,),
     "enforce_eager": (),
     "generation_config": ("vllm",),
     "hf_overrides": ({},),
@@ -92,12 +91,17 @@ def _prefix_caching(enabled: Any) -> dict[str, Any]:
     return {"prefix_caching": "on" if enabled else "off"}
 
 
+def _adapters(enabled: Any) -> dict[str, Any]:
+    return {"lora_folder": "/"} if enabled else {}
+
+
 def _speculation(config: Any) -> dict[str, Any]:
     return {"speculative_config": config if isinstance(config, str) else json.dumps(config)} if config else {}
 
 
 # Arguments of vLLM's that become a setting.
 OF_VLLM: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "enable_lora": _adapters,
     "kv_transfer_config": _store,
     "enable_prefix_caching": _prefix_caching,
     "speculative_config": _speculation,

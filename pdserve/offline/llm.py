@@ -39,7 +39,7 @@ from pdserve.offline.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from pdserve.offline.params import BeamSearchParams, SamplingParams
+from pdserve.offline.params import BeamSearchParams, LoRARequest, SamplingParams
 from pdserve.router.web.listening import listen
 
 Prompt = str | dict[str, Any]
@@ -83,6 +83,7 @@ class _Client:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, not {max_in_flight}")
         self._max_in_flight = max_in_flight
+        self._loaded = set[LoRARequest]()
         self._model = str(model)
         self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings_of({**settings, **counts})}, model=self._model))
         weakref.finalize(self, self._fleet.close)
@@ -122,6 +123,7 @@ class LLM(_Client):
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         priority: int | Iterable[int] | None = None,
     ) -> list[RequestOutput]:
         """Return the prompts with their answers, in the prompts' order.
@@ -130,6 +132,7 @@ class LLM(_Client):
             prompts: texts, or dictionaries with `prompt` or `prompt_token_ids`; one or several.
             sampling_params: one for all prompts, or one for each.
             use_tqdm: show a progress bar.
+            lora_request: adapter of all prompts, or one or None for each.
             priority: one for all prompts, or one for each; lower ones are first with scheduling_policy="priority".
 
         Raises:
@@ -143,7 +146,10 @@ class LLM(_Client):
         if priority is not None:
             priorities = _each(priority, listed, "priorities")
             bodies = [{**body, "priority": one} for body, one in zip(bodies, priorities, strict=True)]
-        outputs = [_new_output(str(index), body) for index, body in enumerate(bodies)]
+        adapters = _each(lora_request, listed, "adapters")
+        self._load([one for one in dict.fromkeys(adapters) if one and one.lora_path and one not in self._loaded])
+        bodies = [{**body, "model": one.lora_name} if one else body for body, one in zip(bodies, adapters, strict=True)]
+        outputs = [_new_output(str(index), body, adapters[index]) for index, body in enumerate(bodies)]
         for output, answer in zip(outputs, self._ask("/v1/completions", bodies, show=use_tqdm), strict=True):
             output.add(answer)
         return outputs
@@ -154,6 +160,7 @@ class LLM(_Client):
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Return the answers to one or several conversations, through the model's chat template; errors as in `generate`.
@@ -164,7 +171,7 @@ class LLM(_Client):
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         bodies = [{"messages": one, **template} for one in conversations]
         prompts: list[Prompt] = [{"prompt_token_ids": one["tokens"]} for one in self._ask("/tokenize", bodies)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Return the best continuations of each prompt, as in vLLM; errors as in `generate`."""
@@ -202,6 +209,12 @@ class LLM(_Client):
         [answer] = self._ask("/score", [{"text_1": text_1, "text_2": text_2}])
         return [PoolingRequestOutput(str(i), ScoringOutput(one["score"])) for i, one in enumerate(answer["data"])]
 
+    def _load(self, adapters: list[LoRARequest]) -> None:
+        paths = {one.lora_name: os.path.abspath(one.lora_path) for one in adapters}
+        bodies = [{"lora_name": name, "lora_path": path, "load_inplace": True} for name, path in paths.items()]
+        self._ask("/v1/load_lora_adapter", bodies)
+        self._loaded.update(adapters)
+
     def _pool(self, path: str, prompts: Prompt | Iterable[Prompt]) -> list[dict[str, Any]]:
         listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         answers = self._ask(path, [{"input": _prompt_of(prompt)} for prompt in listed])
@@ -238,7 +251,7 @@ class LLM(_Client):
                 failure = f"the router does not answer: {error!r}"
             else:
                 if answer.status_code == 200:
-                    content: dict[str, Any] = answer.json()
+                    content: dict[str, Any] = answer.json() if "json" in answer.headers["content-type"] else {}
                     return content
                 if answer.status_code not in (429, 503):
                     raise _error(answer)
@@ -321,9 +334,10 @@ def _prompt_of(prompt: Prompt) -> str | list[int]:
     return text_or_ids
 
 
-def _new_output(request_id: str, body: dict[str, Any]) -> RequestOutput:
+def _new_output(request_id: str, body: dict[str, Any], adapter: LoRARequest | None = None) -> RequestOutput:
     prompt = body["prompt"] if isinstance(body["prompt"], str) else None
-    return RequestOutput(request_id, prompt, outputs=[CompletionOutput(index) for index in range(body["n"])])
+    answers = [CompletionOutput(index) for index in range(body["n"])]
+    return RequestOutput(request_id, prompt, outputs=answers, lora_request=adapter)
 
 
 def _error(answer: httpx.Response) -> Exception:

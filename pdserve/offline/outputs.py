@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from pdserve.offline.params import LoRARequest
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -31,7 +33,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answers. `prompt` is None if token ids were given; `metrics` and `lora_request` are always None.
+    """A prompt and its answers. `prompt` is None if token ids were given; `metrics` is always None.
 
     Attributes:
         num_cached_tokens: tokens of the prompt that were prefix hits.
@@ -44,7 +46,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     num_cached_tokens: int | None = None
 
     def add(self, answer: dict[str, Any]) -> None:

@@ -32,6 +32,21 @@ GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
 
 
 @dataclass(frozen=True)
+class LoRARequest:
+    """The adapter of a request, as in vLLM.
+
+    Attributes:
+        lora_name: by which the fleet knows it.
+        lora_int_id: without effect.
+        lora_path: folder from which it is loaded first, with `LLM(enable_lora=True)`; empty: it is one of `lora_modules`.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+
+@dataclass(frozen=True)
 class BeamSearchParams:
     """Parameters of `LLM.beam_search`, as in vLLM."""
 

@@ -252,7 +252,9 @@ def parse_score(body: ScoreBody, draft: RoutedRequest, tokenizer: Tokenizer, inf
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if not (first and second and len(first) in (1, len(second))):
-        raise InvalidParameter("text_1", "text_1 and text_2 must be equally long lists, or text_1 a single text")
+        raise InvalidParameter(
+            "text_1", "text_1 and text_2 must be lists of as many texts, or text_1 a single one; none empty"
+        )
     return _parse_pairs(body, "text_1", first, second, draft, tokenizer, info)
 
 

@@ -12,6 +12,7 @@ from pdserve.router.instances.fleet import Fleet, InstanceHandle
 
 log = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 1000  # of an instance's answer
+ORDER_S = 600.0  # after which an instance that has not answered is waited for no more: longer than any client waits
 NO_INSTANCE = "no instance loads adapters at run time; start the instances with --lora-folder"
 
 
@@ -20,6 +21,7 @@ class _Order:
     """An order under way.
 
     Attributes:
+        began_at: on the router's clock.
         due: instances that have not answered.
         done: those that have obeyed.
         errors: answers of the others.
@@ -30,6 +32,7 @@ class _Order:
 
     order: pb.ChangeAdapter
     on_done: Callable[[str], None]
+    began_at: float
     due: set[InstanceHandle] = field(default_factory=set)
     done: list[InstanceHandle] = field(default_factory=list)
     errors: dict[InstanceHandle, str] = field(default_factory=dict)
@@ -84,21 +87,19 @@ class AdapterChanges:
                 state.due.remove(instance)
                 self._go_on_if_answered(state)
 
-    def share(self, adapters: Mapping[str, ServedAdapter], joined: InstanceHandle | None = None) -> None:
+    def share(self, adapters: Mapping[str, ServedAdapter], has_joined: bool = False) -> None:
         """Let instances load what others have and they lack, now that one has attached, or some have loaded it.
 
-        What the former has under a name that others have taken away from the same adapter, it unloads: it was told nothing
-        then.
+        What has lost its name on one since others have loaded it, these unload: they were not here when it was unloaded.
         """
-        gone = (
-            self._gone(joined) & adapters.keys() if joined is not None and joined.hello.loads_adapters else set[str]()
-        )
-        for name in gone:
-            assert joined is not None
-            joined.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=name)))
+        loading = [one for one in self._fleet.instances.values() if one.hello.loads_adapters]
         for name, adapter in adapters.items():
-            lack = {one for one in self._fleet.instances.values() if one.hello.loads_adapters and name not in gone}
-            lack = {one for one in lack if (name, adapter.digest) not in _named(one)}
+            if has_joined and self._is_gone(name, adapter.digest):
+                for instance in loading:
+                    if (name, adapter.digest) in _named(instance):
+                        instance.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=name)))
+                continue
+            lack = {one for one in loading if (name, adapter.digest) not in _named(one)}
             for state in self._orders.values():
                 if (state.order.name, state.order.digest) == (name, adapter.digest):
                     lack -= state.due | state.lacking
@@ -106,15 +107,19 @@ class AdapterChanges:
                 order = pb.ChangeAdapter(name=name, path=adapter.path, replaces=True, digest=adapter.digest)
                 self._begin(order, lack, partial(_log_error, name))
 
-    def _gone(self, joined: InstanceHandle) -> set[str]:
-        """Return names of an instance's adapters that others have under no name any more."""
-        others = {named for one in self._fleet.instances.values() if one is not joined for named in _named(one)}
-        in_use = {name for name, _ in others} | {state.order.name for state in self._orders.values()}
-        return {name for name, digest in _named(joined) if name not in in_use and ("", digest) in others}
+    def _is_gone(self, name: str, digest: bytes) -> bool:
+        """Return whether an adapter was unloaded, by name, after it was last loaded."""
+        if any(state.order.name == name for state in self._orders.values()):
+            return False
+        found = [one for instance in self._fleet.instances.values() for one in instance.hello.adapters]
+        of_digest = [one for one in found if one.digest == digest]
+        lost = max((one.loaded_at for one in of_digest if one.lost_name == name), default=0)
+        return lost > max((one.loaded_at for one in of_digest if one.name == name), default=0)
 
     def _begin(self, order: pb.ChangeAdapter, instances: set[InstanceHandle], on_done: Callable[[str], None]) -> None:
-        order.number = next(self._numbers)
-        self._orders[order.number] = state = _Order(order, on_done)
+        order.number, now = next(self._numbers), self._fleet.now()
+        self._orders = {number: one for number, one in self._orders.items() if now - one.began_at < ORDER_S}
+        self._orders[order.number] = state = _Order(order, on_done, now)
         self._send(state, instances)
 
     def _send(self, state: _Order, instances: set[InstanceHandle], offers: bool = False) -> None:
@@ -162,7 +167,7 @@ class AdapterChanges:
 
 
 def _named(instance: InstanceHandle) -> set[tuple[str, bytes]]:
-    """Return names, or "", and digests of the adapters that an instance has."""
+    """Return names and digests of the adapters that an instance has."""
     return {(one.name, one.digest) for one in instance.hello.adapters}
 
 

@@ -300,7 +300,7 @@ class Dispatcher:
         """
         self.fleet.tell_epoch(instance)
         if self.model is not None and self.model.adapters:
-            self._adapters.share(self.model.adapters, instance)
+            self._adapters.share(self.model.adapters, has_joined=True)
         if len(self.fleet.instances) == 1:
             lost, self._lost_numerics = self._lost_numerics, set()
             if lost and _numerics(instance.hello) not in lost:

@@ -76,7 +76,10 @@ def hello_fault(hello: pb.Hello) -> str:
 def adapters_fault(hello: pb.Hello) -> str:
     """Return why the adapters of a registration are invalid; empty if they are not."""
     is_valid = all(
-        len(one.digest) == KEY_BYTES and _is_name(one.name) and not len(one.invocation) % TOKEN_BYTES
+        len(one.digest) == KEY_BYTES
+        and _is_name(one.name)
+        and _is_name(one.lost_name)
+        and not len(one.invocation) % TOKEN_BYTES
         for one in hello.adapters
     )
     if is_valid and len(hello.adapters) <= MAX_ADAPTERS:

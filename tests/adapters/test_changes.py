@@ -163,6 +163,13 @@ def test_an_instance_without_the_folder(checkpoint: Callable[..., Path], folder:
 
         assert taker.order("base", "good", digest=digest) == "'base' is the name of the model", "though it is here"
         assert taker.order("other", "nowhere", digest=digest) == "" and taker.transfers["load/ok"] == 1, "it is here"
+        for name in [*values]:
+            del values[name]
+        third = Loader(base, tmp_path / "none", url)
+        with closing(third.instance):
+            assert third.order("sql", "good", digest=digest).endswith("the KV store does not have it")
+            assert taker.order("", "", digest=digest, offers=True) == "", "whoever took it can give it, too"
+            assert third.order("sql", "good", digest=digest) == ""
         shutil.rmtree(folder / "good")
         assert "cannot be read" in giver.order("", "", digest=digest, offers=True)
         shutil.copytree(folder / "alpha", folder / "good")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 
 from pdserve.adapters.checkpoint import Files
-from pdserve.adapters.sharing import AdapterStore, StoreError
+from pdserve.adapters.sharing import AdapterStore, Copy, StoreError
 from pdserve.cli.deployment import free_port
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors import memory
-from pdserve.kv_transfer.connectors.shm.connector import unlink
+from pdserve.kv_transfer.connectors.shm.connector import count_leases, unlink
 
 CHUNK = 3000  # bytes
 FILES = Files(Path("sql"), b'{"r": 8}', bytes(range(256)) * 100)
@@ -85,3 +86,22 @@ def test_a_store_that_hangs(start_redis: Callable[..., Any]) -> None:
     finally:
         os.kill(server.pid, signal.SIGCONT)
     assert store.get(bytes(16), FILES.path) == FILES
+
+
+def test_what_is_stored_stays_for_a_while_and_nothing_else_does() -> None:
+    """The instances that lack it are told at once; the connector of a transfer ends with it."""
+    url, before = f"shm://test-{uuid.uuid4().hex}?size=1MiB", threading.active_count()
+    store = AdapterStore(url, CHUNK)
+    try:
+        store.put(bytes(16), FILES)
+        assert count_leases(url) == -(-(16 + len(FILES.config) + len(FILES.weights)) // CHUNK)
+        assert store.get(bytes(16), FILES.path) == FILES
+        assert threading.active_count() == before
+    finally:
+        unlink(url)
+
+
+def test_a_copy_has_the_files_of_an_adapter() -> None:
+    for files in (FILES, Files(Path("x"), b"{}", b"")):
+        copy = Copy(files)
+        assert copy.read() == copy.read() == files

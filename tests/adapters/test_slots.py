@@ -212,7 +212,11 @@ def test_slots(tiny: Callable[..., Engine]) -> None:
     assert adapters.acquire(g) and not adapters.acquire(h)
     adapters.release(h)  # it is cancelled, and no longer in the way
     adapters.release(f)
-    assert adapters.acquire(new(engine, "a"))
+    i, sibling = new(engine, "a"), new(engine, "a")
+    assert adapters.acquire(i, sibling)
+    adapters.release(i)
+    adapters.release(g)
+    assert adapters.acquire(new(engine, "b")) and not adapters.acquire(new(engine, "c")), "another choice still uses it"
 
 
 def test_an_adapter_that_is_used_again_stays(tiny: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +247,11 @@ def test_what_waits_is_not_overtaken_for_ever(tiny: Callable[..., Engine]) -> No
         assert not adapters.acquire(waits)
         adapters.release(seq)
     assert not adapters.acquire(late) and adapters.acquire(waits)
-    adapters.release(waits)
+    later = [new(engine, "b") for _ in range(MAX_OVERTAKEN + 2)]
+    assert all(adapters.acquire(seq) for seq in later[:2]), "late, which is before these, is overtaken from now on"
+    assert [adapters.acquire(seq) for seq in later[2:]] == [True] * (MAX_OVERTAKEN - 2) + [False] * 2
+    for seq in (waits, *later):
+        adapters.release(seq)
     assert adapters.acquire(late)
 
 

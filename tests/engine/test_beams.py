@@ -18,7 +18,8 @@ from pdserve.config import EngineConfig
 from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
-from pdserve.request import Request, SamplingParams
+from pdserve.request import NO_TENANT, Request, SamplingParams, Tenant
+from tests.instance.hash_model import HashRunner, beam_answers, spec_of
 
 PROMPTS = [[i * 7 % 90 + seed for i in range(length)] for seed, length in enumerate((1, 5, 16, 31, 40))]
 
@@ -49,10 +50,14 @@ def reference(path: Path, prompt: list[int], eos: list[int], **settings: Any) ->
     return outputs
 
 
-def search(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Sequence]:
-    """Run the searches side by side, and return their sequences."""
+def search(
+    engine: Engine, requests: list[tuple[list[int], SamplingParams]], *, of_tenants: bool = False
+) -> list[Sequence]:
+    """Run the searches side by side, of one tenant or of one each, and return their sequences."""
     seqs = [
-        engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling))
+        engine.new_sequence(
+            str(i), Request(prompt=prompt, sampling=sampling, tenant=Tenant(i, 1.0) if of_tenants else NO_TENANT)
+        )
         for i, (prompt, sampling) in enumerate(requests)
     ]
     for seq in seqs:
@@ -159,6 +164,21 @@ def test_beams_share_blocks(checkpoint: Callable[..., Path]) -> None:
     assert 10 + 2 <= max(held) <= 10 + 2 * 6, "the 10 full blocks of the prompt are shared"
     engine.remove(seq)
     assert engine.pool.num_held == 0
+
+
+@pytest.mark.parametrize(("slots", "num_blocks"), [(2, 64), (3, 64), (8, 14)])
+def test_searches_of_several_tenants_do_not_wait_for_each_other(slots: int, num_blocks: int) -> None:
+    """Each needs a slot and blocks for all its beams, of which the others have some: more than are left."""
+    runner: Any = HashRunner(spec_of((None,)), 4, num_blocks, 0, frozenset(), 0.001)
+    runner.is_warm = True
+    config = EngineConfig(model="hashes", block_size=4, num_blocks=num_blocks, max_num_seqs=slots)
+    sampling = SamplingParams(max_tokens=9, beam_width=2, num_answers=2, temperature=0.0, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    seqs = search(Engine(config, runner=runner), [(prompt, sampling) for prompt in prompts], of_tenants=True)
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        assert seq.group is not None
+        answers = [[*one.token_ids] for one in seq.group.search.hypotheses(2)]
+        assert answers == beam_answers(prompt, sampling, frozenset())
 
 
 def test_a_search_that_does_not_fit_is_refused(checkpoint: Callable[..., Path]) -> None:

@@ -20,6 +20,11 @@ def test_answers_are_right_whatever_fails() -> None:
     assert counts.keys() == everything, counts
 
 
+def test_all_ends_though_nobody_gives_up() -> None:
+    run(range(102, 112), meddles=False)
+
+
 @pytest.mark.slow
 def test_answers_are_right_at_length() -> None:
     run(range(1000, 1600))
+    run(range(1600, 1900), meddles=False)

@@ -21,7 +21,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ("/v1/embeddings", {"input": [[1] * 2000]}, "has 2000 tokens; there is room for"),
     ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1, or -1"),
-    ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "equally long"),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "as many texts"),
     ("/rerank", {"query": "a", "documents": []}, "documents"),
 ]
 

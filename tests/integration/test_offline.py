@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve import LLM, AsyncLLM, SamplingParams
+from pdserve import LLM, AsyncLLM, LoRARequest, SamplingParams
 from pdserve.cli.supervisor import Supervisor
 from pdserve.errors import PdserveError, SetupError
+from tests.low_rank import make_adapter, merge
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -175,6 +176,36 @@ def test_a_failed_start_says_why_and_leaves_nothing(spawned: list[Any]) -> None:
     with pytest.raises(SetupError, match=r"no-such-model[^\n]*\n[^\n]*could not start; see its error above$"):
         LLM("/no-such-model")
     assert spawned and all(process.poll() is not None for process in spawned)
+
+
+def test_adapters(spawned: list[Any], path: Path, prompts: list[list[int]], generate: Generate, tmp_path: Path) -> None:
+    """In vLLM's words; each answer is that of merged weights, and a folder is read once."""
+    folders = {name: make_adapter(tmp_path / name, path, seed=seed) for seed, name in enumerate("abc")}
+    expected = {
+        name: generate(merge(tmp_path / f"{name}+", path, folder, {"": 2.0}), prompts[:3], 8)
+        for name, folder in folders.items()
+    }
+    expected[""] = generate(path, prompts[:3], 8)
+    a, b = LoRARequest("a"), LoRARequest("b", 2, str(folders["b"]))
+    asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts[:3]]
+
+    def answers(llm: LLM, adapters: Any) -> list[list[int]]:
+        outputs = llm.generate(asked, GREEDY, use_tqdm=False, lora_request=adapters)
+        assert [output.lora_request for output in outputs] == (
+            adapters if isinstance(adapters, list) else [adapters] * 3
+        )
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with LLM(str(path), enable_lora=True, lora_modules=f"a={folders['a']}", **SMALL) as llm:
+        assert answers(llm, b) == expected["b"]
+        folders["b"].rename(tmp_path / "moved")
+        assert answers(llm, [a, None, b]) == [expected["a"][0], expected[""][1], expected["b"][2]]
+        with pytest.raises(ValueError, match="3 prompts and 1 adapters"):
+            answers(llm, [a])
+        with pytest.raises(ValueError, match=r"nowhere.* cannot be read"):
+            answers(llm, LoRARequest("d", 4, "/nowhere"))
+        with pytest.raises(ValueError, match="'c' does not exist"):
+            answers(llm, LoRARequest("c"))
 
 
 def test_the_key_of_the_environment_opens_its_own_router(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer import bench
 from pdserve.kv_transfer.bench import figures, parse_counts
 from pdserve.kv_transfer.rules import context
 
@@ -73,6 +74,14 @@ def test_a_bench_of_a_connector_that_never_answers_ends(
 def test_json_on_standard_output_is_only_json(command: Callable[..., Any]) -> None:
     options = ["--block-bytes", "4KiB", "--blocks", "1", "--concurrency", "1", "--seconds", "0.05", "--json", "-"]
     assert json.loads(command("bench", "memory://test-out", *options).stdout)["figures"]
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_measurement(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "figures", lambda *_: pytest.fail("it was measured"))
+    error = command("bench", "memory://x", "--json", str(tmp_path / "none" / "x.json")).exception
+    assert isinstance(error, SetupError) and str(error).endswith("x.json cannot be written: No such file or directory.")
 
 
 def test_counts_are_parsed() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pdserve.keys import Layout
-from pdserve.kv_transfer.codec import Auto
+from pdserve.kv_transfer.codec import Auto, Undecodable
 from pdserve.kv_transfer.codec_choice import CodecChoice
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.header import Buffer
@@ -102,3 +102,10 @@ def test_blocks_are_compressed_where_the_link_is_slow(bytes_per_s: float, filled
             assert one.load(keys[-1:], [BLOCKS]).result(600).outcomes == [Outcome.CORRUPT]
     finally:
         one.close()
+
+
+@pytest.mark.parametrize("number", [0, 3, 255])
+def test_a_payload_of_no_codec_is_not_decoded(number: int) -> None:
+    """Whoever writes to the store can give it a checksum that is right."""
+    with pytest.raises(Undecodable):
+        Auto(LAYOUT).decode(bytes([number, 1, 2, 3]))

@@ -1,6 +1,8 @@
 """The environment of conformance rules: what a rule leaves in a store."""
 
 import uuid
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -19,3 +21,19 @@ def test_a_store_is_not_left_full_where_nothing_can_be_deleted(monkeypatch: pyte
         rules.attach().must_store(new_keys(16), range(16), must_fit=True)
         rules.close()
     memory.unlink(url)
+
+
+def test_an_interrupt_amid_a_wait_is_no_fault_of_the_connector() -> None:
+    """Python then leaves the wait without its lock, and says so in an exception of its own."""
+
+    class Interrupted(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise RuntimeError("cannot release un-acquired lock")
+
+    rules = RuleContext(f"memory://test-{uuid.uuid4().hex}", 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        rules.attach().wait(Interrupted(), "store")
+    rules.close()

@@ -123,15 +123,14 @@ class Agent:
         Returns:
             True if the read was synchronous, that is, finished when it was started.
         """
-        with self._locked() as nixl:
-            transfer = nixl.make_prepped_xfer("READ", local, local_rows, remote, remote_rows)
-            try:
-                done = synchronous = self._check_state(nixl.transfer(transfer))
-                while not done:
-                    time.sleep(_POLL_INTERVAL_S)
-                    done = self._check_state(nixl.check_xfer_state(transfer))
-            finally:
-                transfer.release()
+        transfer = self.make_read(local, local_rows, remote, remote_rows)
+        try:
+            done = synchronous = self.start_read(transfer)
+            while not done:  # perhaps for ever, so others may use the agent meanwhile
+                time.sleep(_POLL_INTERVAL_S)
+                done = self.is_done(transfer)
+        finally:
+            self.release(transfer)
         return synchronous
 
     def start_read(self, transfer: Any) -> bool:

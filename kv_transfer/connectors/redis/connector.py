@@ -161,9 +161,15 @@ class RedisServer:
             self._has_error([reply])
 
     def prolong(self, keys: Sequence[bytes], milliseconds: int) -> None:
+        """Let values live for `milliseconds` at least. `PEXPIRE … GT` would do so too, but only from Redis 7 on."""
         for group in self._groups(keys):
-            names = (name for key in group for name in self._names.of(key))
-            self._has_error(list(self.call(*(("PEXPIRE", name, milliseconds) for name in names))))
+            names = [name for key in group for name in self._names.of(key)]
+            left = list(self.call(*(("PTTL", name) for name in names)))  # negative: it is not there, or stays
+            if self._has_error(left):
+                continue
+            ending = [name for name, ms in zip(names, left, strict=True) if 0 <= ms < milliseconds]
+            if ending:
+                self._has_error(list(self.call(*(("PEXPIRE", name, milliseconds) for name in ending))))
 
     def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         """Delete blocks whose headers are still those that were read. The server compares and deletes in one step."""

@@ -53,8 +53,20 @@ ONE_GROUP = (Group(),)
 
 def pages_for(num_blocks: int, groups: Sequence[Group], num_seqs: int = 1) -> int:
     """Return the pages that `num_blocks` blocks of each group take; of states, those of all that `num_seqs` may have."""
+    return sum(_pages_of(group, num_blocks, groups, num_seqs) for group in groups)
+
+
+def pages_behind(first: int, stop: int, num_tokens: int, groups: Sequence[Group], block_size: int) -> int:
+    """Return the pages of blocks [first, stop) of each group, but for those that no token behind `num_tokens` reaches."""
+    total = _pages_of(groups[0], stop - first, groups, 1)
+    for group in groups[1:]:
+        total += _pages_of(group, stop - max(first, group.num_unreached(num_tokens, block_size)), groups, 1)
+    return total
+
+
+def _pages_of(group: Group, num_blocks: int, groups: Sequence[Group], num_seqs: int) -> int:
     num_states = STATES * num_seqs + num_blocks // groups[0].per_page
-    return sum(min(num_blocks, num_states) if group.is_states else -(-num_blocks // group.per_page) for group in groups)
+    return min(num_blocks, num_states) if group.is_states else -(-num_blocks // group.per_page)
 
 
 def blocks_in(num_pages: int, groups: Sequence[Group]) -> int:

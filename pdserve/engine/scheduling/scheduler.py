@@ -28,7 +28,8 @@ sequence that loses its slot keeps its blocks until they are needed. A step is n
 for, and hardly longer than alone for one that has used less than its share lately (`budget.py`); what then is left out of it
 takes turns.
 
-A sequence is left out of a step while it waits for the store, or for its grammar's mask. For the latter, it lends its slot.
+A sequence is left out of a step while it waits for the store, or for its grammar's mask. For the latter, it lends its slot. A
+beam that waits for others of its search has none: searches of several tenants would keep the slots that the others wait for.
 
 Rank is the order of arrival. A level of priority counts as `ARRIVALS_PER_PRIORITY` arrivals, which bounds how many later
 requests can overtake one of a lower priority: no sequence starves.
@@ -46,7 +47,7 @@ from typing import Any
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
-from pdserve.engine.memory.groups import SwappedKV
+from pdserve.engine.memory.groups import SwappedKV, pages_behind
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit, StepBudget
 from pdserve.engine.scheduling.levels import Order, giving_way, levels_of, place_alone, precedes, tokens_now
@@ -113,6 +114,7 @@ class Scheduler:
         self.num_pauses = 0
         self.unreserved: Sequence | None = None
         self._by_tenant: dict[Tenant, dict[Sequence, None]] = {}  # all, in the order in which they came
+        self._beams = set[Sequence]()
         self._sizes: dict[Sequence, Size] = {}  # of those that wait
         self._by_size: dict[Tenant, list[Size]] = {}  # the same, in order
         self._numbers = count()
@@ -122,6 +124,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with or without blocks."""
         self._by_tenant.setdefault(seq.tenant, {})[seq] = None
+        if seq.group is not None:
+            self._beams.add(seq)
         if seq.kv.block_ids:
             insort(self.loaded, seq, key=_RANK)
         else:
@@ -155,6 +159,7 @@ class Scheduler:
         if seq in self._sizes:
             self._end_wait(seq)
         seq.kv.release_blocks(self.pool)
+        self._beams.discard(seq)
         if seq.kv.swapped is not None:
             self.swap_space.discard(seq)
         if seq in (of_tenant := self._by_tenant.get(seq.tenant, {})):
@@ -193,6 +198,9 @@ class Scheduler:
             output.late = {seq for seq in self.sequences() if seq in late}
             output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}
             preemption.lend_slots()
+        if self._beams:
+            for seq in [one for one in self.running if one.awaits_beams]:
+                preemption.take_slot(seq)
         budget = self._schedule_running(output, preemption)
         if not output.preempted:
             self._admit(output, budget, preemption)
@@ -294,11 +302,10 @@ class Scheduler:
         return True
 
     def _claimed_before(self, seq: Sequence) -> int:
-        """Return how many blocks the waiting sequences need that are before one in the order, or of its rank."""
+        """Return how many pages the waiting sequences need that are before one in the order, or of its rank."""
         order = self.order()
         ahead = [other for other in self.waiting if order(other) <= order(seq)]
-        blocks = sum(self.pool.pages_for(self.pool.blocks_for(len(other))) for other in ahead)
-        return blocks + max((self._watermark(other) for other in ahead), default=0)
+        return sum(map(self._pages_needed, ahead)) + max((self._watermark(other) for other in ahead), default=0)
 
     def num_out_of_window(self, num_computed: int) -> int:
         """Return how many leading blocks lie outside the windows of all tokens behind the first `num_computed`.
@@ -465,8 +472,18 @@ class Scheduler:
 
     def _fits(self, seq: Sequence) -> bool:
         """Return whether the pool has the blocks that a sequence without any needs to be admitted."""
-        needed = self.pool.pages_for(self.pool.blocks_for(len(seq)) - len(self.pool.match(seq.usable_keys)))
-        return needed + self._watermark(seq) <= self.pool.num_spare
+        return self._pages_needed(seq, len(self._hits(seq))) + self._watermark(seq) <= self.pool.num_spare
+
+    def _pages_needed(self, seq: Sequence, num_hits: int = 0) -> int:
+        """Return how many pages a sequence without any takes, but for hits; if it was swapped, of windows only the last."""
+        copy, pool = seq.kv.swapped or _NO_COPY, self.pool
+        first, stop = copy.first_block + num_hits, pool.blocks_for(len(seq))
+        return pages_behind(first, stop, copy.num_tokens, pool.groups, pool.block_size)
+
+    def _hits(self, seq: Sequence) -> list[int]:
+        """Return the blocks of the pool's first group that a sequence without any finds there."""
+        copy = seq.kv.swapped or _NO_COPY
+        return self.pool.match(seq.usable_keys[copy.first_block :], copy.first_block, copy.num_tokens)
 
     def _pop_next(self, output: SchedulerOutput, budget: StepBudget, below: float) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
@@ -483,13 +500,13 @@ class Scheduler:
         loaded, waiting, order = self._queues(budget, below, output.late)
         computable, has_time = list[Sequence](), True
         for seq in loaded if waiting is None else [*loaded, waiting]:
-            if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits):
+            if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits) or seq.awaits_beams:
                 continue
             computed = seq.kv.num_computed
             if not seq.kv.block_ids:
                 copy = seq.kv.swapped or _NO_COPY
-                hits = self.pool.match(seq.usable_keys[copy.first_block :], copy.first_block, copy.num_tokens)
-                computed = max((copy.first_block + len(hits)) * self.pool.block_size, copy.num_tokens)
+                num_blocks = copy.first_block + len(self._hits(seq))
+                computed = max(num_blocks * self.pool.block_size, copy.num_tokens)
             is_prompt = len(seq) - computed > 1
             has_time = has_time and (not is_prompt or budget.min_chunk > 0 or budget.affordable(computed) > 0)
             if has_time or not is_prompt:

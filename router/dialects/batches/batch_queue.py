@@ -49,6 +49,7 @@ MAX_REQUESTS = 50_000  # of a batch, as at OpenAI
 MAX_LINE_BYTES = 4 << 20
 MAX_OPEN = 50  # batches of a key
 SAVE_S = 1.0  # between two updates of a running batch's object
+RETRY_S = 10.0  # between two attempts to write the state of a batch that has ended
 SLICE_S = 0.01  # of work in a thread, after which it leaves the interpreter to the event loop for as long
 Item = TypeVar("Item")
 
@@ -62,6 +63,7 @@ class BatchQueue:
         self._endpoints = endpoints
         self._concurrency = concurrency
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch id
+        self._ending = set[asyncio.Task[Any] | None]()  # those of batches that have ended
         self._keys: dict[str, str] = {}  # of these batches
         self._counts: dict[str, Json] = {}  # of those that are being answered
         self._checks: dict[str, asyncio.Lock] = {}  # by key: files are validated one after the other,
@@ -143,7 +145,7 @@ class BatchQueue:
 
     async def close(self) -> None:
         """Interrupt all batches, which another start resumes."""
-        tasks = [*self._tasks.values(), *([self._resuming] if self._resuming else [])]
+        tasks = [task for task in (*self._tasks.values(), *self._ending, self._resuming) if task is not None]
         self._tasks.clear()
         for task in tasks:
             task.cancel()
@@ -291,17 +293,31 @@ class BatchQueue:
 
     async def _fail(self, key: str, batch_id: str, errors: list[Json]) -> None:
         fields = {"errors": {"object": "list", "data": [{"param": None, **error} for error in errors]}}
+        self._tasks.pop(batch_id, None)
         try:
-            await self._end(key, batch_id, "failed", **fields)
+            await asyncio.to_thread(self._finish, key, batch_id, "failed", **fields)
         except OSError as error:  # such as a full disk, on which the answers make room
             log.warning("%s loses its answers: %s", batch_id, error)
             AnswerFiles(self.store, key, batch_id).delete()
             await self._end(key, batch_id, "failed", **fields)
 
     async def _end(self, key: str, batch_id: str, status: str, **fields: Any) -> None:
-        """End the batch. From here on its task is not cancelled: that would leave the batch as it is."""
+        """End the batch as soon as that can be written, which it cannot on a full disk.
+
+        From here on its task is not cancelled: that would leave the batch as it is.
+        """
         self._tasks.pop(batch_id, None)
-        await asyncio.to_thread(self._finish, key, batch_id, status, **fields)
+        task = asyncio.current_task()
+        self._ending.add(task)
+        try:
+            while True:
+                try:
+                    return await asyncio.to_thread(self._finish, key, batch_id, status, **fields)
+                except OSError as error:
+                    log.warning("%s is %s, which cannot be written yet: %s", batch_id, status, error)
+                await asyncio.sleep(RETRY_S)
+        finally:
+            self._ending.discard(task)
 
     def _finish(self, key: str, batch_id: str, status: str, **fields: Any) -> None:
         """End the batch, and make its answers visible."""

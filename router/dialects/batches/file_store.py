@@ -90,8 +90,12 @@ class FileStore:
         """Write the object of a file or batch, which replaces an earlier one at once."""
         path = self._path(key, item["id"], ".json")
         temporary = path.with_suffix(f".{secrets.token_hex(4)}.new")  # two threads may save the same batch
-        temporary.write_text(json.dumps(item))
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(json.dumps(item))
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def load(self, key: str, item_id: str, prefix: str = "") -> Json:
         """Return the object of a file or batch. Raises NotFound if the key has none with this id and its prefix."""

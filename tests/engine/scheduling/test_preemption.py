@@ -4,6 +4,7 @@ import pytest
 
 from pdserve.costs import Costs
 from pdserve.engine.memory.blocks import BlockPool
+from pdserve.engine.memory.groups import ONE_GROUP, Group
 from pdserve.engine.scheduling.preemption import Preemption
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
@@ -137,3 +138,28 @@ def test_time_for_a_swapped_prompt_is_that_behind_what_the_pool_has() -> None:
     sched.add(first)
     assert run_step(sched)[0].plan.counts == {short: 1, first: 5} and swapped in sched.waiting
     assert run_step(sched)[0].plan.counts == {short: 1, first: 1, swapped: 2}
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "window", "groups", "length"),
+    [(16, 8, ONE_GROUP, 48), (40, None, (Group(), Group(8, first_id=40)), 40)],
+    ids=["every layer", "most layers"],
+)
+def test_a_swapped_sequence_claims_what_its_windows_reach(
+    num_pages: int, window: int | None, groups: tuple[Group, ...], length: int
+) -> None:
+    """42 tokens are 11 blocks, the last 3 of which a window of 8 tokens reaches."""
+    pool, host = BlockPool(num_pages, BLOCK, groups), BlockPool(num_pages, BLOCK, groups)
+    sched = Scheduler(pool, max_num_seqs=8, max_num_batched_tokens=16, window=window, host_pool=host)
+    sched.costs = Costs(prefill=(0.0, 1.0, 0.0))
+    swapped, newcomer = sequence("swapped", [1] * 40), sequence("newcomer", [2] * length)
+    newcomer.rank = 1
+    sched.add(swapped)
+    while swapped.kv.num_computed < 41:
+        run_step(sched)
+    Preemption(sched, SchedulerOutput()).preempt(swapped)
+    assert swapped.kv.swapped is not None
+    needed = num_pages - (3 if window else 14)
+    taken = pool.allocate(needed - pool.pages_for(length // BLOCK))  # all but what both need
+    assert sched.reserve(newcomer, 0, length, respect_queue=True)
+    assert swapped in run_step(sched)[0].plan.counts and taken

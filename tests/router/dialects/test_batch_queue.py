@@ -332,6 +332,38 @@ def test_a_batch_that_is_cancelled_while_it_ends_ends(
         assert ended(official, batch.id).status == "cancelled"
 
 
+@pytest.mark.parametrize("status", ["completed", "cancelled"])
+def test_a_batch_that_ends_on_a_full_disk_keeps_its_answers(
+    serve: Callable[[], AbstractContextManager[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str
+) -> None:
+    """Its end is written once there is room again."""
+    refused, save, append, goes_on = list[str](), FileStore.save, AnswerFiles.append, threading.Event()
+
+    def save_later(store: FileStore, key: str, item: dict[str, Any]) -> None:
+        if item.get("status") == status and len(refused) < 3:
+            refused.append(item["id"])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(store, key, item)
+
+    def append_later(files: AnswerFiles, line: dict[str, Any]) -> str:
+        assert goes_on.wait(600)
+        return append(files, line)
+
+    monkeypatch.setattr(AnswerFiles, "append", append_later)
+    monkeypatch.setattr(batch_queue, "RETRY_S", 0.01)
+    monkeypatch.setattr(FileStore, "save", save_later)
+    with serve() as url, client(url) as official:
+        batch = start(official, batch_file("a", "b"))
+        if status == "cancelled":
+            official.batches.cancel(batch.id)
+        goes_on.set()
+        batch = ended(official, batch.id)
+        assert batch.status == status and refused == [batch.id] * 3
+        if status == "completed":
+            assert answers(official, batch.output_file_id).keys() == {"a", "b"}
+    assert not [*tmp_path.rglob("*.new")]
+
+
 async def resume(store: FileStore) -> None:
     """Go on with the batches of a store, to their ends."""
     batch_queue.BatchQueue(store, 1, {}).resume()

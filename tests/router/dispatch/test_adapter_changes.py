@@ -78,6 +78,23 @@ def test_an_instance_that_is_lost_is_not_waited_for(cluster: Any) -> None:
     assert done[2] == NO_INSTANCE
 
 
+def test_an_instance_that_never_answers_is_not_waited_for_for_ever(cluster: Any) -> None:
+    """It is told again, should it have missed the order."""
+    prefill, decode = cluster.instances
+    cluster.dispatcher.change_adapter("sql", "path", False, lambda _: None)
+    [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
+    has(cluster, prefill, pb.Adapter(name="sql", digest=NEW, path="/sql", loaded_at=2))
+    answer(cluster, prefill, order)
+    for seconds, name in ((500, "a"), (200, "b")):
+        cluster.now += seconds
+        cluster.dispatcher.change_adapter(name, "path", False, lambda _: None)
+        (cluster.sent(prefill), cluster.sent(decode))
+    answer(cluster, decode, order, "it is late")
+    assert cluster.sent(prefill) == cluster.sent(decode) == [], "what it answers changes nothing"
+    cluster.dispatcher.on_joined(prefill)
+    assert [(one.name, one.digest) for _, one in cluster.sent(decode)] == [("sql", NEW)]
+
+
 def test_an_instance_that_attaches_is_told_what_it_lacks(cluster: Any) -> None:
     """After a restart, for example; nothing if it has it, or loads nothing at run time."""
     prefill, decode = cluster.instances
@@ -95,22 +112,30 @@ def test_an_instance_that_attaches_is_told_what_it_lacks(cluster: Any) -> None:
     assert cluster.sent(decode) == []
 
 
-def test_an_adapter_that_was_unloaded_does_not_come_back_with_an_instance_that_was_away(cluster: Any) -> None:
+@pytest.mark.parametrize("last", ["prefill", "decode"])
+def test_an_adapter_that_was_unloaded_does_not_come_back_with_an_instance_that_was_away(
+    cluster: Any, last: str
+) -> None:
+    """Nor if that attaches before the others, to a router that has restarted."""
     prefill, decode = cluster.instances
+    joined = prefill if last == "prefill" else decode
     sql = pb.Adapter(name="sql", digest=NEW, path="/sql", loaded_at=2)
-    has(cluster, prefill, pb.Adapter(digest=NEW))  # it keeps those that have lost their names for a while
-    has(cluster, decode, sql)
-    cluster.dispatcher.on_joined(decode)
+    too = pb.Adapter(name="sql, too", digest=NEW, path="/sql", loaded_at=1)
+    lost = pb.Adapter(lost_name="sql", digest=NEW, loaded_at=3)  # it keeps those that have lost their names for a while
+    has(cluster, prefill, lost, too)
+    has(cluster, decode, sql, too)
+    cluster.dispatcher.on_joined(joined)
     assert cluster.sent(prefill) == []
     [(_, order)] = cluster.sent(decode)
-    assert (order.name, order.path) == ("sql", "")
-    has(cluster, prefill, pb.Adapter(digest=NEW), sql)  # it was loaded again
-    cluster.dispatcher.on_joined(decode)
+    assert (order.name, order.path) == ("sql", ""), "and it keeps the other name"
+    again = pb.Adapter(name="sql", digest=NEW, path="/sql", loaded_at=4)
+    has(cluster, prefill, lost, again, too)
+    cluster.dispatcher.on_joined(joined)
     assert cluster.sent(prefill) == cluster.sent(decode) == []
-    has(cluster, prefill, pb.Adapter(digest=NEW))
+    has(cluster, prefill, lost, too)
     cluster.dispatcher.change_adapter("sql", "/sql", False, lambda _: None)  # it is being loaded again
     (cluster.sent(prefill), cluster.sent(decode))
-    cluster.dispatcher.on_joined(decode)
+    cluster.dispatcher.on_joined(joined)
     assert all(one.path for instance in cluster.instances for _, one in cluster.sent(instance))
 
 
@@ -118,7 +143,8 @@ def test_an_instance_with_the_adapter_under_no_name_loads_it_again(cluster: Any)
     """It was away when the name went back to earlier weights, which it keeps for a while only."""
     prefill, decode = cluster.instances
     has(cluster, prefill, pb.Adapter(name="sql", digest=OLD, path="/sql", loaded_at=3))
-    has(cluster, decode, pb.Adapter(digest=OLD), pb.Adapter(name="sql", digest=NEW, path="/new", loaded_at=2))
+    lost = pb.Adapter(lost_name="sql", digest=OLD, loaded_at=2)
+    has(cluster, decode, lost, pb.Adapter(name="sql", digest=NEW, path="/new", loaded_at=2))
     cluster.dispatcher.on_joined(decode)
     assert cluster.sent(prefill) == []
     [(_, order)] = cluster.sent(decode)

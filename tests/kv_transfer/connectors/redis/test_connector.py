@@ -42,6 +42,25 @@ def test_blocks_are_stored_in_pieces(
     assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
 
 
+def test_a_prolonged_block_does_not_end_earlier(
+    start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    """Another instance may have leased it for longer, or may keep blocks for longer, or for ever."""
+    server = start_redis()
+    instance, keys = attach(f"{server.url}?ttl=100&threads=1", layout_of(32768), blocks=8), new_keys(3)
+    instance.store(keys[:2], [0, 1])
+    with closing(redis.Redis.from_url(server.url)) as client:
+        names = [sorted(client.keys(f"*{key.hex()}*")) for key in keys]
+        for name in names[0]:
+            client.expire(name, 1000)
+        client.persist(names[1][0])
+        client.expire(names[1][1], 1)
+        instance.connector.prolong(keys, lease_s=300)
+        instance.match(keys)  # behind it, by the only worker
+        assert all(client.pttl(name) > 900_000 for name in names[0])
+        assert client.pttl(names[1][0]) == -1 and 200_000 < client.pttl(names[1][1]) <= 300_000
+
+
 def test_instances_with_different_piece_sizes_do_not_share_blocks(
     start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
 ) -> None:
