@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import httpx
 
@@ -34,6 +35,7 @@ from pdserve.config import (
 )
 from pdserve.cores import num_cores
 from pdserve.errors import SetupError
+from pdserve.model_path import check_checkpoint, resolve_model
 from pdserve.settings import shared_settings
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
@@ -73,6 +75,8 @@ class Deployment(Supervisor):
             raise SetupError("nothing to start: give --prefill and --decode, or --both")
         if not config.both and not (config.prefill and config.decode):
             raise SetupError("no request could be served: give at least one --prefill and one --decode, or one --both")
+        if isinstance(path := resolve_model(config.model), Path):
+            check_checkpoint(path)  # reports a wrong one once and at once; a hub id is left to the children
         self.config = config
         self.connector = config.connector
         if self.connector == DEFAULT_CONNECTOR:
@@ -84,10 +88,11 @@ class Deployment(Supervisor):
             httpx.Client(timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
         )
         self._quota_file = self._cleanup.enter_context(quota_file(config))
-        scheme = "https" if config.ssl_certfile else "http"
-        self.url = f"{scheme}://{config.host}:{config.port}"
+        host = f"[{config.host}]" if ":" in config.host else config.host or "127.0.0.1"  # that of IPv6; all addresses
+        origin = f"{'https' if config.ssl_certfile else 'http'}://{host}"
+        self.url = f"{origin}:{config.port}"
         routers = self._router_configs()
-        self.routers = [f"{scheme}://{config.host}:{router.own_port or router.port}" for router in routers]
+        self.routers = [f"{origin}:{router.own_port or router.port}" for router in routers]
         self._control_addresses = ",".join(f"{self.control_host}:{router.control_port}" for router in routers)
         self._numbers = {role: count() for role in ROLES}
         self._placing = threading.Lock()
