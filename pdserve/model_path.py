@@ -27,6 +27,12 @@ def resolve_model(name: str) -> Path | str:
     return name
 
 
+def check_model(name: str) -> None:
+    """Raise SetupError if `name` is no model. This imports nothing: only loading tells whether the hub has an id."""
+    if isinstance(path := resolve_model(name), Path):
+        check_checkpoint(path)
+
+
 def check_checkpoint(path: Path) -> None:
     """Raise SetupError unless a directory has a config and weights."""
     if not (path / "config.json").is_file():

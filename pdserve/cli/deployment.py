@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import httpx
 
@@ -35,7 +34,7 @@ from pdserve.config import (
 )
 from pdserve.cores import num_cores
 from pdserve.errors import SetupError
-from pdserve.model_path import check_checkpoint, resolve_model
+from pdserve.model_path import check_model
 from pdserve.settings import shared_settings
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
@@ -75,8 +74,7 @@ class Deployment(Supervisor):
             raise SetupError("nothing to start: give --prefill and --decode, or --both")
         if not config.both and not (config.prefill and config.decode):
             raise SetupError("no request could be served: give at least one --prefill and one --decode, or one --both")
-        if isinstance(path := resolve_model(config.model), Path):
-            check_checkpoint(path)  # reports a wrong one once and at once; a hub id is left to the children
+        check_model(config.model)  # reports a wrong one once, and before its children have imported anything
         self.config = config
         self.connector = config.connector
         if self.connector == DEFAULT_CONNECTOR:

@@ -78,4 +78,4 @@ def _why(error: Exception) -> str:
         with suppress(OSError, HTTPException, ValueError, LookupError, TypeError):
             return str(json.loads(error.read(MAX_ERROR_BYTES))["error"]["message"]).removeprefix("not ready: ")
     cause = error.reason if isinstance(error, URLError) else error
-    return reason(cause) if isinstance(cause, Exception) else cause
+    return reason(cause) if isinstance(cause, Exception) else str(cause)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Callable
@@ -202,9 +203,10 @@ def test_start_up_error_of_a_child_process_is_shown(command: str, pdserve: Comma
     assert "could not start; see its error above" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "demo"])
+@pytest.mark.parametrize("command", ["up", "demo", "profile"])
 def test_a_wrong_model_is_reported_once_before_anything_starts(command: str, pdserve: Command, tmp_path: Path) -> None:
     for path, message in (("./nowhere", "no such model directory: ./nowhere"), (tmp_path, "config.json is missing")):
-        result = pdserve(command, "--model", str(path), "--port", str(free_port()))
+        port = ["--port", str(free_port())] if command == "up" else []
+        result = pdserve(command, "--model", str(path), *port)
         assert_start_fails(result, message)
-        assert "router" not in result.stdout + result.stderr
+        assert not re.search("router|loading", result.stdout + result.stderr)
