@@ -42,6 +42,9 @@ NOT_SHARED = ("served_model_name", "control_port", "workers")
 # Below the ephemeral ports of the system: an outgoing connection could take one of those before a child listens on it.
 PORT_RANGE = range(10_000, 22_000)
 GPU_STORE_BYTES = 8 << 30
+START_TIMEOUT_S = (
+    1800.0  # also of a machine that is slow to compile the kernels, of which nothing is kept before the end
+)
 # URLs that are private to one deployment, so that `stop` may unlink the segment: one process may have several deployments.
 _private_stores = (f"shm://up-{os.getpid()}" + (f"-{number}" if number else "") for number in count())
 
@@ -104,7 +107,7 @@ class Deployment(Supervisor):
             for _ in range(getattr(config, role)):
                 self.children.append(self._instance_child(role))
 
-    def wait_ready(self, timeout_s: float = 300.0) -> None:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until all instances can serve requests from all routers.
 
         Raises:
