@@ -1,7 +1,13 @@
-# make demo: see it work · make test: the suite · make test-fast: its tests that start no processes · make check: lint, types,
-# tests · make format: as lint wants it · make slow: the tests that `make test` leaves out, random tests with many examples, and
-# the integration tests in 16 bits. All set up .venv first.
-# .ci/run is `make check` where nothing is missing that a test needs.
+# make demo        see it work: a fleet, one request, its timeline
+# make test-fast   the tests that start no processes
+# make test        the suite
+# make lint        ruff, and mypy in strict mode
+# make check       lint and test; .ci/run does the same where nothing is missing that a test needs
+# make format      as lint wants it
+# make slow        what `make test` leaves out: long tests, random ones with many examples, integration tests in 16 bits
+# make proto       the Python of proto/pdserve.proto, anew
+# make setup       .venv alone, which all others set up first; PY=python3.12 chooses the Python of a new one
+# make clean       removes .venv, .cache and build
 PY ?= python3
 BIN := .venv/bin
 
@@ -10,7 +16,10 @@ PYTEST := $(BIN)/pytest -n 4 --dist worksteal --durations=40 --durations-min=1
 # Otherwise each process that a test starts, and each worker, compiles anew what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast slow check format lint proto clean
+.PHONY: help setup demo test test-fast slow check format lint proto clean
+
+help:
+	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
 setup: .venv/.ready
 

@@ -6,6 +6,7 @@ torch has loaded: a second one in the process would compete for the same cores.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,7 +17,8 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("c++", "g++", "clang++")
+MAX_COMPILERS = 4  # at once: each needs up to half a GB
 # Without contraction: the compiler would fuse products and sums in one kernel and not in another that must give the same.
 COMMON_FLAGS = ["-ffp-contract=off", "-std=c++17", "-fPIC", "-fopenmp"]
 TEST_FLAGS = shlex.split(os.environ.get("PDSERVE_KERNEL_FLAGS", ""))  # for tests of other instruction sets
@@ -205,8 +208,23 @@ def _build(openmp: Path) -> Path:
     target = folder / f"paged-{key.hexdigest()}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        compile_library(target, FLAGS)
+        with _locked(folder):
+            if not target.exists():
+                log.info("compiling the kernels for this processor, once: a minute or two")
+                compile_library(target, FLAGS)
     return target
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let other processes wait: all instances of a new deployment need the same library at once."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: each compiles
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def compile_library(target: Path, flags: list[str]) -> None:
@@ -219,8 +237,9 @@ def compile_library(target: Path, flags: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as build:
         library_file = Path(build) / "library.so"
         objects = [f"{build}/{source.stem}.o" for source in SOURCES]
-        for source, object_file in zip(SOURCES, objects, strict=True):
-            _run_compiler(command, *flags, "-c", str(source), "-o", object_file)
+        calls = [(command, *flags, "-c", str(one), "-o", made) for one, made in zip(SOURCES, objects, strict=True)]
+        with ThreadPoolExecutor(MAX_COMPILERS) as threads:
+            list(threads.map(lambda call: _run_compiler(*call), calls))
         # Linked without -fopenmp, which would add the compiler's own runtime.
         libraries = (str(openmp), "-Wl,-z,defs", "-lm")
         _run_compiler(command, "-shared", *objects, *libraries, "-o", str(library_file))

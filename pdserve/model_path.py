@@ -27,6 +27,20 @@ def resolve_model(name: str) -> Path | str:
     return name
 
 
+def check_model(name: str) -> None:
+    """Raise SetupError if `name` is no model. This imports nothing: only loading tells whether the hub has an id."""
+    if isinstance(path := resolve_model(name), Path):
+        check_checkpoint(path)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raise SetupError unless a directory has a config and weights."""
+    if not (path / "config.json").is_file():
+        raise SetupError(f"{path} is not a checkpoint: config.json is missing")
+    if not any(path.glob("*.safetensors")):
+        raise SetupError(f"{path} has no *.safetensors: other formats are not supported")
+
+
 def model_folder(name: str) -> Path:
     """Return the local directory of a model's config and tokenizer; of a hub id, that of the downloaded files.
 

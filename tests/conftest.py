@@ -452,6 +452,24 @@ def install_connectors() -> Callable[..., None]:
     return install
 
 
+@pytest.fixture
+def package_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for packages of `install_connectors`, which this process finds while the test runs."""
+    from pdserve import plugins
+
+    monkeypatch.syspath_prepend(tmp_path)
+    caches = (plugins.names, plugins.all_installed, plugins.load)
+    for one in caches:
+        one.cache_clear()
+    yield tmp_path
+    for one in caches:
+        one.cache_clear()
+    for name in [
+        name for name, module in sys.modules.items() if Path(getattr(module, "__file__", None) or "").parent == tmp_path
+    ]:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def load_test_module() -> Callable[[str], Any]:
     """load_test_module("skips") → the module tests/skips.py."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.config import POLICY_NAMES
 from pdserve.counters import GAUGES, HELP
 from pdserve.lifetime import Stage
 from pdserve.router.api import parsing, schemas
@@ -160,6 +161,10 @@ def test_error_table_lists_every_code() -> None:
     ]  # connector failures have separate kinds
     codes = {kind for name in files for kind in re.findall(r'(?:\bkind=|_KIND = )"([a-z_]+)"', read(name))}
     assert set(first_column(section("docs/api.md", "Errors"))) == codes
+
+
+def test_policy_table_lists_every_policy() -> None:
+    assert tuple(first_column(section("docs/operations.md", "Policies"))) == POLICY_NAMES
 
 
 # ---- docs/architecture.md -----------------------------------------------------------------------------------------

@@ -304,6 +304,12 @@ SCHEMAS = {
 }
 
 
+def test_make_alone_lists_every_target() -> None:
+    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    [targets] = re.findall(r"^\.PHONY: help (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert sorted(re.findall(r"^  make ([a-z-]+) ", listed, re.M)) == sorted(targets.split())
+
+
 def test_what_workflows_run_exists() -> None:
     for path in sorted(ROOT.glob(".github/workflows/*.yml")):
         for job in yaml.safe_load(path.read_text())["jobs"].values():

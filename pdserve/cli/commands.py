@@ -24,6 +24,7 @@ from pdserve.cli.flags import GroupedCommand, command_from_config
 from pdserve.cli.signals import exit_on_signals
 from pdserve.config import DEFAULT_PORT, ROLES, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
+from pdserve.model_path import check_model
 from pdserve.parent import end_with_parent
 from pdserve.tools.load_config import (
     AutoscaleConfig,
@@ -84,6 +85,7 @@ def instance(config: InstanceConfig, role: str) -> None:
     """Start one instance and connect it to its routers."""
     exit_on_signals()
     logs.configure(config.log_format)
+    check_model(config.model)  # before the imports, which take seconds
     from pdserve.instance.process import serve
 
     serve(role, config)
@@ -255,6 +257,8 @@ def autoscale(config: AutoscaleConfig) -> None:
 def profile(config: ProfileConfig) -> None:
     """Measure what a model costs on this machine, and write it to a file. Exit code 1: --compare found a drift."""
     from pdserve.cli.deployment import Deployment, free_port
+
+    check_model(config.model)  # before the imports, which take seconds
     from pdserve.tools.profiling.command import run
 
     if not run(config, lambda settings: Deployment(replace(settings, port=free_port()), on_line=lambda line: None)):

@@ -43,7 +43,13 @@ def demo(config: UpConfig) -> None:
     for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
         os.environ.pop(name, None)
     started = time.monotonic()
-    with deployment_of(config, log.append) as deployment:
+
+    def on_line(line: str) -> None:
+        log.append(line)
+        if "compiling" in line:
+            console.print(_text(line), style="dim", soft_wrap=True)
+
+    with deployment_of(config, on_line) as deployment:
         instances = len(deployment.children) - 1
         with console.status(
             f"starting a router and {instances} instances on {config.model} over {deployment.connector.split('://')[0]}:// …"
@@ -55,7 +61,7 @@ def demo(config: UpConfig) -> None:
                 raise
         for line in log:
             if "ready in" in line:
-                console.print("  " + line.split(" I ", 1)[-1], style="dim", soft_wrap=True)
+                console.print(_text(line), style="dim", soft_wrap=True)
         console.print(f"up after {time.monotonic() - started:.1f} s\n\n[bold]user:[/bold] {QUESTION}")
         console.print("[bold]demo:[/bold] ", end="")
         for text in _stream_chat(deployment.url, config.name, QUESTION):
@@ -68,6 +74,11 @@ def demo(config: UpConfig) -> None:
     )
     console.print(f"  {'.venv/bin/' * IS_CHECKOUT}pdserve up\n\nand, from a second terminal:\n")
     console.print(f"  {curl_line(f'http://127.0.0.1:{DEFAULT_PORT}', config.name)}", soft_wrap=True, markup=False)
+
+
+def _text(line: str) -> str:
+    """Return a line of a log without its time."""
+    return f"  {line.split(' I ', 1)[-1]}"
 
 
 def _stream_chat(url: str, model: str, question: str) -> Iterator[str]:

@@ -34,6 +34,7 @@ from pdserve.config import (
 )
 from pdserve.cores import num_cores
 from pdserve.errors import SetupError
+from pdserve.model_path import check_model
 from pdserve.settings import shared_settings
 
 # Fields of both UpConfig and RouterConfig that mean different things in the two, or that Deployment sets itself.
@@ -41,6 +42,9 @@ NOT_SHARED = ("served_model_name", "control_port", "workers")
 # Below the ephemeral ports of the system: an outgoing connection could take one of those before a child listens on it.
 PORT_RANGE = range(10_000, 22_000)
 GPU_STORE_BYTES = 8 << 30
+START_TIMEOUT_S = (
+    1800.0  # also of a machine that is slow to compile the kernels, of which nothing is kept before the end
+)
 # URLs that are private to one deployment, so that `stop` may unlink the segment: one process may have several deployments.
 _private_stores = (f"shm://up-{os.getpid()}" + (f"-{number}" if number else "") for number in count())
 
@@ -73,6 +77,7 @@ class Deployment(Supervisor):
             raise SetupError("nothing to start: give --prefill and --decode, or --both")
         if not config.both and not (config.prefill and config.decode):
             raise SetupError("no request could be served: give at least one --prefill and one --decode, or one --both")
+        check_model(config.model)  # reports a wrong one once, and before its children have imported anything
         self.config = config
         self.connector = config.connector
         if self.connector == DEFAULT_CONNECTOR:
@@ -84,10 +89,11 @@ class Deployment(Supervisor):
             httpx.Client(timeout=1.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
         )
         self._quota_file = self._cleanup.enter_context(quota_file(config))
-        scheme = "https" if config.ssl_certfile else "http"
-        self.url = f"{scheme}://{config.host}:{config.port}"
+        host = f"[{config.host}]" if ":" in config.host else config.host or "127.0.0.1"  # that of IPv6; all addresses
+        origin = f"{'https' if config.ssl_certfile else 'http'}://{host}"
+        self.url = f"{origin}:{config.port}"
         routers = self._router_configs()
-        self.routers = [f"{scheme}://{config.host}:{router.own_port or router.port}" for router in routers]
+        self.routers = [f"{origin}:{router.own_port or router.port}" for router in routers]
         self._control_addresses = ",".join(f"{self.control_host}:{router.control_port}" for router in routers)
         self._numbers = {role: count() for role in ROLES}
         self._placing = threading.Lock()
@@ -101,7 +107,7 @@ class Deployment(Supervisor):
             for _ in range(getattr(config, role)):
                 self.children.append(self._instance_child(role))
 
-    def wait_ready(self, timeout_s: float = 300.0) -> None:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until all instances can serve requests from all routers.
 
         Raises:

@@ -1,17 +1,21 @@
 """`pdserve drain` and `pdserve role`, which wait until the instance has complied, and `pdserve health`."""
 
+import json
 import ssl
 import sys
 import time
+from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 from pdserve.admin_client import AdminClient
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, reason
 
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 3.0
+MAX_ERROR_BYTES = 1 << 16
 
 
 def drain(router: str, instance_id: str) -> None:
@@ -64,5 +68,14 @@ def health(url: str) -> bool:
         with opener.open(f"{url.rstrip('/')}/ready", timeout=HEALTH_TIMEOUT_S):
             return True
     except (OSError, ValueError, HTTPException) as error:  # a status of 400 or more is an OSError
-        print(f"pdserve: {url} is not ready: {error}", file=sys.stderr)
+        print(f"pdserve: {url} is not ready: {_why(error)}", file=sys.stderr)
         return False
+
+
+def _why(error: Exception) -> str:
+    """Return the message of an answer with an error, or what kept the answer from coming."""
+    if isinstance(error, HTTPError):
+        with suppress(OSError, HTTPException, ValueError, LookupError, TypeError):
+            return str(json.loads(error.read(MAX_ERROR_BYTES))["error"]["message"]).removeprefix("not ready: ")
+    cause = error.reason if isinstance(error, URLError) else error
+    return reason(cause) if isinstance(cause, Exception) else str(cause)

@@ -44,7 +44,7 @@ def up(config: UpConfig) -> None:
         if not stop.is_set():
             print(
                 f"ready on {deployment.url}  (a dashboard in a browser; Ctrl-C stops)\n\n"
-                f"  {curl_line(deployment.url, config.name)}\n",
+                f"  {curl_line(deployment.url, config.name, bool(config.api_key or config.keys_file))}\n",
                 flush=True,
             )
         with _steered(config, deployment, stop):
@@ -92,7 +92,8 @@ def deployment_of(config: UpConfig, on_line: Callable[[str], None]) -> Deploymen
     return deployment_class(config, on_line)
 
 
-def curl_line(url: str, model: str) -> str:
-    """Return a shell command that sends a short completion request."""
+def curl_line(url: str, model: str, needs_key: bool = False) -> str:
+    """Return a shell command that sends a short completion request; the key, which would be logged, is left to its user."""
+    key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
     body = f'{{"model":"{model}","prompt":"The capital of France is","max_tokens":8,"temperature":0}}'
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'"

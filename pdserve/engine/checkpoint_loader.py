@@ -30,7 +30,7 @@ from pdserve.kernels import memory, native
 from pdserve.kernels.attention import fused_layers, is_batch_invariant
 from pdserve.kernels.reference import SCALE_BYTES
 from pdserve.kv_spec import KVSpec
-from pdserve.model_path import resolve_model
+from pdserve.model_path import check_checkpoint, resolve_model
 from pdserve.plugins import extension
 from pdserve.pooling import read_pooling
 
@@ -144,10 +144,7 @@ def _local_directory(name: str) -> Path:
             raise SetupError(
                 f"model {name!r} is not a local directory, and the hub download failed: {reason}"
             ) from error
-    if not (path / "config.json").is_file():
-        raise SetupError(f"{path} is not a checkpoint: config.json is missing")
-    if not any(path.glob("*.safetensors")):
-        raise SetupError(f"{path} has no *.safetensors: other formats are not supported")
+    check_checkpoint(path)
     return path
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
@@ -11,12 +11,21 @@ from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.dispatch.request_state import Needs, RequestState
 from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.breaker import BreakerState
-from pdserve.router.scheduling.policy import Decision, Placement, PlacementRequest, decide, place, policy_of
+from pdserve.router.scheduling.policy import (
+    Decision,
+    Placement,
+    PlacementRequest,
+    PolicyFault,
+    decide,
+    place,
+    policy_of,
+)
 from pdserve.router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 MAX_FAILED_HANDOVERS = 3  # consecutive hand-overs without a block after which a pair counts as unreachable
 RETRY_AFTER_S = 300.0
+FALLBACK_POLICY = "least_loaded"
 
 Pair = tuple[str, str]  # ids of a prefill and a decode instance
 
@@ -186,8 +195,17 @@ class InstanceSelector:
     def _decide(
         self, role: str, request: PlacementRequest, eligible: list[InstanceHandle]
     ) -> tuple[Decision, InstanceHandle]:
-        """Apply the role's policy, and return its decision with the chosen instance."""
-        decision = decide(self._policies[role], [instance.candidate for instance in eligible], request)
+        """Apply the role's policy, and return its decision with the chosen instance.
+
+        If a policy of another package fails, the least loaded instance is taken: its fault must not end streams.
+        """
+        candidates = [instance.candidate for instance in eligible]
+        try:
+            decision = decide(self._policies[role], candidates, request)
+        except PolicyFault as fault:
+            log.error("%s; the least loaded instance is taken", fault, exc_info=True, extra={"event": "policy"})
+            decision = decide(FALLBACK_POLICY, candidates, request)
+            decision = replace(decision, why=f"{fault}; {decision.why}")
         return decision, self._fleet.instances[decision.chosen]
 
     def _cached_tokens(self, num_tokens: int, keys: Mapping[int, Sequence[bytes]]) -> tuple[dict[str, int], int]:

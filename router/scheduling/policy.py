@@ -28,6 +28,7 @@ import xxhash
 from pdserve import plugins
 from pdserve.config import POLICIES_GROUP
 from pdserve.costs import Costs
+from pdserve.errors import SetupError
 
 DEFAULT_COSTS = Costs()  # until an instance has reported its own
 MAX_EXPLAINED = 8  # candidates listed in a decision
@@ -379,17 +380,30 @@ def policy_of(name: str) -> Policy:
     """Return a policy of `POLICIES`, or of a package that has added it to the entry-point group `pdserve.policies`.
 
     Raises:
-        SetupError: it is not installed, or cannot be imported.
+        SetupError: it is not installed, cannot be imported, or is no function.
     """
-    return POLICIES.get(name) or cast(Policy, plugins.load(POLICIES_GROUP, name))
+    found = POLICIES.get(name) or plugins.load(POLICIES_GROUP, name)
+    if not callable(found):
+        raise SetupError(f"{POLICIES_GROUP}: {name} must be a function of candidates and a request, not {found!r}")
+    return cast(Policy, found)
+
+
+class PolicyFault(Exception):
+    """A policy of another package raised an exception, or returned something else than scores of its candidates."""
 
 
 def decide(policy: str, candidates: Sequence[Candidate], request: PlacementRequest) -> Decision:
-    """Pick one of the candidates (at least one) by a policy, see `policy_of`, and explain the choice."""
+    """Pick one of the candidates (at least one) by a policy, see `policy_of`, and explain the choice.
+
+    Raises:
+        PolicyFault: the policy is of another package, and failed.
+    """
     why = ""
     if policy == "session" and not request.session:
         policy, why = "least_loaded", "the request has no session; "
-    scores = policy_of(policy)(candidates, request)
+    scores = (
+        POLICIES[policy](candidates, request) if policy in POLICIES else _scores_of_package(policy, candidates, request)
+    )
     best = scores if len(scores) == 1 else _best(scores, TIE_TOLERANCE.get(policy, 0), request)
     explained = [
         ScoredCandidate(c.instance_id, score, c.requests, c.prefill_tokens, c.output_tokens, request.cached_on(c))
@@ -398,6 +412,19 @@ def decide(policy: str, candidates: Sequence[Candidate], request: PlacementReque
     explanation = EXPLANATIONS.get(policy, f"the lowest score by {policy}")
     why += AUTO_DECODE_EXPLANATION if policy == "auto" and request.decode else explanation
     return Decision(policy, explained[0].instance, why, explained, len(candidates))
+
+
+def _scores_of_package(name: str, candidates: Sequence[Candidate], request: PlacementRequest) -> Scores:
+    """Return the scores by a policy of another package, after a check."""
+    try:
+        scores = [(float(score), candidate) for score, candidate in policy_of(name)(candidates, request)]
+        if not all(math.isfinite(score) for score, _ in scores):
+            raise ValueError("a score is not finite; leave out candidates that must not be selected")
+        if not scores or not {candidate for _, candidate in scores} <= set(candidates):
+            raise ValueError("it must return (score, candidate) of at least one of the candidates that it was given")
+    except Exception as error:
+        raise PolicyFault(f"the policy {name} failed: {error!r}") from error
+    return scores
 
 
 def _best(scores: Scores, tolerance: float, request: PlacementRequest) -> Scores:

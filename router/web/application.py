@@ -9,6 +9,7 @@ these.
 """
 
 import asyncio
+import difflib
 import hashlib
 import hmac
 import ipaddress
@@ -40,6 +41,7 @@ DRAIN_FACTOR = 8  # at most this many times the limit is read of a body that is 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_KNOWN = 64  # Host headers
 MAX_LOGGED = 100  # characters of a path
+SIMILAR = 0.9  # of a path without a route to one that has a route
 log = logging.getLogger(__name__)
 
 
@@ -68,10 +70,7 @@ class MethodNotAllowed(BadRequest):
 
 
 class Routes:
-    """The routes by path.
-
-    A path without a route is the clients' if theirs are below the same first segment (`/v1/`), and otherwise the operators'.
-    """
+    """The routes by path."""
 
     def __init__(self, routes: Sequence[Endpoint | PageFile]) -> None:
         self._fixed: dict[str, list[Endpoint | PageFile]] = {}
@@ -81,9 +80,6 @@ class Routes:
                 self._patterns.append(route)
             else:
                 self._fixed.setdefault(route.path, []).append(route)
-        self._client_prefixes = tuple(
-            {f"/{route.path.split('/')[1]}/" for route in routes if route.access is Access.CLIENT}
-        )
         self._error_bodies = {
             route.path: route.error_body for route in routes if isinstance(route, Endpoint) and route.error_body
         }
@@ -92,9 +88,11 @@ class Routes:
         """Return the routes of a path, one for each method."""
         return self._fixed.get(path) or [route for route in self._patterns if route.path_regex.match(path)]
 
-    def access(self, path: str) -> Access:
-        """Return the access of a path without a route."""
-        return Access.CLIENT if path.startswith(self._client_prefixes) else Access.OPERATOR
+    def like(self, path: str) -> str:
+        """Return the path that a client may have meant, such as one with another base URL; empty: none is like it."""
+        ends = [one for one in self._fixed if len(one) > 1 and (one.endswith(path) or path.endswith(one))]
+        similar = difflib.get_close_matches(path[:MAX_LOGGED], self._fixed, 1, SIMILAR)
+        return min(ends, key=lambda one: abs(len(one) - len(path)), default="") or "".join(similar)
 
     def error_body(self, path: str) -> ErrorBody | None:
         """Return what makes the errors of a path: the dialect of the closest route there or above; None: there is none."""
@@ -378,14 +376,15 @@ class Application:
         if self._guard is not None:
             self._guard.check(headers.get(b"host"), headers.get(b"origin"))
         state["key"] = ANONYMOUS
-        access = routes[0].access if routes else self.routes.access(scope["path"])
+        access = routes[0].access if routes else Access.CLIENT
         valid_keys = self._clients if access is Access.CLIENT else self._operators
         if access is Access.OPEN or not (valid_keys.keys or (access is Access.OPERATOR and self._clients.keys)):
             return
         key = presented_key(Request(scope).headers)
-        if key and (name := valid_keys.identify(key)) is not None:
-            state["key"] = name
-            return
+        for keys in (valid_keys,) if routes else (valid_keys, self._operators):  # whoever has any may learn of no route
+            if key and (name := keys.identify(key)) is not None:
+                state["key"] = name
+                return
         self._on_unauthorized("wrong" if key else "missing")
         if key:
             address = (scope.get("client") or ("an unknown address",))[0]
@@ -403,13 +402,15 @@ class Application:
     def _no_route(self, scope: Scope, routes: Sequence[Endpoint | PageFile]) -> Response:
         """Return the answer to a method that no route of the path has."""
         if not routes:
-            message = "there is no such path; try /v1/models or /v1/completions"
-            raise NotFound(message, kind="not_found")
+            like = self.routes.like(scope["path"])
+            hint = f"did you mean {like}?" if like else "try /v1/models or /v1/completions"
+            raise NotFound(f"there is no such path; {hint}", kind="not_found")
         methods = {method for route in routes for method in route.methods or ()}
         allowed = {"Allow": ", ".join(sorted({*methods, "OPTIONS", *({"HEAD"} if "GET" in methods else ())}))}
         if scope["method"] == "OPTIONS":
             return Response(status_code=204, headers=allowed)
-        error = MethodNotAllowed(f"this path does not support {scope['method']}", kind="method_not_allowed")
+        message = f"this path does not support {scope['method']}; use {' or '.join(sorted(methods))}"
+        error = MethodNotAllowed(message, kind="method_not_allowed")
         response = self._error_response(error, scope)
         response.headers.update(allowed)
         return response

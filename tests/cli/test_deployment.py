@@ -1,6 +1,7 @@
 """Ports and GPUs of a deployment; tests/integration covers its processes."""
 
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,13 @@ def test_free_ports_are_below_the_ephemeral_range() -> None:
     assert max(PORT_RANGE) + 10_000 < 32_768, (
         "a Redis Cluster's bus port (+10,000) must be below Linux's ephemeral ports too"
     )
+
+
+@pytest.mark.parametrize(("host", "shown"), [("::1", "[::1]"), ("0.0.0.0", "0.0.0.0"), ("", "127.0.0.1")])
+def test_the_urls_are_those_that_clients_write(host: str, shown: str) -> None:
+    deployment = Deployment(UpConfig(host=host, port=9000, workers=2))
+    assert deployment.url == f"http://{shown}:9000"
+    assert all(re.fullmatch(rf"http://{re.escape(shown)}:\d+", url) for url in deployment.routers)
 
 
 def test_no_command_line_of_an_instance_has_the_password_of_the_store() -> None:

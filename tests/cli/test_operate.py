@@ -64,6 +64,16 @@ def test_what_is_no_http_is_not_ready(ask: Callable[[str], str], capsys: pytest.
     assert "is not ready: " in error and "Traceback" not in error
 
 
+def test_health_says_why_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    body = b'{"error": {"message": "not ready: no decode instance"}}'
+    head = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with answering(head + body) as url:
+        assert not health(url)
+    assert not health(url), "it is gone"
+    said = [line.partition(" is not ready: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["no decode instance", "Connection refused"]
+
+
 def test_an_invalid_url_of_a_router_is_one_line() -> None:
     with pytest.raises(SetupError, match=r"^'http://router:port' is not the URL of a router: "):
         AdminClient("http://router:port")

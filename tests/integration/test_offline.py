@@ -172,9 +172,13 @@ def test_asynchronous(spawned: list[Any], path: Path, prompts: list[list[int]], 
     assert spawned and all(process.poll() is not None for process in spawned)
 
 
-def test_a_failed_start_says_why_and_leaves_nothing(spawned: list[Any]) -> None:
-    with pytest.raises(SetupError, match=r"no-such-model[^\n]*\n[^\n]*could not start; see its error above$"):
+def test_a_failed_start_says_why_and_leaves_nothing(spawned: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"^no such model directory: /no-such-model$"):
         LLM("/no-such-model")
+    (tmp_path / "config.json").write_text('{"model_type": "vit", "architectures": ["ViTModel"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SetupError, match=r"not supported[^\n]*\n[^\n]*could not start; see its error above$"):
+        LLM(str(tmp_path))
     assert spawned and all(process.poll() is not None for process in spawned)
 
 

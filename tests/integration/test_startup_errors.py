@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Callable
@@ -25,6 +26,11 @@ def assert_start_fails(result: "subprocess.CompletedProcess[str]", *parts: str) 
         assert part in lines[0]
 
 
+def write_vit(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"]}))
+    (folder / "model.safetensors").write_bytes(b"")
+
+
 def test_missing_model_directory(pdserve: Command) -> None:
     assert_start_fails(pdserve("prefill", "--model", "/no/such/place"), "no such model directory: /no/such/place")
     assert_start_fails(
@@ -37,8 +43,7 @@ def test_directory_without_a_checkpoint(pdserve: Command, tmp_path: Path) -> Non
 
 
 def test_architecture_without_a_decoder(pdserve: Command, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"]}))
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    write_vit(tmp_path)
     assert_start_fails(pdserve("decode", "--model", str(tmp_path)), "architecture ViTModel is not supported")
 
 
@@ -190,8 +195,18 @@ def test_settings_that_are_invalid_when_they_are_read(
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])
-def test_start_up_error_of_a_child_process_is_shown(command: str, pdserve: Command) -> None:
-    result = pdserve(command, "--model", "/no/such/place", "--port", str(free_port()))
+def test_start_up_error_of_a_child_process_is_shown(command: str, pdserve: Command, tmp_path: Path) -> None:
+    write_vit(tmp_path)
+    result = pdserve(command, "--model", str(tmp_path), "--port", str(free_port()))
     assert result.returncode == 2
-    assert "no such model directory: /no/such/place" in result.stdout + result.stderr
+    assert "architecture ViTModel is not supported" in result.stdout + result.stderr
     assert "could not start; see its error above" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "profile"])
+def test_a_wrong_model_is_reported_once_before_anything_starts(command: str, pdserve: Command, tmp_path: Path) -> None:
+    for path, message in (("./nowhere", "no such model directory: ./nowhere"), (tmp_path, "config.json is missing")):
+        port = ["--port", str(free_port())] if command == "up" else []
+        result = pdserve(command, "--model", str(path), *port)
+        assert_start_fails(result, message)
+        assert not re.search("router|loading", result.stdout + result.stderr)

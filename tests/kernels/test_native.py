@@ -78,6 +78,32 @@ def test_the_best_library_that_a_processor_runs(name: str, added: set[str] | Non
     assert found == tmp_path / f"{name}-sources.so"
 
 
+@pytest.mark.usefixtures("cpu_kernel")
+def test_instances_that_start_at_once_compile_once(tmp_path: Path) -> None:
+    built, calls, compiler = native.library()._name, tmp_path / "calls", tmp_path / "c++"
+    compiler.write_text(
+        f"""#!/bin/sh
+for last; do :; done
+case "$*" in
+  --version) echo 1 ;;
+  *-shared*) sleep 1; cp {built} "$last" ;;
+  *) echo >>{calls}; touch "$last" ;;
+esac
+"""
+    )
+    compiler.chmod(0o755)
+    code = "import logging; logging.basicConfig(level=20); from pdserve.kernels import native; native.library()"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment.pop(prebuilt.VARIABLE, None)
+    builds = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = "".join(process.communicate(timeout=600)[1] for process in builds)
+    assert [process.returncode for process in builds] == [0, 0], said
+    assert len(calls.read_text().splitlines()) == len(native.SOURCES) and said.count("compiling the kernels") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_kernel")
 def test_concurrent_builds(unbuilt_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,17 +31,38 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def test_unknown_paths_and_methods(client: Client) -> None:
-    unknown = client.get("/v2/completions")
-    assert unknown.status_code == 404
-    assert unknown.json()["error"]["message"] == "there is no such path; try /v1/models or /v1/completions"
+    for path, hint in {
+        "/v1/images": "try /v1/models or /v1/completions",
+        "/": "",
+        "/chat/completions": "did you mean /v1/chat/completions?",
+        "/completions": "did you mean /v1/completions?",
+        "/v1/v1/messages": "did you mean /v1/messages?",
+        "/v1/chat/completion": "did you mean /v1/chat/completions?",
+        "/" + "v" * 10_000: "try /v1/models or /v1/completions",
+    }.items():
+        unknown = client.post(path, {})
+        assert unknown.status_code == (404 if hint else 405)
+        assert not hint or unknown.json()["error"]["message"] == f"there is no such path; {hint}"
     wrong = client.get(COMPLETIONS)
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "OPTIONS, POST")
     assert wrong.json()["error"] == {
-        "message": "this path does not support GET",
+        "message": "this path does not support GET; use POST",
         "type": "invalid_request_error",
         "param": None,
         "code": "method_not_allowed",
     }
+
+
+def test_a_path_without_a_route_takes_any_key(
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer
+) -> None:
+    for settings, keys in (({"api_key": "one"}, ["one"]), ({"api_key": "one", "admin_key": "two"}, ["one", "two"])):
+        client = make_client(make_app(tokenizer, **settings))
+        for path in ("/chat/completions", "/debug/nothing"):
+            answers = [client.request("GET", path, headers={"Authorization": f"Bearer {key}"}) for key in keys]
+            assert [answer.json()["error"]["code"] for answer in answers] == ["not_found"] * len(keys)
+            wrong = client.request("GET", path, headers={"Authorization": "Bearer none"})
+            assert wrong.status_code == 401 and "needs a valid API key" in wrong.json()["error"]["message"]
 
 
 def test_cors(make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer) -> None:
