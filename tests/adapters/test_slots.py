@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pdserve.adapters.checkpoint import AdapterError
-from pdserve.adapters.slots import MAX_OVERTAKEN
+from pdserve.adapters.slot_table import MAX_OVERTAKEN
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence
