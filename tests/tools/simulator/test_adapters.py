@@ -28,7 +28,7 @@ PROFILE = Profile(
 
 
 def play(
-    loads: list[Load], *, can_skip: bool = True, slots: int = 8, count: int = 4, **counts: int
+    loads: list[Load], *, can_skip: bool = True, slots: int = 8, count: int = 4, **counts: Any
 ) -> tuple[Simulation, list[Sample]]:
     model = replace(InstanceModel.from_profile(PROFILE, "shm"), adapters=adapter_names(SimulateConfig(adapters=count)))
     instance = InstanceConfig(model=MODEL, max_loras=slots)
