@@ -187,17 +187,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
             torch=torch.__version__,
             numerics=layout.numerics,
         ),
-        engine=EngineFacts(
-            block_size=layout.block_size,
-            block_bytes=layout.block_bytes,
-            num_blocks=engine.runner.kv.num_blocks,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=engine.max_model_len,
-            dtype=layout.dtype,
-            groups=groups_of(layout, engine.runner.window),
-            num_pages=engine.runner.kv.num_pages,
-        ),
+        engine=_facts_of(engine, config),
         step=step,
         adapters=adapters,
         swap=swap,
@@ -205,6 +195,22 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
         residuals=residuals | {f"{kind}, not fitted": value for kind, value in checks.items()},
         assumed=(*assumed, *(() if swaps else ("swap",))),
         flags=flags_of(config),
+    )
+
+
+def _facts_of(engine: Any, config: ProfileConfig) -> EngineFacts:
+    """Return what the profile says of an `Engine`, whose module is imported late."""
+    layout, runner = engine.layout, engine.runner
+    return EngineFacts(
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        num_blocks=runner.kv.num_blocks,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        dtype=layout.dtype,
+        groups=groups_of(layout, runner.window),
+        num_pages=runner.kv.num_pages,
     )
 
 
