@@ -45,6 +45,8 @@ class Settings(report.Settings):
     tensor_parallel_size: int = flag("ranks of each instance; with 2, one of the faults is to kill the second one", 1)
     async_scheduling: str = flag("of the instances: auto, on, off", "auto")
     speculate: str = flag("of the instances: suffix, ngram, auto, off", "suffix")
+    quantization: str = flag("of the weights as they are loaded: none, int8, int4", "none")
+    kv_cache_dtype: str = flag("of the KV: auto, int8", "auto")
     seed: int = flag("of the order of faults, and of the requests", 0)
 
 
@@ -89,6 +91,8 @@ def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
         "model": settings.model,
         "async_scheduling": settings.async_scheduling,
         "speculate": settings.speculate,
+        "quantization": settings.quantization,
+        "kv_cache_dtype": settings.kv_cache_dtype,
     }
     with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size, **of_instances) as at:
         traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)

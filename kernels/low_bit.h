@@ -31,6 +31,7 @@ struct Weight {
     const uint8_t* zeros;  // null: the middle code
     i64 bits, scale_dtype, group, K;
     const char* run(i64 run) const { return codes + run * RUN * K * num_bits((int)bits) / 8; }
+    i64 groups() const { return (K + group - 1) / group; }  // of a column
 };
 
 inline vu load_words(const void* p) { vu v; std::memcpy(&v, p, sizeof v); return v; }
@@ -52,10 +53,10 @@ struct Group {
     }
 };
 
-// The group of k, for W columns of a run; `shift` is added to the zeros.
+// Group number g of all runs in order, for W of its columns; `shift` is added to the zeros.
 template <int BITS, class S>
-inline Group<S> group_at(const Weight& w, i64 run, i64 k, i64 column, float shift = 0) {
-    const i64 i = (run * ((w.K + w.group - 1) / w.group) + k / w.group) * RUN + column;
+inline Group<S> group_at(const Weight& w, i64 g, i64 column, float shift = 0) {
+    const i64 i = g * RUN + column;
     vf zero = splat(BITS == FLOAT8 ? 0 : (float)(1 << (BITS - 1)));
     if (w.zeros)
         for (int lane = 0; lane < W; lane++) zero[lane] = w.zeros[i + lane];
@@ -75,7 +76,7 @@ struct Words {
 
     Words(const Weight& w, i64 run) : w(w), run(run) {}
     void begin_group(i64 k) {
-        for (int v = 0; v < VECTORS; v++) groups[v] = group_at<BITS, S>(w, run, k, v * W);
+        for (int v = 0; v < VECTORS; v++) groups[v] = group_at<BITS, S>(w, run * w.groups() + k / w.group, v * W);
     }
     // Pass each weight vector of terms [k, k + STEP) to `use`, with its number.
     template <class Use>
@@ -108,7 +109,7 @@ struct Quads {
     Quads(const Weight& w, i64 run) : w(w), run(run) {}
 
     void begin_group(i64 k) {
-        const Group<S> columns = group_at<BITS, S>(w, run, k, 0, SHIFT);
+        const Group<S> columns = group_at<BITS, S>(w, run * w.groups() + k / w.group, 0, SHIFT);
         for (int v = 0; v < VECTORS; v++)
             for (int h = 0; h < 2; h++) {
                 const int a = v + 8 * h, b = a + 4;

@@ -155,6 +155,8 @@ def pack(weight: Codes, dtype: torch.dtype, *, transposed: bool = False) -> LowB
 def quantize(weight: torch.Tensor, bits: int, group: int, *, transposed: bool = False) -> Codes:
     """Round a weight [N, K] or [B, N, K] to codes around the middle one, each group by its largest absolute value.
 
+    Scales have so few leading bits that products with codes are exact in the weight's dtype, and need no rounding.
+
     Args:
         group: codes that share a scale; all of a column if K is no multiple.
         transposed: the weight is [K, N] or [B, K, N].
@@ -164,7 +166,12 @@ def quantize(weight: torch.Tensor, bits: int, group: int, *, transposed: bool = 
     groups = in_features // group if in_features % group == 0 else 1
     middle = 1 << (bits - 1)
     split = weight.float().unflatten(-1, (groups, in_features // groups))
-    scales = (split.abs().amax(-1) / (middle - 0.5)).clamp_min(torch.finfo(torch.float16).tiny).to(weight.dtype)
+    scales = (split.abs().amax(-1) / (middle - 0.5)).clamp_min(torch.finfo(torch.float16).tiny)
+    mantissas, exponents = torch.frexp(scales)
+    steps = (
+        2.0 ** (2 - bits) / torch.finfo(weight.dtype).eps
+    )  # the product's leading bits less those of codes but the first
+    scales = torch.ldexp((mantissas * steps).ceil() / steps, exponents).to(weight.dtype)
     codes = (split / scales.float()[..., None]).round().clamp(-middle, middle - 1) + middle
     return Codes(codes.to(torch.uint8).flatten(-2), scales, None, bits, transposed)
 

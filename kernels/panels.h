@@ -46,10 +46,11 @@ struct Codes {
     const char* at(i64 run, i64 k) const { return w.run(run) + k * BYTES; }
     void fill(float* panel, i64 run, i64 k, i64 depth) const {
         Reader reader(w, run);
-        for (const i64 first = k, end = k + depth; k < end;) {
-            reader.begin_group(k);
-            for (const i64 stop = std::min(end, (k / w.group + 1) * w.group); k < stop; k += Reader::PER)
-                reader.read(k, [&](int i, int v, vf weights) { store(panel + (k - first + i) * RUN + v * W, weights); });
+        const auto keep = [=](i64 term, int, int v, vf weights) { store(panel + (term - k) * RUN + v * W, weights); };
+        for (i64 g = k / w.group, first = k, end; first < k + depth; g++, first = end) {
+            reader.begin_group(g);
+            end = std::min(k + depth, (g + 1) * w.group);
+            low_bit::read_group<1>(&reader, first, end, keep);
         }
     }
 };
@@ -130,15 +131,14 @@ template <int R, int RUNS, class Reader, class T>
 [[gnu::noinline]] void multiply_runs(T* y, const float* x, const low_bit::Weight& w, const T* bias, i64 N, i64 n, i64 run) {
     Reader readers[2] = {{w, run}, {w, run + RUNS - 1}};
     vf sums[RUNS][R][VECTORS] = {};
-    for (i64 k = 0; k < w.K;) {
-        for (int i = 0; i < RUNS; i++) readers[i].begin_group(k);
-        for (const i64 end = std::min(w.K, k + w.group); k < end; k += Reader::PER) {
-            const float* const terms = x + k / DEPTH * R * STRIDE + k % DEPTH;
-#pragma GCC unroll 2
-            for (int i = 0; i < RUNS; i++)
-                readers[i].read(k, [&](int j, int v, vf weights) {
-                    for (int r = 0; r < R; r++) sums[i][r][v] = mul_add(splat(terms[r * STRIDE + j]), weights, sums[i][r][v]);
-                });
+    for (i64 k = 0, g = 0, end; k < w.K; g++) {
+        for (int i = 0; i < RUNS; i++) readers[i].begin_group(g);
+        for (const i64 stop = std::min(w.K, k + w.group); k < stop; k = end) {
+            end = std::min(stop, (k / DEPTH + 1) * DEPTH);
+            const float* const terms = x + k / DEPTH * R * STRIDE + k % DEPTH - k;  // of one piece
+            low_bit::read_group<RUNS>(readers, k, end, [&](i64 k, int i, int v, vf weights) {
+                for (int r = 0; r < R; r++) sums[i][r][v] = mul_add(splat(terms[r * STRIDE + k]), weights, sums[i][r][v]);
+            });
         }
     }
     for (int i = 0; i < RUNS; i++)
@@ -180,9 +180,9 @@ template <class Reader, class T>
 void multiply_codes(T* y, const T* x, const low_bit::Weight& w, const T* bias, i64 rows, i64 N, i64 batch, int threads) {
     if (rows > FUSED_ROWS) return multiply(y, x, Codes<Reader>{w, w.K}, bias, rows, N, batch, threads);
     const auto compute = [&](T* y, const float* x, i64 count, i64 n, i64 end, i64 item, float*, float*) {
-        const i64 runs = count <= 2 ? 2 : 1;
+        const i64 runs = count == 1 ? 2 : 1;  // sums for the latency of their additions
         const auto some = count == 1   ? multiply_runs<1, 2, Reader, T>
-                          : count == 2 ? multiply_runs<2, 2, Reader, T>
+                          : count == 2 ? multiply_runs<2, 1, Reader, T>
                           : count == 3 ? multiply_runs<3, 1, Reader, T>
                                        : multiply_runs<4, 1, Reader, T>;
         for (; n < end; n += runs * RUN) some(y, x, w, bias, N, n, item + n / RUN);

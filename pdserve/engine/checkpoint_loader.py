@@ -113,7 +113,8 @@ def fingerprint(path: Path, quantization: str = "none") -> str:
 
     Instances with different digests never exchange KV.
     """
-    digest = xxhash.xxh3_128(b"" if quantization == "none" else quantization.encode())
+    # An earlier version rounded to the same codes with other scales.
+    digest = xxhash.xxh3_128(b"" if quantization == "none" else f"{quantization} by exact products".encode())
     for file in [path / "config.json", *sorted(path.glob("*.safetensors"))]:
         with file.open("rb") as handle:
             while chunk := handle.read(1 << 24):

@@ -113,6 +113,34 @@ def test_quantized_weights_are_near_the_weights(bits: int, most: float) -> None:
     assert not low_bit.quantize(torch.zeros(4, 32).half(), bits, 32).dequantize(torch.float16).any()
 
 
+@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("bits", low_bit.BITS)
+def test_quantized_weights_need_no_rounding(bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    codes = low_bit.quantize(torch.randn(64, 256).to(dtype), bits, 32)
+    scales = codes.scales.double().repeat_interleave(32, -1)
+    assert torch.equal((codes.codes.double() - 2 ** (bits - 1)) * scales, codes.dequantize(dtype).double())
+
+
+# With more leading bits, products begin not to be exact.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", native.DTYPES)
+@pytest.mark.parametrize("bits", [4, 8, -8])
+@pytest.mark.parametrize("with_zeros", [False, True])
+def test_scales_of_few_bits(bits: int, scale_dtype: torch.dtype, dtype: torch.dtype, with_zeros: bool) -> None:
+    torch.manual_seed(0)
+    codes = random_codes((32, 256), 256, bits, scale_dtype, with_zeros)
+    x = torch.eye(256, dtype=dtype)
+    for leading in range(1, 10):
+        mantissas = 1 + torch.randint(0, 2 ** (leading - 1), codes.scales.shape) / 2.0 ** (leading - 1)
+        codes.scales = mantissas.to(scale_dtype)
+        packed, plain = low_bit.pack(codes, dtype), linear.pack(codes.dequantize(dtype))
+        for rows in (1, 2, 3, 4, 256):
+            for first in range(0, 256, rows if rows > 4 else 50):
+                row = x[first : first + rows]
+                assert torch.equal(linear.linear(row, packed), linear.linear(row, plain))
+
+
 def test_groups_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 16 codes are not multiples of 32"):
         low_bit.pack(random_codes((32, 64), 16, 4, torch.float16, with_zeros=False), torch.bfloat16)
