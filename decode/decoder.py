@@ -318,9 +318,13 @@ class Decoder:
         self._fetcher.fetch(job, on_cancelled=lambda: self._end(state))
 
     def steps_until_store(self, job: Job) -> float:
-        """Return how many more tokens a decoding job computes before it stores blocks back; infinite if only at its end."""
+        """Return how many more tokens a decoding job computes before it stores blocks back; infinite if only at its end.
+
+        What is about to leave a window is stored at once, so that with windows it may be each full block.
+        """
         state, size = self._states[job], job.seq.kv.block_size
-        due = (state.submitted_blocks + STORE_BACK_BLOCKS) * size
+        drops = self._engine.scheduler.window is not None or bool(job.seq.kv.tails)
+        due = (state.submitted_blocks + (1 if drops else STORE_BACK_BLOCKS)) * size
         return due - job.seq.kv.num_computed if due <= state.store_limit else math.inf
 
     def cancel(self, job: Job) -> None:

@@ -17,6 +17,7 @@ ELSEWHERE = {
     "engine/architectures/chunked_attention.py": "engine/test_architectures.py",
     "engine/architectures/attention_sinks.py": "engine/test_architectures.py",
     "engine/adapters.py": "adapters/test_slots.py",
+    "adapters/slot_table.py": "adapters/test_slots.py",
     "engine/low_bit/*.py": "engine/low_bit/test_checkpoint.py",
     "engine/numerics.py": "engine/test_rows.py",
     "engine/paged_model.py": "engine/test_kv_probe.py",

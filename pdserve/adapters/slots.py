@@ -3,9 +3,7 @@
     read (any thread) ─► add: under a name ─► acquire: a slot, for a sequence ─► begin_step: rows by slot ─► release
 
 An adapter stays in host memory as long as it has a name or a sequence. One that has lost its name stays a little longer, so
-that requests that began with it can move here. Of the adapters in slots, the one that was used least recently gives way, but
-none that a sequence uses: its sequences wait. Of those that wait, the oldest comes first, and adapters that have slots go
-before them `MAX_OVERTAKEN` times at most.
+that requests that began with it can move here.
 """
 
 import logging
@@ -17,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 from pdserve.adapters.checkpoint import AdapterError, read_files
 from pdserve.adapters.layers import AdaptedLayers, LoadedAdapter
 from pdserve.adapters.ranked_layers import LeadingLayers
 from pdserve.adapters.sharing import AdapterStore, Copy, StoreError
+from pdserve.adapters.slot_table import SlotTable
 from pdserve.config import EngineConfig, InstanceConfig
 from pdserve.engine.adapters import Host
 from pdserve.engine.model_runner import ModelRunner
@@ -38,7 +37,6 @@ from pdserve.ranks.runners import LeadingRunner
 
 log = logging.getLogger(__name__)
 
-MAX_OVERTAKEN = 64  # how often sequences with a slot go before the oldest that waits for one
 OnDone = Callable[[str], None]
 NUM_RETIRED = 4  # adapters that have lost their names, and are kept
 
@@ -63,12 +61,8 @@ class Adapters:
             maxlen=NUM_RETIRED
         )  # with name and time of its loss
         self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
-        self._slots: dict[bytes, int] = {}  # by digest, the least recently used first
-        self._free = [*range(config.max_loras)]
+        self._slots = SlotTable(config.max_loras, lambda *filled: self._fill(*filled))
         self._in_slots: dict[int, LoadedAdapter] = {}
-        self._holders: dict[Sequence, bytes] = {}
-        self._denied: dict[Sequence, None] = {}  # they wait for a slot
-        self._num_overtaken = 0  # of the oldest of these
         for name, path in config.adapters.items():
             try:
                 self.add(name, self.read(Path(path)))
@@ -200,50 +194,19 @@ class Adapters:
         return named + [_described(one, lost_at, lost_name=name) for name, one, lost_at in self._retired]
 
     def acquire(self, seq: Sequence, *siblings: Sequence) -> bool:
-        adapter = cast(LoadedAdapter, seq.adapter)
-        if seq in self._holders:
-            return True
-        oldest = min(self._denied, key=lambda one: one.rank, default=seq)
-        is_later, slot = oldest.rank < seq.rank, self._slots.pop(adapter.digest, None)
-        if is_later and (slot is None or self._num_overtaken >= MAX_OVERTAKEN):
-            may_have = False
-        else:
-            may_have = slot is not None or bool(self._free) or self._evict()
-        if slot is None and may_have:
-            slot = self._free.pop()
-            self._fill(slot, adapter)
-        if slot is not None:
-            self._slots[adapter.digest] = slot
-        if not may_have:
-            self._denied[seq] = None
-            return False
-        self._num_overtaken = self._num_overtaken + 1 if is_later else 0
-        self._denied.pop(seq, None)
-        self._holders.update(dict.fromkeys((seq, *siblings), adapter.digest))
-        return True
+        return self._slots.acquire(seq, *siblings)
 
-    def _evict(self) -> bool:
-        """Free the slot that was used least recently, and that no sequence uses; return whether there is one."""
-        held = set(self._holders.values())
-        unused = next((digest for digest in self._slots if digest not in held), None)
-        if unused is not None:
-            self._free.append(self._slots.pop(unused))
-        return unused is not None
-
-    def _fill(self, slot: int, adapter: LoadedAdapter) -> None:
+    def _fill(self, slot: int, adapter: Any) -> None:
         self._in_slots[slot] = adapter
         self._layers.fill(slot, adapter)
 
     def release(self, seq: Sequence) -> None:
-        self._holders.pop(seq, None)
-        self._denied.pop(seq, None)
+        self._slots.release(seq)
 
     def begin_step(self, plan: StepPlan) -> None:
         slots: list[int] = []
-        for seq in plan.counts if self._holders else ():
-            assert seq.adapter is None or seq.adapter.digest in self._slots, "its adapter has no slot"
-            slot = -1 if seq.adapter is None else self._slots[seq.adapter.digest]
-            count = plan.num_tokens(seq)
+        for seq in plan.counts if self._slots.is_used else ():
+            slot, count = self._slots.slot_of(seq), plan.num_tokens(seq)
             before = min(max(0, seq.kv.chain.adapter_start - seq.kv.num_computed), count)
             slots += [-1] * before + [slot] * (count - before)
         self._layers.set_rows(slots)

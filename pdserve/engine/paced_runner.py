@@ -5,10 +5,11 @@ does that has more processors than this machine, and a simulation runs them on a
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,10 +17,11 @@ from pdserve.config import EngineConfig
 from pdserve.costs import Work
 from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.memory.blocks import BlockPairs
-from pdserve.engine.memory.groups import ONE_GROUP, Group
+from pdserve.engine.memory.groups import Group, blocks_in, pages_for
+from pdserve.engine.memory.kv_memory import group_views, page_numbers, pool_groups
 from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.errors import SetupError
-from pdserve.keys import Layout
+from pdserve.keys import STATE_WINDOW, Layout, Section
 from pdserve.kv_spec import KVSpec
 from pdserve.profile.profile import Profile
 
@@ -40,17 +42,32 @@ class PacedKernel:
 
 
 def paced_layout(profile: Profile, block_size: int) -> Layout:
-    """Return a layout whose blocks have the bytes of the profiled ones."""
-    bytes_per_token = max(2, profile.engine.block_bytes // profile.engine.block_size)
-    return Layout(
-        model_fingerprint=profile.model_fingerprint or profile.model,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=bytes_per_token // 2,
-        block_size=block_size,
-        dtype="uint8",
-        itemsize=1,
+    """Return a layout whose blocks have the bytes of the profiled ones, in each group of layers."""
+    engine = profile.engine
+    common: dict[str, Any] = {
+        "model_fingerprint": profile.model_fingerprint or profile.model,
+        "block_size": block_size,
+        "dtype": "uint8",
+        "itemsize": 1,
+    }
+    if len(engine.groups) < 2:
+        bytes_per_token = max(2, engine.block_bytes // engine.block_size)
+        return Layout(num_layers=1, num_kv_heads=1, head_dim=bytes_per_token // 2, **common)
+    sizes = {one: max(1, one.block_bytes // engine.block_size) for one in engine.groups if one.window != STATE_WINDOW}
+    unit = math.lcm(*(size * block_size for size in sizes.values()))  # states are padded, see `KVSpec.layout`
+    sizes |= {one: -(-one.block_bytes // unit) * unit // block_size for one in engine.groups if one not in sizes}
+    first, *more = (
+        Section(num_layers=1, num_kv_heads=1, head_dim=size, latent=True, window=one.window)
+        for one, size in sizes.items()
     )
+    return Layout(**asdict(first), more=tuple(more), **common)
+
+
+def pool_pages(profile: Profile, layout: Layout) -> int:
+    """Return the pages of a pool with as many bytes as when the profile was measured."""
+    engine = profile.engine
+    pages = engine.num_pages or engine.num_blocks
+    return pages * page_numbers(paced_layout(profile, engine.block_size)) // page_numbers(layout)
 
 
 @dataclass
@@ -58,22 +75,24 @@ class PacedMemory:
     """Stands in for `KVMemory`. Its blocks hold no KV, and swapping them only takes time.
 
     Attributes:
-        swap_seconds: duration of copying a number of blocks.
+        pool_NX: its pages.
+        num_host_blocks: pages in host memory.
+        swap_seconds: duration of copying a number of blocks of the first group.
         take: lets a duration pass.
     """
 
     pool_NX: torch.Tensor
+    layout: Layout
     num_host_blocks: int
     swap_seconds: Callable[[float], float]
     take: Callable[[float], None]
     copies: ClassVar[None] = None
-    groups: ClassVar[Sequence[Group]] = ONE_GROUP
-    host_groups: ClassVar[Sequence[Group]] = ONE_GROUP
     final_bytes: ClassVar[list[int]] = []  # a step writes nothing, and so no layer
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.pool_NX)
+    def __post_init__(self) -> None:
+        self.groups: Sequence[Group] = pool_groups(self.layout, len(self.pool_NX))
+        self.host_groups: Sequence[Group] = pool_groups(self.layout, self.num_host_blocks)
+        self.num_blocks = blocks_in(len(self.pool_NX), self.groups)
 
     @property
     def num_pages(self) -> int:
@@ -81,13 +100,18 @@ class PacedMemory:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        return [self.pool_NX]
+        return group_views(self.pool_NX, self.layout)
 
     def swap(self, swap_out: BlockPairs, swap_in: BlockPairs) -> float:
         """Take the time of copying blocks, and return it in seconds."""
-        seconds = self.swap_seconds(len(swap_out) + len(swap_in))
+        first = self.groups[0].per_page
+        pages = [first / self._group(block).per_page for block, _ in (*swap_out, *swap_in)]
+        seconds = self.swap_seconds(sum(pages))
         self.take(seconds)
         return seconds
+
+    def _group(self, block: int) -> Group:
+        return self.groups[sum(block >= group.first_id for group in self.groups) - 1]
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Do nothing."""
@@ -105,10 +129,11 @@ class PacedRunner:
         step_seconds: duration of a step, by the (tokens to compute, tokens before them) of each sequence.
         swap_seconds: duration of copying a number of blocks to host memory, or back.
         sleep: lets a duration pass.
-        block_bytes: bytes of a block in this process's memory, if they are not those of the layout.
+        block_bytes: bytes of a page in this process's memory, if they are not those of the layout.
+        num_pages: of the pool; None: as many as the blocks of `config` take.
+        window: of all layers, if there is one.
     """
 
-    window = None
     graphs = None
     pipeline = None
     numerics = ""
@@ -125,8 +150,13 @@ class PacedRunner:
         *,
         vocab_size: int = 2**31 - 1,
         block_bytes: int | None = None,
+        num_pages: int | None = None,
+        window: int | None = None,
     ) -> None:
-        assert config.num_blocks is not None
+        self.window = window
+        if num_pages is None:
+            assert config.num_blocks is not None
+            num_pages = pages_for(config.num_blocks, pool_groups(layout, 0), config.max_num_seqs)
         self.checkpoint = Checkpoint(
             model=torch.nn.Module(),
             layout=layout,
@@ -137,9 +167,10 @@ class PacedRunner:
             device=torch.device("cpu"),
             dtype=torch.uint8,
         )
-        pool = torch.zeros((config.num_blocks, block_bytes or layout.block_bytes), dtype=torch.uint8)
-        num_host_blocks = int(config.swap_space * 2**30) // layout.block_bytes
-        self.kv = PacedMemory(pool, num_host_blocks, swap_seconds, self._take)
+        page_bytes = page_numbers(layout)
+        pool = torch.zeros((num_pages, block_bytes or page_bytes), dtype=torch.uint8)
+        num_host_blocks = int(config.swap_space * 2**30) // page_bytes
+        self.kv = PacedMemory(pool, layout, num_host_blocks, swap_seconds, self._take)
         self._step_seconds = step_seconds
         self._sleep = sleep
         self._slept = 0.0
@@ -158,16 +189,21 @@ class PacedRunner:
                 raise SetupError(f"{reason}; --force uses it nevertheless")
             log.warning("%s", reason)
         size, (a, b) = config.block_size, profile.swap
-        num_blocks = config.num_blocks or profile.engine.num_blocks * profile.engine.block_size // size
+        ratio = size / profile.engine.block_size  # of a block to the one that was measured
+        layout = paced_layout(profile, size)
+        pages = None if config.num_blocks else pool_pages(profile, layout)
+        num_blocks = config.num_blocks or blocks_in(pages or 0, pool_groups(layout, 0))
         if num_blocks < 2:
             raise SetupError(f"--paced {config.paced} says {num_blocks} blocks; give --num-blocks")
         return cls(
-            replace(config, num_blocks=num_blocks),
-            paced_layout(profile, size),
+            config,
+            layout,
             profile.engine.max_model_len or num_blocks * size,
             profile.step.seconds,
-            lambda blocks: a + b * blocks,
+            lambda blocks: a + b * ratio * blocks,
             time.sleep,
+            num_pages=pages,
+            window=profile.engine.window,
         )
 
     def clock(self) -> float:

@@ -22,9 +22,11 @@ from typing import Any
 
 from pdserve.costs import Costs, OnlineFit
 from pdserve.errors import SetupError
+from pdserve.keys import Layout
 
 SCHEMA = 1
 Knots = tuple[tuple[int, float], ...]  # (amount, seconds), in ascending order of the amount
+ADAPTER_SHARES, ADAPTER_SHARE = ((1, 0.2), (8, 0.7), (32, 1.4), (512, 8.2)), 0.03  # of a decode step of one sequence
 TABLE_SIZE = 4096  # batch sizes looked up at once
 
 
@@ -32,6 +34,14 @@ def _check_times(what: str, *times: float) -> None:
     """Raise ValueError if a time is not a number, infinite, or negative."""
     if not all(0 <= time < math.inf for time in times):
         raise ValueError(f"{what} must be finite numbers, and not negative")
+
+
+def _check_knots(name: str, knots: Knots) -> None:
+    """Raise ValueError if knots are none, or their amounts do not ascend, or their seconds cannot be."""
+    amounts = [amount for amount, _ in knots]
+    if not knots or amounts != sorted(set(amounts)) or amounts[0] < 0:
+        raise ValueError(f"the knots of {name} must have ascending amounts, not {amounts}")
+    _check_times(f"the seconds of {name}", *(seconds for _, seconds in knots))
 
 
 @dataclass(frozen=True)
@@ -52,22 +62,65 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class EngineFacts:
-    """The engine that was measured."""
+class KVFacts:
+    """Blocks of the layers of one window.
 
-    block_size: int = 16  # tokens
+    Attributes:
+        window: tokens that may attend to a token, the token itself included; 0: all later ones; `STATE_WINDOW` of keys.py:
+            states of recurrent layers.
+        block_bytes: of a block; of a state, which is as large with blocks of any size.
+    """
+
+    window: int
+    block_bytes: int
+
+
+def groups_of(layout: Layout, window: int | None) -> tuple[KVFacts, ...]:
+    """Return the groups of blocks; none if there is one without a window.
+
+    Args:
+        window: of all layers, if there is one.
+    """
+    if len(layout.groups) == 1:
+        return (KVFacts(window, layout.block_bytes),) if window else ()
+    return tuple(KVFacts(group.window, group.block_bytes) for group in layout.groups)
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The engine that was measured.
+
+    Attributes:
+        block_size: tokens of a block.
+        block_bytes: of a block of all layers together.
+        num_blocks: of each group that one sequence can have at once.
+        groups: the one of the longest window first, and states last; empty: one of all layers, without a window.
+        num_pages: in the pool, each as large as blocks of each group fill; 0: the pool has `num_blocks`.
+    """
+
+    block_size: int = 16
     block_bytes: int = 0
     num_blocks: int = 0
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     max_model_len: int = 0
     dtype: str = ""
+    groups: tuple[KVFacts, ...] = ()
+    num_pages: int = 0
 
     def __post_init__(self) -> None:
+        reaches = [one.window or math.inf for one in self.groups]
+        if reaches != sorted(set(reaches), reverse=True) or any(one.block_bytes < 1 for one in self.groups):
+            raise ValueError("groups must have windows of their own, the longest first, and blocks of at least 1 byte")
         if min(self.block_size, self.max_num_batched_tokens, self.max_num_seqs) < 1:
             raise ValueError("block_size, max_num_batched_tokens and max_num_seqs must be at least 1")
-        if min(self.block_bytes, self.num_blocks, self.max_model_len) < 0:
-            raise ValueError("block_bytes, num_blocks and max_model_len must not be negative")
+        if min(self.block_bytes, self.num_blocks, self.num_pages, self.max_model_len) < 0:
+            raise ValueError("block_bytes, num_blocks, num_pages and max_model_len must not be negative")
+
+    @property
+    def window(self) -> int | None:
+        """The window of all layers; None if some have another, or none."""
+        return self.groups[0].window or None if len(self.groups) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -83,11 +136,8 @@ class StepModel:
     mixed: tuple[float, float, float] = (0.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
-        for name, knots in (("decode", self.decode), ("prefill", self.prefill)):
-            amounts = [amount for amount, _ in knots]
-            if not knots or amounts != sorted(set(amounts)) or amounts[0] < 0:
-                raise ValueError(f"the knots of {name} must have ascending amounts, not {amounts}")
-            _check_times(f"the seconds of {name}", *(seconds for _, seconds in knots))
+        _check_knots("decode", self.decode)
+        _check_knots("prefill", self.prefill)
         _check_times(
             "the coefficients of a step", self.context_s, self.pair_s, self.cached_s, self.prompt_s, *self.mixed[1:]
         )
@@ -146,6 +196,35 @@ class StepModel:
 
 
 @dataclass(frozen=True)
+class AdapterModel:
+    """Seconds that adapters (LoRA) add to a step.
+
+    Attributes:
+        rows: by how many tokens of the step have one; linear between knots, and from the first one down to 0.
+        adapter_s: of each further adapter.
+        load_s: of the step before which one is put into a slot.
+    """
+
+    rows: Knots = ((1, 0.0),)
+    adapter_s: float = 0.0
+    load_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_knots("adapters", self.rows)
+        _check_times("the times of adapters", self.adapter_s, self.load_s)
+
+    def seconds(self, adapters: int, rows: int) -> float:
+        """Return by how much a step takes longer that has so many adapters, and tokens with one."""
+        return _interpolate(self.rows, rows) + self.adapter_s * (adapters - 1) if adapters else 0.0
+
+    @classmethod
+    def assumed(cls, step: StepModel) -> "AdapterModel":
+        """Return what adapters of rank 16 were measured to add, relative to a decode step: see benchmarks/adapters.py."""
+        alone = step.decode_seconds(1, 0)
+        return cls(tuple((rows, share * alone) for rows, share in ADAPTER_SHARES), ADAPTER_SHARE * alone)
+
+
+@dataclass(frozen=True)
 class TransferModel:
     """Seconds to move KV between a pool and a store, of one operation, and the limit of all together."""
 
@@ -198,9 +277,11 @@ class Profile:
     Attributes:
         source: where the times come from.
         transfers: by the connector's scheme, such as "shm".
+        adapters: what they add to steps; None: not measured.
         swap: (a, b) of a + b × blocks, in one direction.
         residuals: by the name of the model.
         assumed: names of the fields that are defaults and were not measured.
+        flags: of the instance that was measured, without dashes and defaults, as far as they change its times.
     """
 
     schema: int = SCHEMA
@@ -211,12 +292,14 @@ class Profile:
     engine: EngineFacts = EngineFacts()
     step: StepModel = StepModel()
     transfers: dict[str, TransferModel] = field(default_factory=dict)
+    adapters: AdapterModel | None = None
     swap: tuple[float, float] = Costs.swap
     start_up_s: float = 10.0
     role_flip_s: float = 0.5
     overheads: Overheads = Overheads()
     residuals: dict[str, Residuals] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    flags: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":

@@ -117,6 +117,13 @@ class FleetConfig(LoadConfig):
         " empty: they do not",
         "",
     )
+    adapters: int = flag(
+        "adapters (LoRA) among which the requests are drawn, whose KV they do not share; 0: none", 0, least=0, most=1000
+    )
+    adapter_skew: float = flag(
+        "the n-th adapter has requests in proportion to 1 / n to the power of this; 0: all alike", 1.0, least=0, most=10
+    )
+    max_loras: int = flag("most adapters in one step of an instance", UpConfig.max_loras, least=1)
     routers: int = flag("router processes", 1, least=1)
     cores: int | None = flag(
         "cores of a machine that instances, routers and client share; default: each has its own", None, least=1
@@ -124,7 +131,7 @@ class FleetConfig(LoadConfig):
     busy_threads: float = flag(
         "threads of other programs that compute all the time on --cores", 0.0, least=0, most=10_000
     )
-    store_size: str = flag("bytes of the KV store", "64GiB")
+    store_size: str = flag("bytes of the KV store", "8GiB")
     stretch_prompts: float = flag("factor of all prompt lengths", 1.0, above=0)
     stretch_answers: float = flag("factor of all answer lengths", 1.0, above=0)
     chat: bool = flag("the requests are chats, whose generated KV is stored for the next turn", False)
@@ -137,6 +144,8 @@ class FleetConfig(LoadConfig):
         parse_acceptance(self.acceptance)
         if self.gpu and not self.model:
             raise ValueError("--gpu needs --model")
+        if self.gpu and self.adapters:
+            raise ValueError("--adapters need instances on CPUs: leave out --gpu, or them")
         gpus = self.tensor_parallel_size
         if gpus != "auto" and not (gpus.isdecimal() and int(gpus)):
             raise ValueError(f"--tensor-parallel-size must be a number from 1 on or auto, not {gpus}")

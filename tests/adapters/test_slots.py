@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.adapters.checkpoint import WEIGHTS, AdapterError
-from pdserve.adapters.slots import MAX_OVERTAKEN
+from pdserve.adapters.slot_table import MAX_OVERTAKEN
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence

@@ -12,6 +12,13 @@ from pdserve.tools.bench.requests import Request
 from pdserve.tools.load_config import LoadConfig
 
 TRACES = ("mooncake", "azure", "burstgpt")  # data sets with times of arrival
+ONLY_OF = {  # settings that say nothing of other data sets
+    "trace_speed": TRACES,
+    "trace_length_scale": TRACES,
+    "multi_turn": ("sharegpt", "custom", "mooncake"),
+    "output_len": ("sharegpt", "custom"),
+    "ramp_up_strategy": ("random", "prefix_repetition", "sharegpt", "custom"),
+}
 Randint = Callable[[int, int], int]  # a draw between two numbers, both included
 
 
@@ -36,7 +43,8 @@ def draw_load(config: LoadConfig, rate: float, drawn: Draws, count_tokens: Calla
     requests = load_requests(config, drawn.randint, count_tokens)
     if config.warmup_requests >= len(requests):
         raise SetupError(f"--warmup-requests {config.warmup_requests} leaves none of {len(requests)} requests")
-    if config.dataset_name in TRACES:
+    has_times = config.dataset_name in TRACES and len({one.at for one in requests}) > 1
+    if has_times or (config.dataset_name in TRACES and math.isinf(rate)):
         return replay(requests, config.trace_speed, rate)
     count = sum(one.after is None for one in requests)
     if config.ramp_up_strategy is None:
@@ -55,6 +63,9 @@ def load_requests(config: LoadConfig, randint: Randint, count_tokens: Callable[[
         SetupError: the file is missing, malformed or empty.
     """
     name, path, limit = config.dataset_name, config.dataset_path, config.num_prompts
+    for setting, names in ONLY_OF.items():
+        if name not in names and getattr(config, setting) != getattr(LoadConfig, setting):
+            raise SetupError(f"--{setting.replace('_', '-')} says nothing of --dataset-name {name}: leave it out")
     if path and name in ("random", "prefix_repetition"):
         raise SetupError(f"--dataset-name {name} reads no --dataset-path; name the format of {path}, such as sharegpt")
     if name == "random":

@@ -18,6 +18,7 @@ class Request:
         after: index of the previous turn of the conversation. The request waits for its answer.
         continues: the previous prompt and its answer precede this prompt.
         key: name of the API key that sent it; empty: unknown. For SLOs of `pdserve plan`; all are sent with `--api-key`.
+        adapter: name of the adapter that a simulation gives it; empty: none.
     """
 
     index: int
@@ -29,6 +30,7 @@ class Request:
     after: int | None = None
     continues: bool = False
     key: str = ""
+    adapter: str = ""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from pdserve.slo import limits_of, parse_slo
 from pdserve.tools.bench.requests import Sample
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
+MIN_BEYOND = 5  # values above a percentile, with which it is steady
 ITL_SHARE = 0.99  # of a request's gaps between tokens that must be within the objective `itl`
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, two-sided, by degrees of freedom
 
@@ -33,6 +34,22 @@ def is_good(sample: Sample, objectives: dict[str, float]) -> bool:
     gaps = sample.itls
     late = sum(gap > objectives.get("itl", math.inf) for gap in gaps)
     return late <= (1 - ITL_SHARE) * len(gaps)
+
+
+def thin_sentence(name: str, percentile: int, count: int, values: str) -> str:
+    """Return what there is to say of a percentile of too few values to be steady; empty if they are enough.
+
+    Args:
+        name: of the figure.
+        values: what it is of, such as `requests`.
+    """
+    beyond = count * (100 - percentile) / 100
+    if not count:
+        return f"{name} says nothing: there are no {values}."
+    if beyond >= MIN_BEYOND:
+        return ""
+    slowest, needed = max(1, math.ceil(beyond)), math.ceil(MIN_BEYOND * 100 / (100 - percentile))
+    return f"{name} rests on the slowest {slowest} of {count} {values}: it varies by chance with fewer than {needed}."
 
 
 def wilson(good: int, total: int) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The command `pdserve plan`."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from pdserve.tools.planner.charts import plan_page
 from pdserve.tools.planner.gpus import cheapest, costs, fitting, gpus_by_role
 from pdserve.tools.planner.measured import Correction, load_measured
 from pdserve.tools.planner.plan import CHANGE, Plan, Planner
-from pdserve.tools.planner.search import NOISE, Trial, best
+from pdserve.tools.planner.search import NOISE, SATURATED_SHARE, Trial, best
 from pdserve.tools.planner.settings import Dimension
 from pdserve.tools.planner.slo_file import check_groups, load_targets
 from pdserve.tools.planner.targets import Target, thin_sentences
@@ -29,6 +30,7 @@ from pdserve.tools.simulator.command import as_dict, as_table, console_for_table
 from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes, num_gpus
 
 WORTHLESS_PROFILE, NO_FLEET = 1, 3  # exit codes
+ROUTER_SHARE = 0.7  # of the time, in which routers may be busy
 PROGRESS_S = 5.0  # between two lines about what is simulated
 
 
@@ -54,16 +56,15 @@ def run(config: PlanConfig) -> int:
         plan = planner.plan()
     verdict = [*correction.sentences(), *verdict_of(plan, targets, planner.rate, config)]
     details = [*sentences(plan, targets, planner.rate, config), *notes(config, profile)]
-    has_gpus, start = config.gpu is not None or profile.machine.device not in ("", "cpu"), list[str]()
-    common = deploy.common_flags(config, profile, has_gpus=has_gpus)
+    common, start = deploy.common_of(config, profile), list[str]()
     if plan.chosen is not None:
-        start = deploy.env_lines(plan.chosen, gpus_by_role(config, plan.chosen.fleet), common)
+        start = deploy.env_lines(plan.chosen, gpus_by_role(config, plan.chosen.fleet, profile), common)
     print("\n".join(verdict) + "\n")
     fleets = [trial for trials in plan.trials for trial in notable(trials)]
     console_for_tables().print(as_table([trial.forecast for trial in fleets]))
     if config.apply and plan.chosen is not None:
-        by_role = gpus_by_role(config, plan.chosen.fleet)
-        start += ["", *deploy.write(config.apply, plan.chosen, by_role, config.model, common, has_gpus=has_gpus)]
+        by_role = gpus_by_role(config, plan.chosen.fleet, profile)
+        start += ["", *deploy.write(config.apply, plan.chosen, by_role, common)]
     print("\n".join(["", *details, *(["", *start] if start else [])]))
     lines = [*verdict, *details, *start]
     if config.json:
@@ -102,10 +103,14 @@ def verdict_of(plan: Plan, targets: Sequence[Target], rate: float, config: PlanC
     """Return what the plan says, in a few words."""
     if plan.chosen is None:
         nearest = plan.nearest
+        share = nearest.forecast.busy.get("router", 0.0)
+        more = math.ceil(config.routers * share / ROUTER_SHARE)
+        router = f"Instances do not help a router that is busy {share:.0%} of the time: try --routers {more}."
         return [
             f"No fleet of up to {nearest.fleet.size if config.instances else config.max_instances} instances meets the SLO "
             f"at {rate:.3g} requests/s.",
             f"The nearest is {describe(nearest, targets)}.{'' if nearest.failure else f' What binds is {nearest.binding}.'}",
+            *([router] if share >= SATURATED_SHARE else []),
         ]
     kind = "Best" if config.instances else "Smallest"
     rented = f" on {num_gpus(config, plan.chosen.fleet)} x {config.gpu}, by roofline" if config.gpu else ""
@@ -134,7 +139,7 @@ def sentences(plan: Plan, targets: Sequence[Target], rate: float, config: PlanCo
     lines.append(f"With {len(plan.repetitions)} other seeds, the SLO is met {met} times.")
     lines += [advise(last, targets), *traded, *worth]
     if config.price:
-        lines += [costs(config, one) for one in (plan.chosen, *plan.compared[1:])]
+        lines += [costs(config, one, rate) for one in (plan.chosen, *plan.compared[1:])]
     return lines
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pdserve.errors import SetupError
+from pdserve.profile.profile import Profile
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.search import Trial
 from pdserve.tools.simulator.fleet import Fleet, estimate_of, gpus_of, num_gpus
@@ -73,24 +74,29 @@ def thrifty(config: PlanConfig, trial: Trial, degrees: Sequence[int], simulate: 
     return trial
 
 
-def gpus_by_role(config: PlanConfig, fleet: Fleet) -> dict[str, int]:
-    """Return the GPUs of an instance of each role."""
+def gpus_by_role(config: PlanConfig, fleet: Fleet, profile: Profile | None = None) -> dict[str, int]:
+    """Return the GPUs of an instance of each role; without a data sheet, those of the one that was measured."""
     own = replace(config, **dict(fleet.settings))
-    return {role: gpus_of(own, role) if config.gpu else 1 for role in (*ROLES, "both")}
+    measured = 1 if profile is None else int(profile.flags.get("tensor-parallel-size", 1))
+    return {role: gpus_of(own, role) if config.gpu else measured for role in (*ROLES, "both")}
 
 
-def costs(config: PlanConfig, trial: Trial) -> str:
+def costs(config: PlanConfig, trial: Trial, rate: float) -> str:
     """Return what a fleet costs, in a sentence; of one that answers nothing, by the hour only. Prefill instances are
-    also paid for prompts, and decode instances for answers."""
+    also paid for prompts, and decode instances for answers.
+
+    Args:
+        rate: requests per second, all of which a fleet answers that keeps up: the run itself ends with answers to the last
+            requests, beside which fewer and fewer run.
+    """
     fleet, figures = trial.fleet, trial.forecast.figures
     price = {role: getattr(fleet, role) * config.price * gpus for role, gpus in gpus_by_role(config, fleet).items()}
     total = sum(price.values())
     text = f"{fleet.shape} costs {total:.2f} per hour"
     if not (figures["total_output_tokens"] and figures["duration"]):
         return f"{text}."
-    prompts, answers = (
-        figures[f"total_{kind}_tokens"] / figures["duration"] * 3600 / 1e6 for kind in ("input", "output")
-    )
+    seconds = figures["duration"] if trial.failure else figures["completed"] / rate
+    prompts, answers = (figures[f"total_{kind}_tokens"] / seconds * 3600 / 1e6 for kind in ("input", "output"))
     text += f", {total / (prompts + answers):.3g} per million tokens"
     by_role = (price["prefill"] / prompts, price["decode"] / answers)
     return text + ("." if fleet.both else " ({:.3g} of prompts, {:.3g} of answers).".format(*by_role))

@@ -9,10 +9,9 @@ import numpy as np
 
 from pdserve.slo import parse_slo
 from pdserve.tools.bench.requests import Sample
-from pdserve.tools.bench.slo import is_good
+from pdserve.tools.bench.slo import is_good, thin_sentence
 from pdserve.tools.simulator.fleet import PERCENTILES
 
-MIN_BEYOND = 5  # values above a percentile, with which it is steady
 METRICS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2E latency"}
 FAILED = 100.0  # ratio of a fleet that refuses or loses requests, or does not keep up
 
@@ -135,16 +134,6 @@ def attainment(targets: Sequence[Target], samples: Sequence[Sample]) -> float:
 
 def thin_sentences(counts: Mapping[Target, int]) -> list[str]:
     """Return a sentence for each target whose percentile is of too few values to be steady."""
-    sentences = []
-    for target, count in counts.items():
-        values = "gaps" if target.metric == "itl" else "requests"
-        beyond = count * (100 - target.percentile) / 100
-        if not count:
-            sentences.append(f"{target} says nothing: there are no {values}.")
-        elif beyond < MIN_BEYOND:
-            slowest = max(1, math.ceil(beyond))
-            needed = math.ceil(MIN_BEYOND * 100 / (100 - target.percentile))
-            sentences.append(
-                f"{target} rests on the slowest {slowest} of {count} {values}: it varies by chance with fewer than {needed}."
-            )
-    return sentences
+    kinds = {one: "gaps" if one.metric == "itl" else "requests" for one in counts}
+    sentences = [thin_sentence(str(one), one.percentile, count, kinds[one]) for one, count in counts.items()]
+    return [one for one in sentences if one]

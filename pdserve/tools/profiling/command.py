@@ -19,7 +19,15 @@ from pdserve.config import InstanceConfig, ProfileConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.profile.drift import check_match, drift_of
 from pdserve.profile.fit import fit_steps, fit_transfer, step_residuals
-from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, Residuals, TransferModel
+from pdserve.profile.profile import (
+    EngineFacts,
+    Machine,
+    Overheads,
+    Profile,
+    Residuals,
+    TransferModel,
+    groups_of,
+)
 from pdserve.settings import shared_settings
 from pdserve.tools.machine import num_cores, processor
 from pdserve.tools.profiling import deployment, imports
@@ -30,6 +38,17 @@ CHECKED_STEPS = 60  # random ones, which the model is not fitted to
 TRANSFER_BLOCKS = (1, 8, 64)
 CONCURRENCY = (1, 4)
 TRANSFER_S = 0.5  # of each size and concurrency
+FLAGS = (  # settings of an instance that change its times, besides those that `EngineFacts` has
+    "model",
+    "dtype",
+    "tensor_parallel_size",
+    "kv_cache_dtype",
+    "max_model_len",
+    "kernel",
+    "quantization",
+    "batch_invariant",
+    "async_scheduling",
+)
 
 
 def run(config: ProfileConfig, start: Start) -> bool:
@@ -102,7 +121,7 @@ def _measure(config: ProfileConfig, start: Start) -> Profile:
             if config.quick:
                 show("a router and a paced instance: requests")
                 profile.save(paced := f"{folder}/profile.json")
-                with start(replace(alone, both=1, paced=paced)) as one:
+                with start(replace(alone, both=1, paced=paced, lora_modules="", lora_folder="")) as one:
                     one.wait_ready()
                     measured: dict[str, Any] = {}
                     around = deployment.measure_router(one, config.name, quick=True)
@@ -124,6 +143,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
 
     from pdserve.engine.warm_up import measure_swaps
     from pdserve.instance.instance import Instance
+    from pdserve.tools.profiling.adapters import time_adapters
     from pdserve.tools.profiling.steps import grid, random_steps, time_around_steps, time_steps
 
     show("loading the model")
@@ -140,6 +160,9 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
     except ValueError as error:
         raise SetupError(f"the limits of the engine leave {error}") from None
     checks = step_residuals(step, timings[len(works) :])
+    adapters = None
+    if config.lora_modules:
+        adapters = time_adapters(engine, config, config.repeat, show)
     engine_step_s, engine_sequence_s = time_around_steps(instance, config.max_num_seqs, show)
     swaps = list(measure_swaps(engine))
     for blocks, seconds in swaps:
@@ -164,21 +187,37 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
             torch=torch.__version__,
             numerics=layout.numerics,
         ),
-        engine=EngineFacts(
-            block_size=layout.block_size,
-            block_bytes=layout.block_bytes,
-            num_blocks=engine.runner.kv.num_blocks,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=engine.max_model_len,
-            dtype=layout.dtype,
-        ),
+        engine=_facts_of(engine, config),
         step=step,
+        adapters=adapters,
         swap=swap,
         overheads=Overheads(engine_step_s=engine_step_s, engine_sequence_s=engine_sequence_s),
         residuals=residuals | {f"{kind}, not fitted": value for kind, value in checks.items()},
         assumed=(*assumed, *(() if swaps else ("swap",))),
+        flags=flags_of(config),
     )
+
+
+def _facts_of(engine: Any, config: ProfileConfig) -> EngineFacts:
+    """Return what the profile says of an `Engine`, whose module is imported late."""
+    layout, runner = engine.layout, engine.runner
+    return EngineFacts(
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        num_blocks=runner.kv.num_blocks,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        dtype=layout.dtype,
+        groups=groups_of(layout, runner.window),
+        num_pages=runner.kv.num_pages,
+    )
+
+
+def flags_of(config: ProfileConfig) -> dict[str, Any]:
+    """Return the flags with which an instance is as the one that was measured, without dashes and defaults."""
+    values = {name: getattr(config, name) for name in FLAGS}
+    return {name.replace("_", "-"): one for name, one in values.items() if one != getattr(InstanceConfig, name)}
 
 
 def _measure_transfers(
@@ -222,6 +261,9 @@ def _print(profile: Profile) -> None:
     console.print(
         f"B_sat    {batch or f'more than {most}'} sequences, whose decode step takes twice as long as that of one"
     )
+    if profile.adapters is not None:
+        added = ", ".join(f"{1e3 * seconds:.2f} ms with {rows} rows" for rows, seconds in profile.adapters.rows)
+        console.print(f"adapter  {added}; {1e3 * profile.adapters.adapter_s:.2f} ms for each further one")
     for scheme, one in profile.transfers.items():
         speeds = f"{one.bytes_per_s / 1e9:.2f} GB/s alone, {one.link_bytes_per_s / 1e9:.2f} GB/s together"
         console.print(f"{scheme}://  {one.latency_s * 1e3:.2f} ms per load, {speeds}", markup=False)

@@ -4,8 +4,12 @@ that kernels reach. The constants are fitted to published timings, see benchmark
 
 from dataclasses import dataclass
 
+from pdserve.engine.memory.groups import blocks_in
+from pdserve.engine.memory.kv_memory import page_numbers, pool_groups
 from pdserve.errors import SetupError
-from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, StepModel, TransferModel
+from pdserve.keys import Layout
+from pdserve.kv_spec import STATE_BYTES
+from pdserve.profile.profile import EngineFacts, Machine, Overheads, Profile, StepModel, TransferModel, groups_of
 from pdserve.tools.roofline.devices import DEVICES, WEIGHTS, Device
 from pdserve.tools.roofline.shape import Shape
 
@@ -59,11 +63,32 @@ class Estimate:
         return self.shape.kv_numbers(self.context) * self.kv_size
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens that the memory has room for; at most 0 if the weights alone do not fit."""
-        weights = self.shape.parameters * WEIGHTS[self.weights].size / self.gpus
+    def layout(self) -> Layout:
+        """The layout of blocks, which says the bytes of each group of layers."""
+        return self.shape.kv.layout(
+            model_fingerprint=self.shape.name, block_size=BLOCK, dtype="bfloat16", itemsize=round(self.kv_size)
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool that the memory has room for; at most 0 if the weights alone do not fit."""
+        shape = self.shape
+        vocabulary = 2 * shape.output  # whose matrices stay in 16 bits, as `products_s` reads them
+        weights = (shape.parameters - vocabulary) * WEIGHTS[self.weights].size + vocabulary * WEIGHTS["bf16"].size
+        weights /= self.gpus
         free = self._device.memory * MEMORY_SHARE - weights - ACTIVATIONS
-        return int(free * self.gpus / (self._kv_bytes * self._copies))
+        return int(free * self.gpus / (page_numbers(self.layout) * self.kv_size * self._copies))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of one sequence that the pool has room for."""
+        return BLOCK * blocks_in(max(0, self.num_pages), pool_groups(self.layout, 0))
+
+    @property
+    def _state_s(self) -> float:
+        """Seconds in which a step reads and writes the states of a sequence."""
+        nbytes = sum(self.shape.kv.states.values()) * STATE_BYTES
+        return 2 * nbytes / (self._device.bytes_per_s * KV_REACH * self.gpus)
 
     def products_s(self, tokens: int, rows: int) -> float:
         """Return the seconds of a step's products, with output for some rows, and of what surrounds them."""
@@ -98,7 +123,7 @@ class Estimate:
         by_bytes = self._kv_bytes * self._copies / (device.bytes_per_s * KV_REACH)
         by_flops = shape.context_flops * attended / (device.flops * FLOPS_REACH)
         return StepModel(
-            decode=tuple((batch, self.products_s(batch, batch)) for batch in BATCHES),
+            decode=tuple((batch, self.products_s(batch, batch) + batch * self._state_s) for batch in BATCHES),
             context_s=max(by_bytes, by_flops) / self.gpus,
             prefill=tuple((tokens, self.products_s(tokens, 1)) for tokens in CHUNKS),
             pair_s=shape.pair_flops * attended / (device.flops * ATTENTION_REACH * self.gpus),
@@ -136,8 +161,10 @@ class Estimate:
             machine=Machine(threads=1, device=name),
             engine=EngineFacts(
                 block_size=BLOCK,
-                block_bytes=int(BLOCK * self._kv_bytes),
+                block_bytes=self.layout.block_bytes,
                 num_blocks=tokens // BLOCK,
+                num_pages=self.num_pages,
+                groups=groups_of(self.layout, self.shape.kv.window),
                 max_num_seqs=MAX_SEQS,
                 max_model_len=min(self.shape.max_model_len, tokens),
                 dtype="bfloat16",

@@ -19,6 +19,9 @@ UNGATED = (
     "falcon",
     "phi",
 )  # model types whose MLPs have two matrices, not three
+ATTENDING = ("full_attention", "attention", "sliding_attention")  # kinds of layers
+RECURRENT = ("linear_attention", "mamba")
+UNKNOWN = "hybrid_override_pattern"  # which names kinds of layers otherwise
 SUFFIXES = ("-instruct", "-base", "-chat", "-it", "-hf")
 Config = dict[str, Any]
 
@@ -138,20 +141,23 @@ def shape_of(name: str, config: Config) -> Shape:
     of_expert = matrices * hidden * (config.get("moe_intermediate_size") or inner)
     shared = (config.get("n_shared_experts") or 0) * of_expert
     shared += matrices * hidden * (config.get("shared_expert_intermediate_size") or 0)
-    dense = layers * attention + (layers - sparse) * matrices * hidden * inner + sparse * (shared + hidden * experts)
+    kv, recurrent = kv_spec(config), _recurrent(config)
+    attending = sum(len(group.layers) for group in kv.groups)
+    dense = attending * attention + (layers - attending) * recurrent
+    dense += (layers - sparse) * matrices * hidden * inner + sparse * (shared + hidden * experts)
     return Shape(
         name=name,
         layers=layers,
         hidden=hidden,
         max_model_len=config.get("max_position_embeddings") or 4096,
-        kv=kv_spec(config),
+        kv=kv,
         dense=dense,
         expert=sparse * of_expert,
         experts=experts,
         chosen=config["num_experts_per_tok"] if experts else 0,
         output=hidden * config["vocab_size"],
-        pair_flops=layers * pair_flops,
-        context_flops=layers * context_flops,
+        pair_flops=attending * pair_flops,
+        context_flops=attending * context_flops,
     )
 
 
@@ -174,8 +180,39 @@ def _heads(config: Config) -> tuple[int, int]:
     return config.get("head_dim") or config["hidden_size"] // heads, config.get("num_key_value_heads") or heads
 
 
+def _recurrent(config: Config) -> int:
+    """Return the parameters of a recurrent layer (Gated DeltaNet or Mamba-2); 0: there is none."""
+    hidden = config["hidden_size"]
+    if heads := config.get("linear_num_value_heads"):
+        keys, values = _delta_sizes(config)
+        return int(hidden * (2 * keys + 3 * values + 2 * heads))
+    if heads := config.get("mamba_n_heads"):
+        inner = heads * config["mamba_d_head"]
+        return int(hidden * (3 * inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"] + heads))
+    return 0
+
+
+def _delta_sizes(config: Config) -> tuple[int, int]:
+    """Return the numbers of all keys, and of all values, of a token in a layer of Gated DeltaNet."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    return keys, config["linear_num_value_heads"] * config["linear_value_head_dim"]
+
+
+def _state_numbers(kind: str, config: Config) -> int:
+    """Return the numbers of a recurrent layer's state, that of its convolution included."""
+    if kind == "linear_attention":
+        keys, values = _delta_sizes(config)
+        return int(values * config["linear_key_head_dim"] + (2 * keys + values) * config["linear_conv_kernel_dim"])
+    inner, width = config["mamba_n_heads"] * config["mamba_d_head"], config["mamba_d_state"]
+    return int(inner * width + (inner + 2 * config["mamba_n_groups"] * width) * config["mamba_d_conv"])
+
+
 def kv_spec(config: Config) -> KVSpec:
-    """Return the KV of a model: latent rows, heads, and windows of some layers."""
+    """Return the KV of a model: latent rows, heads, windows of some layers, and states of recurrent ones.
+
+    Raises:
+        KeyError: layers are of another kind.
+    """
     layers = range(config["num_hidden_layers"])
     if rank := config.get("kv_lora_rank"):
         return KVSpec((KVGroup(tuple(layers), 1, rank + config["qk_rope_head_dim"], latent=True),))
@@ -189,4 +226,7 @@ def kv_spec(config: Config) -> KVSpec:
         names = (kind, "attention") if span is None else (kind,)  # Granite's full attention has the short name
         if of_kind := tuple(layer for layer in layers if kinds[layer] in names):
             groups.append(KVGroup(of_kind, heads, size, window=span))
-    return KVSpec(tuple(groups))
+    if UNKNOWN in config or (others := set(kinds) - {*ATTENDING, *RECURRENT}):
+        raise KeyError(f"kinds of layers: {UNKNOWN if UNKNOWN in config else ', '.join(sorted(others))}")
+    states = {(at, "state"): _state_numbers(kind, config) for at, kind in enumerate(kinds) if kind in RECURRENT}
+    return KVSpec(tuple(groups), states=states, num_without=len(states))

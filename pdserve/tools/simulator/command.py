@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pdserve.errors import SetupError
 from pdserve.tools.bench.report import write_csv, write_file
-from pdserve.tools.bench.slo import parse_goodput
+from pdserve.tools.bench.slo import parse_goodput, thin_sentence
 from pdserve.tools.load_config import SimulateConfig
 from pdserve.tools.simulator.fleet import (
     Fleet,
@@ -50,7 +50,9 @@ def run(config: SimulateConfig) -> None:
             forecasts.append(forecast)
             status.update(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
     console_for_tables().print(as_table(forecasts))
-    for note in notes(config, profile, [fleet.size for fleet in fleets]):
+    fewest = min(one.figures["completed"] for one in forecasts)
+    thin = thin_sentence("TTFT p99", 99, fewest, "requests")
+    for note in [*notes(config, profile, [fleet.size for fleet in fleets]), *filter(None, [thin])]:
         print(note)
     if config.json:
         write_file(Path(config.json), json.dumps([as_dict(forecast) for forecast in forecasts], indent=2) + "\n")

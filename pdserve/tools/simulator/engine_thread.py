@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pdserve.engine.paced_runner import next_token
 from pdserve.instance.instance import HEARTBEAT_UPDATE_S, Instance
 from pdserve.instance.reporter import COSTS_UPDATE_S
+from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.guarded import guard
 from pdserve.lifetime import Stage
 from pdserve.proto import pdserve_pb2 as pb
 
@@ -15,12 +17,16 @@ class EngineThread(Instance):
     nothing else happens. Skipping them leaves it in the same state as taking them.
     """
 
+    def _attach(self, connector: Connector, url: str) -> Connector:
+        """Attach nothing: no bytes are moved."""
+        return guard(connector, self._inbox.put, self.now)
+
     def num_plain_steps(self, most: int) -> int:
         """Return how many of the next steps are plain, at most `most`, if nothing arrives in the meantime."""
         scheduler, pool, decoder = self.engine.scheduler, self.engine.pool, self.decoder
         if scheduler.waiting or scheduler.loaded or decoder.unreserved or decoder.cramped or not scheduler.running:
             return 0
-        if self.engine.drafter is not None:
+        if self.engine.drafter is not None or self._slotless:  # a slot may be free already
             return 0
         count: float = most
         for seq in scheduler.running:
@@ -73,22 +79,46 @@ class EngineThread(Instance):
         for started, ended in zip(starts, ends, strict=True):
             record(batch, context, ended - started, ended)
             context += batch
-        for seq in running:
-            tokens = [next_token(count) for count in range(len(seq), len(seq) + steps)]
-            seq.output.extend(tokens[:-1])
-            seq.kv.grow(pool)
-            seq.output.append(tokens[-1])
-            seq.kv.mark_computed(steps)
-            seq.kv.register_full_blocks(pool)
-            self._by_sequence[seq].pending_output().token_ids.extend(tokens)
+        if self.engine.scheduler.window is not None or pool.tail_groups:
+            for _ in range(steps):
+                self._advance_windows()
+        else:
+            for seq in running:
+                tokens = [next_token(count) for count in range(len(seq), len(seq) + steps)]
+                seq.output.extend(tokens[:-1])
+                seq.kv.grow(pool)
+                seq.output.append(tokens[-1])
+                seq.kv.mark_computed(steps)
+                seq.kv.register_full_blocks(pool)
+                self._by_sequence[seq].pending_output().token_ids.extend(tokens)
         self.count("generation_tokens", steps * batch)
         self.count("engine_steps", steps)
 
+    def _advance_windows(self) -> None:
+        """Do the same for one step of a pool from which blocks go that leave a window: the order decides who gets which."""
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        for seq in scheduler.running:
+            seq.kv.drop_blocks(pool, scheduler.num_out_of_window(seq.kv.num_computed))
+            seq.kv.tails.drop(pool, seq.kv.num_computed)
+        for seq in scheduler.running:  # as `Scheduler.schedule`: promised blocks come after those of all others
+            if not seq.kv.blocks_needed(pool) <= seq.kv.num_promised <= pool.num_free:
+                seq.kv.take_room(pool)
+        for seq in scheduler.running if pool.num_promised else ():
+            seq.kv.take_promised(pool, 1)
+        for seq in scheduler.running:
+            seq.kv.mark_computed(1)
+            seq.kv.register_full_blocks(pool)
+        for seq in scheduler.running:
+            token = next_token(len(seq))
+            seq.output.append(token)
+            self._by_sequence[seq].pending_output().token_ids.append(token)
+
     def _blocks_for(self, steps: int) -> int:
-        """Return how many new blocks these plain steps take."""
-        size = self.engine.pool.block_size
+        """Return how many new pages these plain steps take at most."""
+        size, groups = self.engine.pool.block_size, self.engine.pool.groups
         running = self.engine.scheduler.running
-        return sum(max(0, -(-(len(seq) + steps - 1) // size) - len(seq.kv.block_ids)) for seq in running)
+        new = sum(max(0, -(-(len(seq) + steps - 1) // size) - len(seq.kv.block_ids)) for seq in running)
+        return new * len(groups)
 
     def _check_idle(self, now: float) -> None:
         """Assert that nothing is held. The whole pool is not checked, which takes too long for every simulated second."""

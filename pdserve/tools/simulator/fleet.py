@@ -213,7 +213,24 @@ def draw_requests(config: FleetConfig, rate: float) -> list[Request]:
         requests = [replace(request, at=(request.at or 0.0) * factor) for request in requests]
     if (days := max(request.at or 0.0 for request in requests) / DAY_S) > MAX_DAYS:
         raise SetupError(f"the load takes {days:.3g} days, of at most {MAX_DAYS}: raise its rate, or --trace-speed")
-    return [_stretch(request, config) for request in requests]
+    return _with_adapters([_stretch(request, config) for request in requests], config)
+
+
+def adapter_names(config: FleetConfig) -> tuple[str, ...]:
+    """Return the names of the adapters among which requests are drawn."""
+    return tuple(f"adapter-{number}" for number in range(1, 1 + config.adapters))
+
+
+def _with_adapters(requests: list[Request], config: FleetConfig) -> list[Request]:
+    """Draw an adapter for each conversation; its turns have the same."""
+    if not config.adapters:
+        return requests
+    names, drawn, chosen = adapter_names(config), random.Random(config.seed), dict[int, str]()
+    weights = [number**-config.adapter_skew for number in range(1, 1 + config.adapters)]
+    for one in requests:
+        first = chosen.get(one.after) if one.after is not None else None
+        chosen[one.index] = first or drawn.choices(names, weights)[0]
+    return [replace(one, adapter=chosen[one.index]) for one in requests]
 
 
 def mean_rate(config: FleetConfig) -> float:
@@ -263,7 +280,7 @@ def notes(config: FleetConfig, profile: Profile, sizes: Sequence[int] = ()) -> l
     if config.gpu:
         sentences.append(
             f"Steps are estimated by roofline, which is {MEDIAN_ERROR:.0%} off in the median at published points, and "
-            f"{WORST_ERROR:.0%} at worst; KV goes over {config.connector or next(iter(profile.transfers))}."
+            f"{WORST_ERROR:.0%} at worst; KV goes over {scheme_of(config, profile)}."
         )
     if (
         config.cores is None
@@ -274,6 +291,8 @@ def notes(config: FleetConfig, profile: Profile, sizes: Sequence[int] = ()) -> l
             f"{max(sizes)} instances, routers and a client need {needed} cores, and the profile's machine has {known.cores}: "
             f"--cores {known.cores} forecasts them there."
         )
+    if config.adapters and profile.adapters is None:
+        assumed.append("what adapters add to steps")
     return [*sentences, *([f"Not measured but assumed: {', '.join(assumed)}."] if assumed else [])]
 
 
@@ -285,6 +304,11 @@ def _stretch(request: Request, config: FleetConfig) -> Request:
     return replace(request, blocks=blocks, output_tokens=output, input_tokens=sum(size for _, size in blocks))
 
 
+def scheme_of(config: FleetConfig, profile: Profile) -> str:
+    """Return the scheme of the connector that is simulated; empty: it is not known, and taken to be `shm`."""
+    return config.connector or next(iter(profile.transfers), "")
+
+
 def instance_model(config: FleetConfig, profile: Profile) -> InstanceModel:
     """Return the model of the instances.
 
@@ -292,12 +316,12 @@ def instance_model(config: FleetConfig, profile: Profile) -> InstanceModel:
         SetupError: the number of blocks is unknown.
     """
     block_size = config.block_size or (BLOCK if config.dataset_name == "mooncake" else None)
-    scheme = config.connector or next(iter(profile.transfers), "shm")
+    scheme = scheme_of(config, profile) or "shm"
     try:
         model = InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
     except ValueError as error:
         raise SetupError(str(error)) from None
-    return replace(model, acceptance=parse_acceptance(config.acceptance))
+    return replace(model, acceptance=parse_acceptance(config.acceptance), adapters=adapter_names(config))
 
 
 def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deployment:
@@ -307,6 +331,7 @@ def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deploy
         max_num_seqs=config.max_num_seqs or profile.engine.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or profile.engine.max_num_batched_tokens,
         itl_target_ms=fleet.itl_target_ms,
+        max_loras=config.max_loras,
     )
     router = RouterConfig(
         model=MODEL,
@@ -316,13 +341,12 @@ def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deploy
         local_prefill_tokens=config.local_prefill_tokens,
         ttft_target_ms=config.ttft_target_ms,
     )
-    block_bytes = instance_model(config, profile).layout.block_bytes
     return Deployment(
         prefill=fleet.prefill,
         decode=fleet.decode,
         both=fleet.both,
         routers=config.routers,
-        store_blocks=max(1, parse_size(config.store_size) // block_bytes),
+        store_bytes=parse_size(config.store_size),
         instance=instance,
         router=router,
     )

@@ -20,7 +20,10 @@ from pdserve.instance.router_link import (
     MAX_KEYS_PER_FRAME,
     UPDATE_INTERVAL_S,
 )
+from pdserve.kv_transfer.connector import Connector
+from pdserve.kv_transfer.grouped import GroupedConnector
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.tools.simulator.adapters import SimulatedAdapters
 from pdserve.tools.simulator.cores import SharedCores
 from pdserve.tools.simulator.engine_thread import EngineThread
 from pdserve.tools.simulator.model import InstanceModel
@@ -84,7 +87,7 @@ class SimulatedInstance:
 
     Attributes:
         hello: its registration.
-        connector: to the KV store.
+        connectors: to the KV store, one for each group of blocks.
         on_drained: called when it has drained in order to end.
     """
 
@@ -118,9 +121,21 @@ class SimulatedInstance:
             model.swap_seconds,
             self._pass,
             block_bytes=1,
+            num_pages=model.num_pages or None,
+            window=model.window,
         )
-        self.connector = SimulatedConnector(clock, self.now, store, model.layout.block_bytes)
-        self.thread = EngineThread(config, self._send, self.connector, runner=runner, inbox=self._inbox, now=self.now)
+        self.connectors = [
+            SimulatedConnector(clock, self.now, store, group.block_bytes, at)
+            for at, group in enumerate(model.layout.groups)
+        ]
+        connector: Connector = self.connectors[0]
+        if len(self.connectors) > 1:
+            sizes = [runner.kv.num_pages * group.per_page for group in runner.kv.groups]
+            connector = GroupedConnector(self.connectors, model.layout, sizes)
+        self.thread = EngineThread(config, self._send, connector, runner=runner, inbox=self._inbox, now=self.now)
+        if model.adapters:
+            adapters = SimulatedAdapters(model.adapters, config.max_loras, model.adapter_model, self._pass)
+            self.thread.engine.adapters = adapters
         self._heartbeat = self._shown = self.thread.reporter.heartbeat
         self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
         self._shown_keys = KVEventPublisher()
@@ -196,7 +211,8 @@ class SimulatedInstance:
             self._busy_s = self.busy_seconds
             self._time, self._skipped_ends = self._clock.time, []
             self._stopped_at = self._clock.time
-            self.connector.stop()
+            for connector in self.connectors:
+                connector.stop()
 
     def catch_up(self) -> None:
         """Take the skipped steps that have ended by now. Their tokens that have arrived by now are delivered at once."""
@@ -246,8 +262,11 @@ class SimulatedInstance:
         if steps < MIN_SKIPPED:
             return False
         time, running = self._time, self.thread.engine.scheduler.running
-        sequences, context = len(running), sum(map(len, running))
+        sequences, context, adapters = len(running), sum(map(len, running)), self.thread.engine.adapters
+        extra = adapters.seconds((seq, 1) for seq in running) if isinstance(adapters, SimulatedAdapters) else 0.0
         for step in range(steps):
+            if extra:
+                time += extra
             time += self._model.decode_seconds(sequences, context + step * sequences)
             self._skipped_ends.append(time)
         ends = self._skipped_ends

@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.costs import Work
-from pdserve.engine.paced_runner import paced_layout
+from pdserve.engine.memory.groups import blocks_in
+from pdserve.engine.memory.kv_memory import pool_groups
+from pdserve.engine.paced_runner import paced_layout, pool_pages
 from pdserve.keys import Layout
-from pdserve.profile.profile import Profile
+from pdserve.profile.profile import AdapterModel, Profile
 from pdserve.tools.simulator.store import Link
 
 FOLLOWING_SCHEMES = ("shm",)  # whose blocks can be loaded while later ones are still being stored
@@ -18,7 +20,7 @@ class InstanceModel:
 
     Attributes:
         layout: of its KV blocks.
-        num_blocks: in its pool.
+        num_blocks: of each group that one sequence can have in its pool.
         max_model_len: tokens of the longest request.
         step_seconds: duration of a step, by the (tokens to compute, tokens before them) of each sequence. It includes the
             Python of the engine thread.
@@ -29,7 +31,11 @@ class InstanceModel:
         router_request_s: time of the router's thread for a request, until it is submitted.
         router_token_s: time of the router's thread for a token.
         start_up_s: from the start of an instance until it is ready.
+        num_pages: in its pool; 0: as many as `num_blocks` take, see `pages_for`.
+        window: of all layers, if there is one.
         acceptance: shares of right drafts by API key, as `parse_acceptance` returns them; empty: it does not speculate.
+        adapters: names of those that it has.
+        adapter_model: what they add to steps.
     """
 
     layout: Layout
@@ -43,7 +49,11 @@ class InstanceModel:
     router_request_s: float = 0.0
     router_token_s: float = 0.0
     start_up_s: float = 10.0
+    num_pages: int = 0
+    window: int | None = None
     acceptance: Mapping[str, float] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
+    adapter_model: AdapterModel = field(default_factory=AdapterModel)
 
     @classmethod
     def from_profile(
@@ -61,19 +71,24 @@ class InstanceModel:
         """
         engine, step, overheads = profile.engine, profile.step, profile.overheads
         size = block_size or engine.block_size
-        num_blocks = num_blocks or engine.num_blocks * engine.block_size // size
+        layout = paced_layout(profile, size)
+        num_pages = 0 if num_blocks else pool_pages(profile, layout)
+        num_blocks = num_blocks or blocks_in(num_pages, pool_groups(layout, 0))
         if num_blocks < 2:
             raise ValueError(f"the profile says {engine.num_blocks} blocks; give --num-blocks")
         fixed_s, sequence_s = overheads.engine_step_s, overheads.engine_sequence_s
         swap_a, swap_b = profile.swap
+        ratio = size / engine.block_size  # of a block to the one that was measured
         transfer = profile.transfer(scheme)
         return cls(
-            layout=paced_layout(profile, size),
+            layout=layout,
             num_blocks=num_blocks,
-            max_model_len=engine.max_model_len or num_blocks * size,
+            num_pages=num_pages,
+            window=engine.window,
+            max_model_len=min(engine.max_model_len or num_blocks * size, num_blocks * size),
             step_seconds=lambda work: step.seconds(work) + fixed_s + sequence_s * len(work),
             decode_seconds=lambda count, context: step.decode_seconds(count, context) + fixed_s + sequence_s * count,
-            swap_seconds=lambda blocks: swap_a + swap_b * blocks,
+            swap_seconds=lambda blocks: swap_a + swap_b * ratio * blocks,
             link=Link(
                 latency_s=transfer.latency_s,
                 bytes_per_s=transfer.bytes_per_s,
@@ -86,4 +101,5 @@ class InstanceModel:
             router_request_s=overheads.router_request_s,
             router_token_s=overheads.router_token_s,
             start_up_s=profile.start_up_s,
+            adapter_model=profile.adapters or AdapterModel.assumed(step),
         )

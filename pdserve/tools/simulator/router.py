@@ -20,6 +20,7 @@ from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.telemetry.metrics import Metrics
 from pdserve.tools.bench.requests import Request as Load
 from pdserve.tools.bench.requests import Sample
+from pdserve.tools.simulator.adapters import digest_of
 from pdserve.tools.simulator.cores import SharedCores
 from pdserve.tools.simulator.instance import SimulatedInstance
 from pdserve.tools.simulator.model import InstanceModel
@@ -206,6 +207,8 @@ class SimulatedClient:
             keys=self.keys,
             packed_keys=self.packed_keys,
             multi_turn=self.is_chat,
+            adapter=digest_of(self.load.adapter),
+            adapter_name=self.load.adapter,
             received=self.sample.sent,
         )
         self.router.catch_up()

@@ -14,6 +14,7 @@ from pdserve.keys import KeyChain, Tokens, root_key, token_array
 from pdserve.tools.bench.requests import Request as Load
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.load_config import ALL
+from pdserve.tools.simulator.adapters import digest_of
 from pdserve.tools.simulator.breakdown import Stamps
 from pdserve.tools.simulator.cores import SharedCores
 from pdserve.tools.simulator.drafts import SimulatedDrafter
@@ -36,7 +37,7 @@ class Deployment:
     Attributes:
         prefill, decode, both: numbers of instances.
         routers: number of router processes; requests go to them in turn.
-        store_blocks: capacity of the KV store.
+        store_bytes: capacity of the KV store.
         instance, router: settings, as on the command line.
     """
 
@@ -44,7 +45,7 @@ class Deployment:
     decode: int = 1
     both: int = 0
     routers: int = 1
-    store_blocks: int = 1 << 20
+    store_bytes: int = 1 << 40
     instance: InstanceConfig = field(default_factory=lambda: InstanceConfig(model=MODEL))
     router: RouterConfig = field(default_factory=lambda: RouterConfig(model=MODEL))
 
@@ -107,7 +108,7 @@ class Simulation:
         models: Mapping[str, InstanceModel] | None = None,
     ) -> None:
         self.clock = VirtualClock()
-        self.store = SimulatedStore(model.link, deployment.store_blocks)
+        self.store = SimulatedStore(model.link, deployment.store_bytes)
         self.routers = [
             SimulatedRouter(self.clock, f"router-{i}", deployment.router, model, seed + i, cores)
             for i in range(deployment.routers)
@@ -213,7 +214,7 @@ class Simulation:
         """Return for how long each instance, the routers and the link have been busy."""
         seconds = {name: one.busy_seconds for name, one in self.instances.items()}
         seconds["router"] = fmean(one.thread.busy_seconds for one in self.routers)
-        streams = [one.connector.lanes.busy_seconds for one in self.instances.values()]
+        streams = [part.lanes.busy_seconds for one in self.instances.values() for part in one.connectors]
         seconds["link"] = max([self.store.lanes.busy_seconds, *streams])
         return seconds
 
@@ -263,7 +264,10 @@ class _Player:
         self._is_chat = is_chat
         self._think_s = think_s
         self._block_size, self._longest = model.layout.block_size, longest
-        self._root = root_key(model_digest=model.layout.model_digest)
+        self._roots = {
+            name: root_key(model_digest=model.layout.model_digest, adapter=digest_of(name))
+            for name in {load.adapter for load in loads}
+        }
         self._ids: dict[str, int] = {}  # of the names of which prompts consist
         self._prompts: dict[int, Tokens] = {}  # prompt and answer of turns that have a successor
         self._next_turns: dict[int, list[Load]] = {}
@@ -292,7 +296,7 @@ class _Player:
         for token, size in blocks:
             prompt += token_array([token]) * size
         request_id = name_of(load)
-        chain = KeyChain(self._root)
+        chain = KeyChain(self._roots[load.adapter])
         keys = {self._block_size: chain.block_keys(prompt, self._block_size)}
         packed = chain.pack(prompt)
         router = self._routers[next(self._turn) % len(self._routers)]

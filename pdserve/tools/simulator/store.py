@@ -55,6 +55,7 @@ class Lanes:
 
 @dataclass(slots=True)
 class _Block:
+    nbytes: int
     stored_at: float
     leased_until: float
 
@@ -63,12 +64,12 @@ class SimulatedStore:
     """The KV store that the instances of a deployment share.
 
     Args:
-        capacity: in blocks; the least recently used ones without a lease are evicted.
+        capacity: bytes; the least recently used blocks without a lease are evicted.
     """
 
     def __init__(self, link: Link, capacity: int) -> None:
         self.link = link
-        self.capacity = capacity
+        self._num_free = capacity
         # As many operations at full speed as the shared link allows; the same for both directions.
         self.lanes = Lanes(max(1, round(link.total_bytes_per_s / link.bytes_per_s)))
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # least recently used first
@@ -87,11 +88,13 @@ class SimulatedStore:
         self._blocks.move_to_end(key)
         return True
 
-    def put(self, key: bytes, now: float, stored_at: float, lease_s: float) -> bool:
+    def put(self, key: bytes, nbytes: int, now: float, stored_at: float, lease_s: float) -> bool:
         """Store a new block that will be complete at `stored_at`. Returns False if there is no room."""
-        if len(self._blocks) >= self.capacity and not self._evict(now):
-            return False
-        self._blocks[key] = _Block(stored_at, stored_at + lease_s)
+        while nbytes > self._num_free:
+            if not self._evict(now):
+                return False
+        self._num_free -= nbytes
+        self._blocks[key] = _Block(nbytes, stored_at, stored_at + lease_s)
         return True
 
     def stored_at(self, key: bytes) -> float | None:
@@ -109,27 +112,31 @@ class SimulatedStore:
 
     def discard(self, key: bytes) -> None:
         """Forget a block whose writer has stopped in the middle of it."""
-        self._blocks.pop(key, None)
+        if (block := self._blocks.pop(key, None)) is not None:
+            self._num_free += block.nbytes
 
     def _evict(self, now: float) -> bool:
-        for key, block in self._blocks.items():
-            if block.leased_until <= now:
-                del self._blocks[key]
-                return True
-        return False
+        key = next((key for key, block in self._blocks.items() if block.leased_until <= now), None)
+        if key is not None:
+            self.discard(key)
+        return key is not None
 
 
 class SimulatedConnector(Connector):
-    """One instance's connector to a simulated store. Its futures complete on the virtual clock.
+    """One instance's connector to a simulated store, for one group of blocks. Its futures complete on the virtual clock.
 
     Args:
         now: time of the instance, which may be ahead of the clock's: it does not stop in the middle of a step.
         block_bytes: of a block in the store.
+        group: index of the group, whose blocks have the keys of those of other groups.
     """
 
     scheme = "simulated"
 
-    def __init__(self, clock: VirtualClock, now: Callable[[], float], store: SimulatedStore, block_bytes: int) -> None:
+    def __init__(
+        self, clock: VirtualClock, now: Callable[[], float], store: SimulatedStore, block_bytes: int, group: int = 0
+    ) -> None:
+        self._namespace = bytes([group]) if group else b""
         self._clock = clock
         self._now = now
         self._store = store
@@ -146,31 +153,33 @@ class SimulatedConnector(Connector):
     def attach(self, memory: PoolMemory) -> None: ...
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
-        return self._start("store", partial(self._store_now, keys, lease_s))
+        return self._start("store", partial(self._store_now, self._named(keys), lease_s))
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
-        return self._start("load", partial(self._load_now, keys))
+        return self._start("load", partial(self._load_now, self._named(keys)))
 
     def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> Future[Result]:
-        return self._start("load", partial(self._follow_now, keys, patience_s))
+        return self._start("load", partial(self._follow_now, self._named(keys), patience_s))
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         future: Future[int] = Future()
-        self._at(self._now() + self._store.link.latency_s, lambda: future.set_result(self._match_now(keys)))
+        # The engine thread asks for the first group, and for the others whoever hears the answer, in the middle of a step.
+        asked_at = self._clock.time if self._namespace else self._now()
+        self._at(asked_at + self._store.link.latency_s, lambda: future.set_result(self._match_now(keys)))
         return future
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         """End leases once the clock has reached the instance's time."""
 
         def end() -> None:
-            for key in keys:
+            for key in self._named(keys):
                 self._store.release(key)
 
         self._at(self._now(), end)
 
     def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
         until = self._now() + lease_s
-        self._at(self._now(), lambda: [self._store.renew(key, until) for key in keys])
+        self._at(self._now(), lambda: [self._store.renew(key, until) for key in self._named(keys)])
 
     def stats(self) -> Stats:
         return self._stats
@@ -183,6 +192,10 @@ class SimulatedConnector(Connector):
         for stored_at, key in self._writes:
             if stored_at > self._clock.time:
                 self._store.discard(key)
+
+    def _named(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the keys of this group's blocks in the store."""
+        return [self._namespace + key for key in keys] if self._namespace else keys
 
     def _at(self, time: float, action: Callable[[], object]) -> None:
         """Call the action at this time, if the instance is alive then."""
@@ -218,7 +231,7 @@ class SimulatedConnector(Connector):
                 outcomes.append(Outcome.OK)
                 continue
             end += each_s
-            if store.put(key, now, end, lease_s):
+            if store.put(key, self._block_bytes, now, end, lease_s):
                 outcomes.append(Outcome.OK)
                 self._writes.append((end, key))
             else:
@@ -247,7 +260,7 @@ class SimulatedConnector(Connector):
     def _match_now(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading blocks that the store has."""
         now = self._clock.time
-        times = (self._store.stored_at(key) for key in keys)
+        times = (self._store.stored_at(key) for key in self._named(keys))
         return next((i for i, at in enumerate(times) if at is None or at > now), len(keys))
 
     def _book(self, blocks: int, latency_s: float, bytes_per_s: float) -> tuple[float, float]:

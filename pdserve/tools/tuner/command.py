@@ -1,6 +1,7 @@
 """The command `pdserve bench tune`."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from pdserve.tools.bench.workers import play
 from pdserve.tools.load_config import BenchServeConfig, BenchTuneConfig, FleetConfig, LoadConfig
 from pdserve.tools.planner.search import judge
 from pdserve.tools.planner.slo_file import load_targets
-from pdserve.tools.planner.targets import FAILED, Target, compare
+from pdserve.tools.planner.targets import FAILED, Target, compare, thin_sentences
 from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, check_fits, load_profile, mean_rate, simulate_all
 from pdserve.tools.tuner.candidates import Candidates, grid
 
@@ -63,6 +64,7 @@ class Tuning:
         self._state = Path(config.state)
         self._spent, self._longest = 0.0, 0.0
         self._texts: dict[Fleet, str] = {}
+        self._thin: list[str] = []  # of the newest run: what its percentiles rest on
         rows = list(self._earlier_rows())
         forecasts = {str(fleet): ratio for row in rows for fleet, ratio in row.get("forecasts", {}).items()}
         if not all(str(one) in forecasts for one in fleets):
@@ -104,6 +106,7 @@ class Tuning:
                 ratio = max(ratio, FAILED * (1 + failed / len(samples)))
             text = ", ".join(target.beside(seconds) for target, seconds in values.items())
             row = {"fleet": str(fleet), "ratio": ratio, "text": text, "seconds": self._now() - began}
+            self._thin = thin_sentences({one: one.count(samples) for one in self._targets})
             self._append(row)
             self._add(fleet, row)
             print(f"{self._spent:5.0f} s: {fleet}: {text}", file=sys.stderr, flush=True)
@@ -115,9 +118,11 @@ class Tuning:
         best, total = self.best, len(candidates.forecasts)
         verdict = "meets the SLO" if self.meets else "does not meet the SLO, but is the nearest"
         shape = f"--prefill {best.prefill} --decode {best.decode} --both {best.both}"
+        tried = {one.partition(" ")[0] for one in best.flags}
+        common = [one for one in up_flags(self._config) if one.partition(" ")[0] not in tried]
         lines = [
             f"Of {len(ranked)} measured of {total} fleets, {best} {verdict}: {self._texts[best]}.",
-            f"pdserve up {' '.join([shape, *best.flags])}",
+            f"pdserve up {' '.join([shape, *common, *best.flags])}",
             "",
             f"{'fleet':70} {'runs':>4} {'worst ÷ target':>14} {'forecast':>8}",
         ]
@@ -131,7 +136,8 @@ class Tuning:
                 f"Not measured, with the ratio that is expected from forecasts and runs ({len(left)} in all):",
             ]
             lines += [f"{one!s:70} {candidates.expected(one):19.2f}" for one in left[:SHOWN]]
-        return [*lines, "", f"{self._spent:.0f} of {self._config.budget:.0f} s were spent; a larger --budget goes on."]
+        spent = f"{self._spent:.0f} of {self._config.budget:.0f} s were spent; a larger --budget goes on."
+        return [*lines, "", *self._thin, spent]
 
     def _forecast(self, fleets: Sequence[Fleet]) -> Iterator[tuple[Fleet, float]]:
         config = fleet_config(self._config)
@@ -182,6 +188,16 @@ def own_settings(config: BenchTuneConfig) -> dict[str, str]:
     """Return the settings that all fleets of a search have, such as the model, as far as they are not the defaults."""
     values = {one: getattr(config, one.name) for one in fields(UpConfig) if one.repr and one.name not in NOT_PASSED_ON}
     return {one.name: str(value) for one, value in values.items() if value != one.default}
+
+
+def up_flags(config: BenchTuneConfig) -> list[str]:
+    """Return these settings as flags of `pdserve up`, each quoted for a shell. Secrets are left out."""
+    flags = []
+    for name, value in own_settings(config).items():
+        flag = f"--{name.replace('_', '-')}"
+        is_switch = isinstance(getattr(config, name), bool)
+        flags.append(flag if is_switch else f"{flag} {shlex.quote(value)}")
+    return flags
 
 
 def fleet_config(config: BenchTuneConfig) -> FleetConfig:

@@ -1,15 +1,20 @@
 """Arrival times."""
 
+import json
 import math
 import random
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.tools.bench.datasets import arrival_times, ramp_times, replay, schedule
+from pdserve.errors import SetupError
+from pdserve.tools.bench.datasets import arrival_times, draw_load, ramp_times, replay, schedule
 from pdserve.tools.bench.requests import Request
+from pdserve.tools.load_config import LoadConfig
 
 GAMMA = random.Random(1).gammavariate
 
@@ -54,3 +59,34 @@ def test_a_trace_is_replayed_from_0_at_a_speed_or_at_a_rate() -> None:
 def test_later_turns_take_no_arrival_time() -> None:
     requests = [Request(0, 1), Request(1, 1, after=0), Request(2, 1)]
     assert [one.at for one in schedule(requests, [0.1, 0.2])] == [0.1, 0.0, 0.2]
+
+
+def drawn(rate: float, **settings: Any) -> list[Request]:
+    return draw_load(LoadConfig(**settings), rate, random.Random(0), len)
+
+
+def test_a_trace_without_times_is_sent_at_the_rate_that_was_asked_for(tmp_path: Path) -> None:
+    """And not all at once, as if there were none."""
+    path = tmp_path / "trace.jsonl"
+    row = {"input_length": 100, "output_length": 5, "hash_ids": [1]}
+    path.write_text("".join(f"{json.dumps(row)}\n" for _ in range(20)))
+    own = {"dataset_name": "mooncake", "dataset_path": str(path)}
+    times = [one.at or 0.0 for one in drawn(5.0, **own)]
+    assert times == sorted(times) and times[-1] == pytest.approx(20 / 5) and len(set(times)) == 20
+    assert {one.at for one in drawn(math.inf, **own)} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("azure", {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 2.0}),
+        ("random", {"trace_speed": 2.0}),
+        ("sharegpt", {"trace_length_scale": 0.5}),
+        ("azure", {"multi_turn": True}),
+        ("random", {"output_len": 7}),
+    ],
+)
+def test_a_setting_that_a_data_set_would_ignore_is_refused(name: str, settings: dict[str, Any]) -> None:
+    flag = next(iter(settings)).replace("_", "-")
+    with pytest.raises(SetupError, match=f"--{flag} says nothing of --dataset-name {name}: leave it out"):
+        drawn(1.0, dataset_name=name, dataset_path="" if name == "random" else "trace", **settings)

@@ -188,6 +188,21 @@ def test_a_plan_writes_its_reports(tiny_profile: Path, capsys: pytest.CaptureFix
     assert order == sorted(order) and len(text) < 100_000
 
 
+def test_a_plan_says_that_it_is_the_router_that_does_not_keep_up(
+    tiny_profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = Profile.load(tiny_profile)
+    slow = replace(profile, overheads=replace(profile.overheads, router_request_s=0.05))
+    slow.save(tiny_profile)
+    load = {"slo": "ttft=500ms", "request_rate": 40, "num_prompts": 200, "max_instances": 2, "random_output_len": 2}
+    config = plan_config(tiny_profile, **load)
+    assert run(config) == 3
+    lines = capsys.readouterr().out.splitlines()
+    advice = re.search(r"Instances do not help a router that is busy \d+% of the time: try --routers (\d)\.", lines[2])
+    assert advice and lines[0].startswith("No fleet of up to 2 instances meets the SLO")
+    assert run(replace(config, routers=int(advice[1]))) == 0
+
+
 def test_lengths_are_changed_relative_to_those_given(tiny_profile: Path) -> None:
     assert not run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, stretch_prompts=2.0))
     plan = json.loads((tiny_profile.parent / "plan.json").read_text())

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pdserve.cli.commands import app
 from pdserve.profile.profile import EngineFacts, Machine, Profile
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.command import run
-from pdserve.tools.planner.deploy import ENV_FILE, VALUES_FILE, common_flags, write
+from pdserve.tools.planner.deploy import ENV_FILE, VALUES_FILE, Common, common_of, write
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
 from pdserve.tools.simulator.fleet import Fleet, Forecast, deployment_of, roofline_profile
@@ -23,6 +24,7 @@ GPUS = {"prefill": 2, "decode": 1, "both": 4}
 SETTINGS = (("max_num_batched_tokens", 512), ("policy", "least_loaded"))
 FLEETS = [Fleet(3, 2, 0, 20.0, SETTINGS), Fleet(both=2, itl_target_ms=30.0), Fleet(1, 1)]
 EACH = pytest.mark.parametrize("fleet", FLEETS, ids=str)
+COMMON = Common(model="Qwen/Qwen3-8B", scheme="shm", store_size="3GiB", routers=2)
 
 
 def trial(fleet: Fleet) -> Trial:
@@ -39,7 +41,7 @@ def parsed(command: str, arguments: list[str]) -> dict[str, Any]:
 @EACH
 @pytest.mark.parametrize("has_gpus", [True, False])
 def test_compose_starts_what_was_planned(fleet: Fleet, has_gpus: bool, tmp_path: Path) -> None:
-    usage = write(str(tmp_path), trial(fleet), GPUS, "Qwen/Qwen3-8B", has_gpus=has_gpus)
+    usage = write(str(tmp_path), trial(fleet), GPUS, replace(COMMON, has_gpus=has_gpus))
     file = usage[0].split()[3]
     assert file == ("docker-compose.yml" if has_gpus else "docker-compose.cpu.yml")
     lines = [line for line in (tmp_path / ENV_FILE).read_text().splitlines() if not line.startswith("#")]
@@ -51,7 +53,7 @@ def test_compose_starts_what_was_planned(fleet: Fleet, has_gpus: bool, tmp_path:
 
     assert variables["MODEL"] == "Qwen/Qwen3-8B"
     router = parsed("router", shlex.split(variables.get("ROUTER_FLAGS", "")))
-    assert router["policy"] == dict(fleet.settings).get("policy", "auto")
+    assert router["policy"] == dict(fleet.settings).get("policy", "auto") and router["workers"] == 2
     gpus = list[str]()
     for role in ("prefill", "decode", "both"):
         service, count = services[role], getattr(fleet, role)
@@ -59,6 +61,9 @@ def test_compose_starts_what_was_planned(fleet: Fleet, has_gpus: bool, tmp_path:
         environment = {name: filled_in(value) for name, value in service["environment"].items()}
         settings = parsed(role, shlex.split(environment["FLAGS"]))
         assert settings["itl_target_ms"] == fleet.itl_target_ms
+        assert settings["router"] == "router:8001,router:8002", "each router has its control port"
+        assert settings["convert_kv"] is (role == "decode" and fleet.both == 0), "ranks differ"
+        assert environment["PDSERVE_CONNECTOR"] == "shm://pdserve?size=3GiB"
         assert settings["max_num_batched_tokens"] == dict(fleet.settings).get("max_num_batched_tokens", 2048)
         if has_gpus and count:
             own = environment["GPUS"].split(",")
@@ -70,7 +75,7 @@ def test_compose_starts_what_was_planned(fleet: Fleet, has_gpus: bool, tmp_path:
 @EACH
 def test_the_chart_starts_what_was_planned(fleet: Fleet, tmp_path: Path) -> None:
     helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
-    write(str(tmp_path), trial(fleet), GPUS, "Qwen/Qwen3-8B", has_gpus=True)
+    write(str(tmp_path), trial(fleet), GPUS, COMMON)
     values = yaml.safe_load((tmp_path / VALUES_FILE).read_text())
     with helm.Chart.load(ROOT / "deploy" / "helm" / "pdserve") as chart:
         templates = chart.render(values, name="chat", namespace="prod")
@@ -85,6 +90,9 @@ def test_the_chart_starts_what_was_planned(fleet: Fleet, tmp_path: Path) -> None
             settings = parsed(role, [str(one) for one in container["args"][1:]])
             assert settings["tensor_parallel_size"] == GPUS[role] and settings["model"] == "Qwen/Qwen3-8B"
             assert settings["itl_target_ms"] == fleet.itl_target_ms
+            assert settings["convert_kv"] is (role == "decode" and fleet.both == 0), "ranks differ"
+            assert {"name": "PDSERVE_CONNECTOR", "value": "shm://pdserve?size=3GiB"} in container["env"]
+    assert deployments["chat-pdserve-router"]["replicas"] == 2
     (router,) = deployments["chat-pdserve-router"]["template"]["spec"]["containers"]
     policy = parsed("router", [str(one) for one in router["args"][1:]])["policy"]
     assert policy == dict(fleet.settings).get("policy", "auto")
@@ -105,8 +113,9 @@ RENTED = PlanConfig(model="Qwen/Qwen3-8B", gpu="h100", ttft_target_ms=250.0)
 def test_settings_of_all_fleets_are_started_too(config: PlanConfig, profile: Profile, tmp_path: Path) -> None:
     """What was simulated with 256 sequences is not started with the default of 64."""
     fleet, has_gpus = Fleet(1, 1, itl_target_ms=20.0, settings=(("max_num_batched_tokens", 256),)), config is RENTED
-    common = common_flags(config, profile, has_gpus=has_gpus)
-    write(str(tmp_path), trial(fleet), GPUS, "", common, has_gpus=has_gpus)
+    common = common_of(config, profile)
+    assert common.has_gpus is has_gpus
+    write(str(tmp_path), trial(fleet), dict.fromkeys(GPUS, 1), common)
     lines = (tmp_path / ENV_FILE).read_text().splitlines()
     variables = dict(line.split("=", 1) for line in lines)
     values = yaml.safe_load((tmp_path / VALUES_FILE).read_text())
@@ -139,5 +148,47 @@ def test_a_plan_says_and_writes_the_same_lines(
 
 
 def test_the_folder_is_made(tmp_path: Path) -> None:
-    write(str(tmp_path / "a" / "b"), trial(Fleet(1, 1)), GPUS, "", has_gpus=False)
+    write(str(tmp_path / "a" / "b"), trial(Fleet(1, 1)), GPUS, Common(has_gpus=False))
     assert (tmp_path / "a" / "b" / ENV_FILE).exists()
+
+
+def written(folder: Path, config: PlanConfig, profile: Profile, fleet: Fleet = FLEETS[2]) -> tuple[list[str], Any]:
+    """Return the lines for Compose and the values for Helm of a plan."""
+    write(str(folder), trial(fleet), dict.fromkeys(GPUS, 1), common_of(config, profile))
+    return (folder / ENV_FILE).read_text().splitlines(), yaml.safe_load((folder / VALUES_FILE).read_text())
+
+
+def test_the_model_that_was_measured_is_started_as_it_was(tmp_path: Path) -> None:
+    """Not the demo model, nor the same one in another dtype or with other weights."""
+    flags = {"model": "/models/own", "dtype": "bfloat16", "quantization": "int4"}
+    lines, values = written(tmp_path, PlanConfig(), replace(MEASURED, model="own", flags=flags))
+    assert {"MODEL=/models/own", "SERVED_MODEL_NAME=own"} <= set(lines)
+    assert values["model"] == {"name": "/models/own", "servedName": "own"}
+    assert "--dtype bfloat16 --quantization int4" in next(line for line in lines if line.startswith("ENGINE_FLAGS"))
+    assert values["instances"]["flags"].items() >= {"dtype": "bfloat16", "quantization": "int4"}.items()
+    assert "MODEL=m" in written(tmp_path, PlanConfig(), MEASURED)[0]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "lines", "connector"),
+    [
+        ("shm", ["CONNECTOR=shm://pdserve?size=2GiB"], "shm://pdserve?size=2GiB"),
+        ("redis", ["CONNECTOR=redis://redis:6379/0", "REDIS_MEMORY=2147483648"], ""),
+        ("file", ["# with a KV store of the connector file, as CONNECTOR"], ""),
+    ],
+)
+def test_the_store_is_the_one_that_was_simulated(scheme: str, lines: list[str], connector: str, tmp_path: Path) -> None:
+    config = PlanConfig(connector=scheme, store_size="2GiB")
+    env, values = written(tmp_path, config, MEASURED)
+    assert env[-len(lines) :] == lines and values.get("connector", "") == connector
+    assert not any("_GPUS=" in line for line in env)
+    if scheme == "redis":
+        assert values["redis"]["memory"] == "2147483648"
+        assert int(values["redis"]["resources"]["limits"]["memory"]) > 2**31
+
+
+def test_kv_between_gpus_goes_as_in_the_data_sheet(tmp_path: Path) -> None:
+    config = PlanConfig(model="Qwen/Qwen3-8B", gpu="h100", weights="fp8", acceptance="0.7")
+    lines, values = written(tmp_path, config, roofline_profile(config))
+    assert {"CONNECTOR=nixl://", "IPC=host", "# MODEL has to be a checkpoint with weights in fp8"} <= set(lines)
+    assert values["connector"] == "nixl://" and values["instances"]["flags"]["speculate"] == "suffix"

@@ -16,7 +16,7 @@ from pdserve.profile.profile import EngineFacts, Overheads, Profile, TransferMod
 from pdserve.tools.bench.requests import Request
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.advice import advise, trade
-from pdserve.tools.planner.deploy import env_lines
+from pdserve.tools.planner.deploy import Common, env_lines
 from pdserve.tools.planner.plan import Planner
 from pdserve.tools.planner.search import (
     NOISE,
@@ -281,12 +281,12 @@ def test_advice_names_the_price_of_the_choice() -> None:
 
 
 def test_lines_for_compose_deploy_the_fleet() -> None:
-    lines = env_lines(trial(Fleet(2, 1), 1, 1), ONE_EACH)
+    lines = env_lines(trial(Fleet(2, 1), 1, 1), ONE_EACH, Common())
     assert lines == ["PREFILL=2", "PREFILL_GPUS=0,1", "DECODE=1", "DECODE_GPUS=2"]
-    several = env_lines(trial(Fleet(1, 2), 1, 1), {"prefill": 2, "decode": 1, "both": 4})
+    several = env_lines(trial(Fleet(1, 2), 1, 1), {"prefill": 2, "decode": 1, "both": 4}, Common())
     assert several[:3] == ["PREFILL=1", "PREFILL_GPUS=0,1", "PREFILL_TENSOR_PARALLEL_SIZE=2"]
-    assert several[3:] == ["DECODE=2", "DECODE_GPUS=2,3"]
-    colocated = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1), ONE_EACH)
+    assert several[3:] == ["DECODE=2", "DECODE_GPUS=2,3", "DECODE_FLAGS=--convert-kv"]
+    colocated = env_lines(trial(Fleet(both=3, itl_target_ms=20), 1, 1), ONE_EACH, Common())
     assert colocated == ["PREFILL=0", "DECODE=0", "BOTH=3", "BOTH_GPUS=0,1,2", "ENGINE_FLAGS=--itl-target-ms 20"]
 
 
@@ -358,6 +358,7 @@ def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run
     rows = json.loads(out.read_text())
     assert [row["fleet"] for row in rows] == ["1P+1D", "1P+1D --itl-target-ms 30", "2P+1D", "2P+1D --itl-target-ms 30"]
     assert all(row["completed"] == 30 for row in rows) and done.stdout.count("P+1D") == 4
+    assert "TTFT p99 rests on the slowest 1 of 30 requests" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -371,6 +372,7 @@ def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run
         (["simulate", "--goodput", "ttft"], "--goodput: 'ttft' is no objective"),
         (["simulate", "--itl-target-ms", "0"], "--itl-target-ms: '0' is not such as"),
         (["plan", "--slo", "ttft"], "--slo: 'ttft' is no objective"),
+        (["simulate", "--trace-speed", 2], "--trace-speed says nothing of --dataset-name random: leave it out"),
         (["plan"], "--slo: there is no target"),
         (["plan", "--slo-file", "nowhere.toml"], "--slo-file nowhere.toml cannot be read"),
         (["plan", "--slo", "ttft=1s"], "give the load a --request-rate"),

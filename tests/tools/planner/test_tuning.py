@@ -10,7 +10,7 @@ import pytest
 from pdserve.errors import SetupError
 from pdserve.profile.profile import Profile, TransferModel
 from pdserve.tools.load_config import PlanConfig
-from pdserve.tools.planner.deploy import env_lines
+from pdserve.tools.planner.deploy import Common, env_lines
 from pdserve.tools.planner.search import Trial, best, judge, smallest
 from pdserve.tools.planner.settings import Dimension, dimensions
 from pdserve.tools.planner.targets import parse_targets
@@ -124,10 +124,11 @@ def test_lines_for_compose_have_the_flags_of_instances_and_routers() -> None:
     settings: tuple[tuple[str, Any], ...] = (("connector", "redis"), ("max_num_batched_tokens", 512))
     settings += (("policy", "least_loaded"), ("ttft_target_ms", 250.0))
     (trial,) = Machine(lambda fleet: 1)([Fleet(1, 1, itl_target_ms=20, settings=settings)])
-    assert env_lines(trial, {"prefill": 1, "decode": 1, "both": 1})[4:] == [
+    assert env_lines(trial, {"prefill": 1, "decode": 1, "both": 1}, Common(scheme="shm"))[4:] == [
         "ENGINE_FLAGS=--itl-target-ms 20 --max-num-batched-tokens 512",
         "ROUTER_FLAGS=--policy least_loaded --ttft-target-ms 250",
-        "# with a KV store of the connector redis, as CONNECTOR",
+        "CONNECTOR=redis://redis:6379/0",
+        "REDIS_MEMORY=8589934592",
     ]
 
 

@@ -34,7 +34,7 @@ def test_a_quick_profile_of_the_demo_model(pdserve: Run, tmp_path: Path) -> None
     assert profile.step.decode_seconds(16, 1600) > 0 and profile.transfers["shm"].bytes_per_s > 0
     assert set(profile.assumed) <= {"start_up_s", "role_flip_s", "swap"} and profile.machine.cores >= 1
     assert profile.overheads.router_request_s + profile.overheads.router_token_s > 0
-    assert profile.overheads.engine_step_s > 0
+    assert profile.overheads.engine_step_s > 0 and profile.flags == {"max-model-len": 256}
 
 
 @pytest.mark.slow

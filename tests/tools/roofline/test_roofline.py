@@ -78,6 +78,12 @@ def test_shapes_have_the_parameters_that_their_names_say(model: str, billions: f
     )
 
 
+def test_matrices_of_the_vocabulary_stay_in_16_bits() -> None:
+    shape = load(SMALL)
+    left = [Estimate(shape, "h100", weights=one).kv_tokens * shape.kv_numbers(1) * 2 for one in ("bf16", "fp8")]
+    assert left[1] - left[0] == pytest.approx(shape.dense, rel=1e-3), "a byte less of each other parameter"
+
+
 def test_kv_is_that_of_the_spec() -> None:
     assert load(SMALL).kv_numbers(1000) == 36 * 2 * 8 * 128
     assert load("deepseek-ai/DeepSeek-V3").kv_numbers(1000) == 61 * 576
@@ -85,6 +91,59 @@ def test_kv_is_that_of_the_spec() -> None:
     assert mistral.kv_numbers(8192) == mistral.kv_numbers(4096) / 2 and mistral.attended(8192) == 0.5
     config = built_in()[SMALL] | {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"] * 18}
     assert [len(group.layers) for group in kv_spec(config).groups] == [18, 18] and kv_spec(config).window is None
+
+
+NEXT: dict[str, Any] = {  # of Qwen3-Next-80B-A3B
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 5120,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12,
+}
+
+
+def test_recurrent_layers_have_states_and_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEXT))
+    shape = load(str(tmp_path))
+    assert shape.kv_numbers(1000) == 12 * 2 * 2 * 256 and len(shape.kv.states) == 36
+    assert shape.parameters == pytest.approx(80e9, rel=0.03)
+    assert shape.active + 2 * shape.output == pytest.approx(3.9e9, rel=0.1)
+    profile = Estimate(shape, "h200", 2).profile()
+    rows, states = profile.engine.groups
+    assert rows.block_bytes == 16 * 12 * 2 * 2 * 256 * 2
+    assert states.block_bytes == pytest.approx(75 * 2**20, rel=0.02), "which is worth 3,200 tokens of rows"
+    other = Estimate(replace(shape, kv=replace(shape.kv, states={})), "h200", 2).step
+    more = profile.step.decode_seconds(64, 0) - other.decode_seconds(64, 0)
+    assert more == pytest.approx(64 * 2 * 75 * 2**20 / (2 * 0.8 * 4.8e12), rel=0.05)
+    (tmp_path / "config.json").write_text(json.dumps(NEXT | {"layer_types": ["conv"] * 48}))
+    load.cache_clear()
+    with pytest.raises(SetupError, match="its config has no usable 'kinds of layers: conv'"):
+        load(str(tmp_path))
+
+
+def test_windows_are_groups_of_a_profile() -> None:
+    """So that a simulation keeps and moves of each layer what its tokens reach, however long prompts are."""
+    config = built_in()[SMALL] | {"sliding_window": 512, "layer_types": ["sliding_attention"] * 30 + ["attention"] * 6}
+    shape = replace(load(SMALL), kv=kv_spec(config))
+    facts, plain = Estimate(shape, "h100").profile().engine, Estimate(load(SMALL), "h100").profile().engine
+    assert [(one.window, one.block_bytes) for one in facts.groups] == [(0, 6 * 65536), (512, 30 * 65536)]
+    assert facts.block_bytes == plain.block_bytes == 36 * 65536 and not plain.groups
+    assert facts.num_pages * 30 * 65536 == pytest.approx(plain.num_pages * plain.block_bytes, rel=0.01)
+    mistral = Estimate(load("mistralai/Mistral-7B-v0.1"), "h100").profile().engine
+    assert [one.window for one in mistral.groups] == [4096] and mistral.window == 4096
 
 
 def test_a_config_of_a_directory_is_read(tmp_path: Path) -> None:
@@ -195,14 +254,16 @@ def test_costs_are_of_all_gpus_and_of_each_role() -> None:
         figures: dict[str, Any] = {
             "total_input_tokens": 3_600_000,
             "total_output_tokens": 400_000,
-            "duration": 3600.0,
+            "duration": 4500.0,  # the last answers take longer than the requests arrive
+            "completed": 18_000,
             "p99_ttft_ms": 1,
         } | changes
-        one = judge(parse_targets("ttft=1s"), Forecast(fleet, figures | {"failed": 0}, {}, 0, False, []))
-        return costs(replace(CONFIG, price=2.0), one)
+        one = judge(parse_targets("ttft=1s"), Forecast(fleet, {"failed": 0} | figures, {}, 0, False, []))
+        return costs(replace(CONFIG, price=2.0), one, rate=5.0)
 
     assert cost(Fleet(both=2)) == "2 both costs 16.00 per hour, 4 per million tokens."
     split = Fleet(1, 2, settings=(("prefill_tensor_parallel_size", 2),))
     assert cost(split) == "1P+2D costs 20.00 per hour, 5 per million tokens (1.11 of prompts, 40 of answers)."
+    assert cost(Fleet(both=2), failed=600, duration=7200.0) == "2 both costs 16.00 per hour, 8 per million tokens."
     none = {"total_input_tokens": 0, "total_output_tokens": 0}
     assert cost(Fleet(both=2), **none) == "2 both costs 16.00 per hour.", "it refuses all, or is given up before"

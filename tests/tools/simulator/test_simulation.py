@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.costs import Costs, Work, attention_pairs
+from pdserve.engine.paced_runner import paced_layout
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError
-from pdserve.keys import Layout
-from pdserve.profile.profile import StepModel
+from pdserve.keys import STATE_WINDOW, Layout
+from pdserve.profile.profile import EngineFacts, KVFacts, Profile, StepModel
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.roles.job import Job
 from pdserve.router.dispatch.request_state import RequestState
@@ -41,6 +42,12 @@ LAYOUT = Layout(
     model_fingerprint="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16", itemsize=2
 )
 Times = list[tuple[int, list[float]]]
+
+
+def grouped(*groups: tuple[int, int]) -> Layout:
+    """Return the layout of blocks of 16 tokens, given the window and the bytes of a block of each group."""
+    facts = tuple(KVFacts(*one) for one in groups)
+    return paced_layout(Profile(model="m", engine=EngineFacts(groups=facts)), 16)
 
 
 def step_seconds(work: Work) -> float:
@@ -173,6 +180,12 @@ def play_both_ways(
         (COLOCATED, BENT_STEPS),
         (replace(COLOCATED, instance=ITL_TARGET), BENT_STEPS),
         (replace(SPLIT, routers=2), {"frame_latency_s": 5e-3}),
+        *(
+            (one, {"layout": grouped((0, 512), (64, 1536), (STATE_WINDOW, 9000)), "num_blocks": blocks})
+            for one in (COLOCATED, SPLIT)
+            for blocks in (400, 75)
+        ),
+        (SPLIT, {"window": 64}),
     ],
 )
 def test_skipping_plain_decode_steps_changes_no_time(deployment: Deployment, changes: dict[str, Any]) -> None:
@@ -389,7 +402,7 @@ fleets = st.builds(
     decode=counts,
     both=counts,
     routers=st.integers(1, 2),
-    store_blocks=st.sampled_from([8, 1000]),
+    store_bytes=st.sampled_from([8 * LAYOUT.block_bytes, 1000 * LAYOUT.block_bytes]),
     instance=st.builds(
         InstanceConfig,
         model=st.just("model"),
@@ -422,10 +435,11 @@ def play(
     requests: list[Load],
     num_blocks: int,
     happens: list[tuple[float, str, int]],
+    kv: dict[str, Any],
     *,
     can_skip: bool,
 ) -> tuple[Simulation, Outcome]:
-    simulation = Simulation(deployment, make_model(num_blocks=num_blocks, **BENT_STEPS), can_skip=can_skip)
+    simulation = Simulation(deployment, make_model(num_blocks=num_blocks, **BENT_STEPS | kv), can_skip=can_skip)
     names = list(simulation.instances)
     for at, what, number in happens:
         action: Callable[[], object] = partial(cancel_first, simulation.routers[number % len(simulation.routers)])
@@ -441,7 +455,7 @@ BETWEEN_UPDATES: dict[str, Any] = {  # a skipped step fills a block of the later
         prefill=3,
         decode=0,
         both=1,
-        store_blocks=8,
+        store_bytes=8 * LAYOUT.block_bytes,
         instance=InstanceConfig(model="model", max_num_seqs=64, max_num_batched_tokens=2048),
         router=RouterConfig(model="model", max_requests=3, max_queue=4),
     ),
@@ -457,20 +471,34 @@ BETWEEN_UPDATES: dict[str, Any] = {  # a skipped step fills a block of the later
     ],
     "num_blocks": 400,
     "happens": [],
+    "kv": {},
 }
+KINDS = [  # of KV: of one group; with windows, with states, with both; with one window in all layers
+    {},
+    *({"layout": grouped(*groups)} for groups in (((0, 512), (48, 1536)), ((0, 1024), (STATE_WINDOW, 9000)))),
+    {"layout": grouped((0, 512), (64, 1024), (STATE_WINDOW, 5000))},
+    {"window": 48},
+]
 
 
 @settings(max_examples=25, deadline=None)
 @example(**BETWEEN_UPDATES)
-@given(deployment=fleets, drawn=loads, num_blocks=st.sampled_from([12, 30, 400]), happens=events)
+@given(
+    deployment=fleets,
+    drawn=loads,
+    num_blocks=st.sampled_from([12, 30, 400]),
+    happens=events,
+    kv=st.sampled_from(KINDS),
+)
 def test_requests_end_once_and_leave_nothing(
     deployment: Deployment,
     drawn: list[tuple[int, int, float, bool, bool]],
     num_blocks: int,
     happens: list[tuple[float, str, int]],
+    kv: dict[str, Any],
 ) -> None:
     requests = as_loads(drawn)
-    simulation, outcome = play(deployment, requests, num_blocks, happens, can_skip=True)
+    simulation, outcome = play(deployment, requests, num_blocks, happens, kv, can_skip=True)
     assert sorted(sample.index for sample in outcome.samples) == [load.index for load in requests]
     for sample in outcome.samples:
         assert sample.token_times == sorted(sample.token_times) and sample.scheduled <= sample.sent <= sample.ended
@@ -481,11 +509,13 @@ def test_requests_end_once_and_leave_nothing(
             assert sample.error and sample.status in (0, 200, 400, 429, 500, 503)
     check_released(simulation)
     assert all(0 <= share <= 1 for share in outcome.busy.values())
-    if not happens and deployment.store_blocks > 100:  # in a full store, some end by their time only
+    if (
+        not happens and deployment.store_bytes > 100 * LAYOUT.block_bytes
+    ):  # in a full store, some end by their time only
         assert max(simulation.store.leases.values(), default=0.0) <= simulation.clock.time, (
             "leases end with their requests"
         )
-    _, stepping = play(deployment, requests, num_blocks, happens, can_skip=False)
+    _, stepping = play(deployment, requests, num_blocks, happens, kv, can_skip=False)
     assert times(outcome) == times(stepping) and outcome.preemptions == stepping.preemptions
 
 

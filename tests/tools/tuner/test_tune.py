@@ -1,6 +1,7 @@
 """`pdserve bench tune`: which fleets it measures, how it keeps to its budget, and how it goes on from its file."""
 
 import json
+import shlex
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -8,7 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
+import typer
 
+from pdserve.cli.commands import app
 from pdserve.errors import SetupError
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.load_config import BenchTuneConfig
@@ -146,6 +149,21 @@ def test_an_interrupted_line_is_measured_again_and_another_load_refused(tune: An
 def test_ctrl_c_ends_the_search_and_its_run_does_not_count(tune: Any, capsys: pytest.CaptureFixture[str]) -> None:
     measured, _ = tune(interrupted=1, budget=50 * RUN_S)
     assert len(measured) == 1 and "Of 1 measured of 8 fleets" in capsys.readouterr().out
+
+
+def test_the_command_at_the_end_starts_what_was_measured(
+    tune: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same model with the same settings, and not the demo model with the defaults."""
+    own: dict[str, Any] = {"model": "/models/my own", "threads": 3, "paced": "", "force": True}
+    tune(budget=3 * RUN_S, **own)
+    out = capsys.readouterr().out
+    command = shlex.split(next(line for line in out.splitlines() if line.startswith("pdserve up")))
+    root: Any = typer.main.get_command(app)
+    settings = root.commands["up"].make_context("up", command[2:]).params
+    assert settings.items() >= (own | {"profile": str(tmp_path / "profile.json")}).items()
+    assert settings["prefill"] + settings["decode"] + settings["both"] == 2 and settings["max_num_seqs"] in (8, 16)
+    assert "TTFT p90 rests on the slowest 1 of 9 requests" in out
 
 
 def test_an_interrupted_search_without_a_measurement_has_no_report(tune: Any) -> None:
