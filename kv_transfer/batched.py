@@ -369,6 +369,9 @@ class BatchedConnector(Connector):
         return blocks
 
     def __store(self, operation: Operation[Result], lease_s: float) -> None:
+        if self.codec.is_identity:
+            self.put_many(self._blocks(Outgoing, operation), lease_s)
+            return
         codec, started = self.codec.choose(len(operation.block_ids)), time.perf_counter()
         self.put_many(self._blocks(Outgoing, operation, codec), lease_s)
         if operation.num_stored == len(operation.block_ids):

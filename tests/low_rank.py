@@ -79,7 +79,8 @@ def make_stacked_adapter(
     the columns of B, the experts take turns.
     """
     random = torch.Generator().manual_seed(seed)
-    tensors, model = {}, AutoModelForCausalLM.from_pretrained(base)
+    tensors = dict[str, torch.Tensor]()
+    model = AutoModelForCausalLM.from_pretrained(base)
     for name, module in experts_of(model):
         weights = [(key, one.data) for key, one in module.named_parameters(recurse=False) if key in targets]
         for depth, (_, weight) in enumerate(reversed(weights)):
@@ -191,7 +192,7 @@ def six_adapters(folder: Path, base: Path, architecture: str) -> dict[str, Made]
     fifth = make("attention", {"": 2.0}, rank=10, alpha=20, seed=5, targets=names[:2], size=3)
     if architecture in MIXTURES:
         scales = {"down_proj": 3.0, "gate_up_proj": 1.5}
-        stacked = {"rank": 16, "alpha": 6, "alpha_pattern": {"down_proj": 12}, "use_rslora": True, "size": 2}
+        stacked: Any = {"rank": 16, "alpha": 6, "alpha_pattern": {"down_proj": 12}, "use_rslora": True, "size": 2}
         fifth = Made(make_stacked_adapter(folder / "stacked", base, **stacked), scales)
     patterns = {"ranks": {last: 16}, "alpha_pattern": {first: 16, last: 16}}
     return {

@@ -50,8 +50,8 @@ class Adapters:
 
     def __init__(self, config: EngineConfig, runner: "ModelRunner | PacedRunner") -> None:
         runner = _checked(runner)
-        is_leading = isinstance(runner, LeadingRunner)
-        self._layers = LeadingLayers(runner, config) if is_leading else AdaptedLayers(runner, config)
+        layers = LeadingLayers(runner, config) if isinstance(runner, LeadingRunner) else AdaptedLayers(runner, config)
+        self._layers: AdaptedLayers = layers
         self._folder = Path(config.lora_folder).resolve() if config.lora_folder else None
         self._base = config.name
         url = config.connector if isinstance(config, InstanceConfig) else ""

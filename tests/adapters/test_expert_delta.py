@@ -135,7 +135,7 @@ def test_rows_of_another_step() -> None:
         mixture.module(*inputs(torch.float32))
 
 
-class Backwards(Qwen3MoeExperts):  # type: ignore[misc]
+class Backwards(Qwen3MoeExperts):
     """Experts whose loop takes rows in another order."""
 
     def forward(self, hidden_TK: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ class Backwards(Qwen3MoeExperts):  # type: ignore[misc]
     forward.__wrapped__ = forward  # type: ignore[attr-defined]
 
 
-class Otherwise(Qwen3MoeExperts):  # type: ignore[misc]
+class Otherwise(Qwen3MoeExperts):
     """Experts that are no product of theirs."""
 
     def forward(self, hidden_TK: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:

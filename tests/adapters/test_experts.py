@@ -39,7 +39,7 @@ def model_of(kind: type[torch.nn.Module], **config: Any) -> torch.nn.Module:
 def test_stacked_weights() -> None:
     """Their dimensions are in either order; NemotronH's experts have no gate."""
     assert stacked_weights(model_of(Qwen3MoeExperts)) == {"experts": (GATE_UP, DOWN)}
-    sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    sizes: Any = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     gpt_oss = torch.nn.ModuleDict({"experts": GptOssExperts(transformers.GptOssConfig(**sizes))})
     features = {name: [(one.name, one.features) for one in of] for name, of in stacked_weights(gpt_oss).items()}
     assert features == {"experts": [("gate_up_proj", GATE_UP.features), ("down_proj", DOWN.features)]}
@@ -58,9 +58,8 @@ def test_stacked_weights() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_packed_weights_are_in_the_same_order(dtype: torch.dtype) -> None:
     experts.register()
-    config = transformers.Qwen3MoeConfig(
-        num_experts=EXPERTS, hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, experts_implementation=experts.NAME
-    )
+    sizes: Any = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE}
+    config = transformers.Qwen3MoeConfig(**sizes | {"experts_implementation": experts.NAME})
     module = Qwen3MoeExperts(config).to(dtype).requires_grad_(False)
     for parameter in module.parameters():
         parameter.normal_(0, 0.1)

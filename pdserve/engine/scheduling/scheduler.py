@@ -500,7 +500,9 @@ class Scheduler:
         loaded, waiting, order = self._queues(budget, below, output.late)
         computable, has_time = list[Sequence](), True
         for seq in loaded if waiting is None else [*loaded, waiting]:
-            if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits) or seq.awaits_beams:
+            if seq in output.left_out or (not budget.scored_tokens and seq.reads_logits):
+                continue
+            if seq.group is not None and seq.awaits_beams:
                 continue
             computed = seq.kv.num_computed
             if not seq.kv.block_ids:
