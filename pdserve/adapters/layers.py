@@ -97,7 +97,7 @@ class AdaptedLayers:
         """Return the adapter in files. Raises AdapterError as `parse_adapter`."""
         return parse_adapter(files, self._max_rank, self._experts)
 
-    def prepare(self, files: Files) -> LoadedAdapter:
+    def prepare(self, files: Files, copy: Copy | None = None) -> LoadedAdapter:
         """Return the adapter in files, ready for this model. Raises AdapterError: it is not of this model, or see `parse`."""
         found = self.parse(files)
         model, dtype = self._runner.checkpoint.model, self._runner.checkpoint.dtype
@@ -124,7 +124,7 @@ class AdaptedLayers:
             else:
                 of_experts[expert] = layer
         layers |= _stacks(found, of_experts, dtype)
-        return LoadedAdapter(found.digest, found.rank, str(files.path), found.invocation, layers)
+        return LoadedAdapter(found.digest, found.rank, str(files.path), found.invocation, layers, copy)
 
     def _part(self, files: Files, name: str, layer: LowRank) -> LowRank:
         """Return this rank's part of what is added to a layer. Raises AdapterError if it is one of experts."""

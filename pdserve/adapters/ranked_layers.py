@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from pdserve.adapters.checkpoint import AdapterError, Files
 from pdserve.adapters.layers import AdaptedLayers, LoadedAdapter
+from pdserve.adapters.sharing import Copy
 from pdserve.config import EngineConfig
 from pdserve.ranks.messages import OnAdapters
 from pdserve.ranks.runners import FollowingRunner, LeadingRunner
@@ -25,8 +26,8 @@ class LeadingLayers(AdaptedLayers):
         self._lock = threading.Lock()
         self._known = WeakSet[LoadedAdapter]()
 
-    def prepare(self, files: Files) -> LoadedAdapter:
-        adapter = super().prepare(files)
+    def prepare(self, files: Files, copy: Copy | None = None) -> LoadedAdapter:
+        adapter = super().prepare(files, copy)
         with self._lock:
             self._send("load", str(files.path), files.config, files.weights)
             self._known.add(adapter)

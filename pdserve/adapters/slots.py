@@ -12,13 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from pdserve.adapters.checkpoint import AdapterError, read_files
+from pdserve.adapters.checkpoint import AdapterError, Files, read_files
 from pdserve.adapters.layers import AdaptedLayers, LoadedAdapter
 from pdserve.adapters.ranked_layers import LeadingLayers
 from pdserve.adapters.sharing import AdapterStore, Copy, StoreError
@@ -151,17 +150,13 @@ class Adapters:
         try:
             with _counted(host, "load"):
                 files = self._store.get(order.digest, Path(order.path))
-                adapter = self._layers.prepare(files)
+                adapter = self._layers.prepare(files, _copy_of(files))
                 if adapter.digest != order.digest:
                     raise AdapterError(f"adapter {order.digest.hex()}: the KV store has other weights under its digest")
         except AdapterError as error:
             log.warning("adapter %s: %s; %s", order.name, here, error)
             raise AdapterError(f"{here}; {error}") from error
-        try:
-            return replace(adapter, copy=Copy(files))
-        except OSError as error:
-            log.warning("adapter %s cannot be offered to others: %s", order.name, error)
-            return adapter
+        return adapter
 
     def _offer(self, digest: bytes, known: LoadedAdapter | None, host: Host) -> None:
         """Store an adapter. Raises AdapterError."""
@@ -210,6 +205,15 @@ class Adapters:
             before = min(max(0, seq.kv.chain.adapter_start - seq.kv.num_computed), count)
             slots += [-1] * before + [slot] * (count - before)
         self._layers.set_rows(slots)
+
+
+def _copy_of(files: Files) -> Copy | None:
+    """Return a copy of files for others, if there is room for one."""
+    try:
+        return Copy(files)
+    except OSError as error:
+        log.warning("adapter %s cannot be offered to others: %s", files.path, error)
+        return None
 
 
 def _described(adapter: LoadedAdapter, at: int, **names: str) -> pb.Adapter:

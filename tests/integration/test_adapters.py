@@ -386,9 +386,10 @@ def ask(deployment: Any, complete: Callable[..., dict[str, Any]], model: str = "
     return [complete(deployment, prompt=prompt, **body)["choices"][0]["token_ids"] for prompt in ASKED]
 
 
-@pytest.mark.parametrize("kind", ["shm", "redis"])
+@pytest.mark.parametrize(("kind", "ranks"), [("shm", 2), ("redis", 1)])
 def test_an_instance_without_the_folder_takes_adapters_from_the_kv_store(
     kind: str,
+    ranks: int,
     folder: Path,
     away: dict[str, Any],
     answers: Callable[[str], list[list[int]]],
@@ -401,7 +402,7 @@ def test_an_instance_without_the_folder_takes_adapters_from_the_kv_store(
 ) -> None:
     """It answers exactly after an order to load, after a restart, and after a byte was flipped in the store."""
     url = shm_url if kind == "shm" else start_redis().url
-    with deploy(**away, connector=url) as deployment:
+    with deploy(**away, connector=url, tensor_parallel_size=ranks) as deployment:
         count = partial(metric, deployment, "adapter_transfers_total")
 
         def check(name: str) -> None:
