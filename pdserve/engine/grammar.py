@@ -169,7 +169,8 @@ def _start(compiler: GrammarCompiler) -> None:
     try:
         compiler.start()
     except RequestError as error:  # which the first request with a grammar meets again
-        log.warning("structured output will fail: %s", error)
+        if not compiler.is_closed:
+            log.warning("structured output will fail: %s", error)
 
 
 def follow_grammar(seq: Sequence) -> None:

@@ -43,7 +43,7 @@ class GrammarCompiler:
         self._arguments = [model, str(vocab_size), eos, json.dumps(asdict(self._limits))]
         self._lock = threading.Lock()
         self._server: _CompileServer | None = None
-        self._closed = False
+        self.is_closed = False
 
     def start(self) -> None:
         """Start the compile server, if it is not running, and wait until it has loaded: the first grammar need not.
@@ -98,13 +98,13 @@ class GrammarCompiler:
     def close(self) -> None:
         """Kill the compile server and all that it compiles."""
         with self._lock:
-            self._closed = True
+            self.is_closed = True
             if self._server is not None:
                 self._server.kill()
 
     def _running_server(self) -> "_CompileServer":
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 raise Unavailable("the process is shutting down", kind="drained")
             if self._server is None or not self._server.is_running:
                 self._server = _CompileServer(self._arguments)

@@ -18,7 +18,7 @@ from pdserve.cli.fork_server import ForkServer
 BLOCKED = ["grpc", "grpc_health", "grpc_reflection", "zmq", "redis", "python_multipart", "fastapi_offline"]
 BLOCKED += ["opentelemetry.sdk"]
 ROUTER = ["router", "--model", "demo", "--control-port", "0"]
-DECODE = ["decode", "--model", "/no/such/model"]  # which is not even looked for
+DECODE = ["decode", "--model", "demo"]  # which is not loaded
 EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
 # Extra → a command that needs it.
 COMMANDS = [

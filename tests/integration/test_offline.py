@@ -177,8 +177,8 @@ def test_a_failed_start_says_why_and_leaves_nothing(spawned: list[Any], tmp_path
         LLM("/no-such-model")
     (tmp_path / "config.json").write_text('{"model_type": "vit", "architectures": ["ViTModel"]}')
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(SetupError, match=r"not supported[^\n]*\n[^\n]*could not start; see its error above$"):
-        LLM(str(tmp_path))
+    with pytest.raises(SetupError, match=r"not supported[^\n]*\n(.*\n)*[^\n]*could not start; see its error above$"):
+        LLM(str(tmp_path))  # the router may say meanwhile that it finds no tokenizer
     assert spawned and all(process.poll() is not None for process in spawned)
 
 

@@ -38,7 +38,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         ({"step": {"decode": [[1, -0.1]]}}, "the seconds of decode must be finite"),
         ({"step": {"mixed": [math.inf, 1, 1]}}, "the fixed part of a mixed step must be finite"),
         ({"engine": {"block_size": 0}}, "block_size, max_num_batched_tokens and max_num_seqs must be at least 1"),
-        ({"engine": {"num_blocks": -1}}, "block_bytes, num_blocks and max_model_len must not be negative"),
+        ({"engine": {"num_blocks": -1}}, "block_bytes, num_blocks, num_pages and max_model_len must not be negative"),
         ({"transfers": {"shm": {"bytes_per_s": 0}}}, "the bytes per second of a transfer must be more than 0"),
         ({"overheads": {"frame_s": -1}}, "the overheads must be finite"),
         ({"swap": [0, math.nan]}, "the seconds of swap, start-up and role change must be finite"),

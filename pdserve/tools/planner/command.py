@@ -104,7 +104,9 @@ def verdict_of(plan: Plan, targets: Sequence[Target], rate: float, config: PlanC
     if plan.chosen is None:
         nearest = plan.nearest
         share = nearest.forecast.busy.get("router", 0.0)
-        more = math.ceil(config.routers * share / ROUTER_SHARE)
+        figures = nearest.forecast.figures
+        offered = config.routers * share * max(1.0, rate * figures["duration"] / max(1.0, figures["completed"]))
+        more = math.ceil(offered / ROUTER_SHARE)
         router = f"Instances do not help a router that is busy {share:.0%} of the time: try --routers {more}."
         return [
             f"No fleet of up to {nearest.fleet.size if config.instances else config.max_instances} instances meets the SLO "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, Overloaded
+from pdserve.errors import BadRequest, Overloaded, RequestError
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.router.backend import ModelInfo
 from pdserve.router.limits.key_file import load_api_keys
@@ -36,7 +36,11 @@ class FakeCompiler:
 
     compiled: list[str] = field(default_factory=list)
     proceed: threading.Event = field(default_factory=threading.Event)
-    closed: bool = False
+    is_closed: bool = False
+
+    def start(self) -> None:
+        assert self.proceed.wait(600)
+        raise RequestError("the compile server did not start", kind="internal_error")
 
     def compile(self, spec: str) -> bytes:
         self.compiled.append(spec)
@@ -48,7 +52,7 @@ class FakeCompiler:
         return b""
 
     def close(self) -> None:
-        self.closed = True
+        self.is_closed = True
 
 
 def make_checker(compiler: FakeCompiler, on_result: Callable[[str], None] = lambda result: None) -> GrammarChecker:
@@ -63,6 +67,20 @@ def compiler() -> FakeCompiler:
 @pytest.fixture
 def checker(compiler: FakeCompiler) -> GrammarChecker:
     return make_checker(compiler)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_stop_while_the_compile_server_starts_is_no_reason_to_warn(
+    is_closed: bool, compiler: FakeCompiler, checker: GrammarChecker, caplog: pytest.LogCaptureFixture
+) -> None:
+    checker.start(INFO)
+    if is_closed:
+        checker.close()
+    compiler.proceed.set()
+    checker._threads.shutdown()
+    assert [record.getMessage() for record in caplog.records] == (
+        [] if is_closed else ["structured output will fail: the compile server did not start"]
+    )
 
 
 @pytest.fixture
@@ -155,7 +173,7 @@ def test_equal_grammars_of_a_key_are_compiled_once(checker: GrammarChecker, comp
     asyncio.run(check_all())
     assert compiler.compiled == ["bomb"]
     checker.close()
-    assert compiler.closed
+    assert compiler.is_closed
 
 
 def test_a_nested_schema_is_rejected_without_compiling(

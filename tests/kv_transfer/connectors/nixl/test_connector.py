@@ -46,7 +46,6 @@ def during_read(reader: Any, monkeypatch: pytest.MonkeyPatch, *, at: int, do: Ca
 
     for started_reader in reader.connector._readers:
         patch(started_reader._agent, "start_read")
-        patch(started_reader._agent, "read")
 
 
 @pytest.mark.parametrize("piece", ["1", "48KiB", "4MiB"], ids=["single blocks", "three at a time", "all at once"])
