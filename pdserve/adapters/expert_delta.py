@@ -1,4 +1,4 @@
-"""What adapters add to the products of experts: for each expert, to those of its rows whose adapter has matrices for it.
+"""Deltas of adapters on experts of a mixture: added to an expert's rows whose adapters have matrices for it.
 
     the model's loop over experts ─► weight[expert] ─► product of its rows ─► + low-rank products of these rows, by slot
 

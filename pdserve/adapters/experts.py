@@ -1,4 +1,4 @@
-"""How PEFT names and shapes what it adds to the experts of a mixture, whose weights transformers stacks.
+"""PEFT's names and shapes of adapters on the experts of a mixture, whose weights transformers stacks.
 
     target_modules     matrices for each layer of each expert, named as in checkpoints: `layers.0.mlp.experts.3.gate_proj`
     target_parameters  matrices for a stacked weight. PEFT wraps the module once for each that it targets, the last one

@@ -214,7 +214,7 @@ class AdapterModel:
         _check_times("the times of adapters", self.adapter_s, self.load_s)
 
     def seconds(self, adapters: int, rows: int) -> float:
-        """Return by how much a step takes longer that has so many adapters, and tokens with one."""
+        """Return the seconds that a number of adapters, on a number of rows, add to a step."""
         return _interpolate(self.rows, rows) + self.adapter_s * (adapters - 1) if adapters else 0.0
 
     @classmethod

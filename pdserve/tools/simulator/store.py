@@ -163,7 +163,7 @@ class SimulatedConnector(Connector):
 
     def match(self, keys: Sequence[bytes]) -> Future[int]:
         future: Future[int] = Future()
-        # The engine thread asks for the first group, and for the others whoever hears the answer, in the middle of a step.
+        # Other groups are matched when the answer about the first arrives, which may be in the middle of a step.
         asked_at = self._clock.time if self._namespace else self._now()
         self._at(asked_at + self._store.link.latency_s, lambda: future.set_result(self._match_now(keys)))
         return future
