@@ -381,7 +381,9 @@ class Application:
         if access is Access.OPEN or not (valid_keys.keys or (access is Access.OPERATOR and self._clients.keys)):
             return
         key = presented_key(Request(scope).headers)
-        for keys in (valid_keys,) if routes else (valid_keys, self._operators):  # without a route, any valid key will do
+        for keys in (
+            (valid_keys,) if routes else (valid_keys, self._operators)
+        ):  # without a route, any valid key will do
             if key and (name := keys.identify(key)) is not None:
                 state["key"] = name
                 return
