@@ -15,6 +15,7 @@ from pdserve.kv_transfer.url import Query, split
 
 REQUEST, ANSWER = struct.Struct("<cIdI"), struct.Struct("<BI")
 ABSENT, OK, FULL = 0, 1, 2
+MAX_BYTES = 64 << 20  # of a value
 
 
 class WireConnector(ThreadedConnector):
@@ -71,6 +72,8 @@ class WireConnector(ThreadedConnector):
         return self._receive(server, ANSWER.size)
 
     def _receive(self, server: socket.socket, count: int) -> bytes:
+        if count > MAX_BYTES:
+            raise ConnectionError(f"the server announced {count} bytes")
         received = bytearray(count)
         view = memoryview(received)
         while view:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 
 REQUEST, ANSWER = struct.Struct("<cIdI"), struct.Struct("<BI")
 ABSENT, OK, FULL = 0, 1, 2
+MAX_BYTES = 64 << 20  # of a value; a broken client may send or read a length that is none
 
 
 class WireServer(socketserver.ThreadingTCPServer):
@@ -81,6 +82,8 @@ class _Handler(socketserver.BaseRequestHandler):
             return  # the client has disconnected
 
     def _receive(self, count: int) -> bytes:
+        if count > MAX_BYTES:
+            raise ConnectionError
         received = bytearray(count)
         view = memoryview(received)
         while view:
