@@ -26,7 +26,7 @@ from functools import partial
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.engine.step import Accepted, StepPlan
-from pdserve.kv_transfer.connector import GrowingStore, Result
+from pdserve.kv_transfer.connector import GrowingStore, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.prefill.layer_stores import LayerStores
 from pdserve.roles.job import InstanceContext, Job
@@ -40,10 +40,12 @@ class _StorePart:
     Attributes:
         blocks: number of blocks.
         stored: number of leading blocks stored; None until the store has ended.
+        leased: keys of blocks that it has leased, by their indices in the prompt, until these leases are ended here.
     """
 
     blocks: int
     stored: int | None = None
+    leased: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -170,8 +172,8 @@ class Prefiller:
             self._engine.remove(job.seq)
             if not state.running:
                 self._transfers.cancel(state.job)
-                if not self._transfers.in_place and state.lease_s:  # in place, decode may still be reading
-                    self._transfers.end_leases(state.job.keys[: state.stored_blocks], b"")
+                if not self._transfers.in_place:  # else decode may still be reading
+                    self._end_leases(state)
             self._announce(state)
 
     def _begin_stores(self, plan: StepPlan) -> LayerStores | None:
@@ -223,7 +225,7 @@ class Prefiller:
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
             part, keys = _StorePart(stop - start), job.keys[start:stop]
-            on_done = partial(self._on_stored, state, part, keys)
+            on_done = partial(self._on_stored, state, part, start)
             store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
             tails: Tails = ()
             if seq.kv.tails:
@@ -238,17 +240,20 @@ class Prefiller:
             state.parts.append(part)
             state.open_stores += 1
 
-    def _on_stored(self, state: _PrefillState, part: _StorePart, keys: Sequence[bytes], result: Result) -> None:
+    def _on_stored(self, state: _PrefillState, part: _StorePart, first: int, result: Result) -> None:
         job = state.job
         part.stored = result.leading
         state.open_stores -= 1
         state.has_gap |= part.stored < part.blocks
-        if not state.running and state.lease_s:  # too late: decode will not be told of these blocks
-            self._transfers.end_leases(keys[: result.leading], result.ticket)
+        if state.lease_s:
+            stored = (index for index, outcome in enumerate(result.outcomes, first) if outcome is Outcome.OK)
+            part.leased = {index: job.keys[index] for index in stored}
         if state.has_gap:
             self._transfers.cancel(job)
-            if state.lease_s and not state.open_stores:  # decode will not be told of what is stored behind the gap
-                self._transfers.end_leases(job.keys[state.stored_blocks : state.submitted_blocks], b"")
+        if not state.running:  # too late: decode will not be told of these blocks
+            self._end_leases(state, result.ticket)
+        elif state.has_gap and not state.open_stores:
+            self._end_leases(state)
         job.record_transfer(result, self._context.now())
         for one in state.running:
             if result.ticket:
@@ -257,6 +262,14 @@ class Prefiller:
             job.report_transfers(self._engine.layout)
             job.stamp(Stage.KV_STORED, self._context.now())
         self._announce(state)
+
+    def _end_leases(self, state: _PrefillState, ticket: bytes = b"") -> None:
+        """End once each lease of what decode will not be told of: all, or what is stored behind a gap."""
+        told = state.stored_blocks if state.running else 0
+        ended = [key for part in state.parts for index, key in part.leased.items() if index >= told]
+        for part in state.parts:
+            part.leased = {index: key for index, key in part.leased.items() if index < told}
+        self._transfers.end_leases(ended, ticket)
 
     def _announce(self, state: _PrefillState) -> None:
         """Report to the router how many leading blocks decode may load or follow, and whether more will come.

@@ -7,7 +7,6 @@ one, every row of KV that a step reads with that of its tokens, and in the end n
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any, cast
@@ -17,24 +16,19 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from pdserve.adapters.slot_table import SlotTable
 from pdserve.config import InstanceConfig
 from pdserve.engine.memory.groups import pages_for
 from pdserve.engine.memory.kv_memory import pool_groups
+from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.engine.step import StepPlan
 from pdserve.instance.instance import Instance
 from pdserve.keys import pack_tokens
-from pdserve.kv_transfer.connector import (
-    Capabilities,
-    Connector,
-    OperationFuture,
-    Outcome,
-    PoolMemory,
-    Result,
-    Stats,
-)
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, Tenant
-from tests.instance.hash_model import VOCAB, HashRunner, answer, beam_answers, layout_of, spec_of
+from tests.instance.faulty_store import FaultyStore, Lease
+from tests.instance.hash_model import BASE, VOCAB, HashRunner, Variant, answer, beam_answers, layout_of, spec_of
 from tests.outputs import outputs_of
 
 LINK = "router"
@@ -58,113 +52,6 @@ class Inbox(deque[Callable[[], None]]):
 
 
 @dataclass(eq=False)
-class Operation:
-    """An operation of a store that has not ended."""
-
-    kind: str
-    keys: list[bytes]
-    blocks: list[int]
-    future: "Future[Any]" = field(default_factory=Future)
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class FaultyStore(Connector):
-    """A store whose operations end in any order, and fail at random.
-
-    Args:
-        data: what is stored, by window and key; instances share it.
-        faults: probability that an operation fails at a block.
-    """
-
-    scheme = "faulty"
-
-    def __init__(
-        self, data: "dict[Any, npt.NDArray[np.uint8]]", rng: random.Random, faults: float, **can: bool
-    ) -> None:
-        self._data, self._rng, self._faults, self._can = data, rng, faults, can
-        self.active: list[Operation] = []
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(cancels=True, skips_hanging=True, **self._can)  # type: ignore[arg-type]
-
-    def attach(self, memory: PoolMemory) -> None:
-        self._memory = memory
-
-    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> "Future[Result]":
-        return self._begin("store", keys, block_ids)
-
-    def load(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()
-    ) -> "Future[Result]":
-        return self._begin("load", keys, block_ids)
-
-    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> "Future[Result]":
-        return self._begin("follow", keys, block_ids)
-
-    def match(self, keys: Sequence[bytes]) -> "Future[int]":
-        self.active.append(operation := Operation("match", [*keys], []))
-        return operation.future
-
-    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None: ...
-
-    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None: ...
-
-    def stats(self) -> Stats:
-        return Stats()
-
-    def close(self) -> None: ...
-
-    def end_one(self) -> None:
-        """End some operation."""
-        if not self.active:
-            return
-        operation = self.active.pop(self._rng.randrange(len(self.active)))
-        if operation.kind == "match":
-            keys = [] if self._rng.random() < self._faults else operation.keys
-            found = (i for i, key in enumerate(keys) if self._name(key) not in self._data)
-            operation.future.set_result(next(found, len(keys)))
-            return
-        outcomes, stopped = list[Outcome](), False
-        for key, block in zip(operation.keys, operation.blocks, strict=True):
-            stopped |= operation.cancelled and self._rng.random() < 0.5
-            if stopped:
-                outcomes.append(Outcome.CANCELLED if operation.cancelled else Outcome.UNAVAILABLE)
-                continue
-            outcomes.append(self._end_block(operation.kind, key, block))
-            stopped = outcomes[-1] is Outcome.UNAVAILABLE and operation.kind != "store"
-            if outcomes[-1] is Outcome.MISSING and operation.kind == "follow":
-                outcomes += [Outcome.MISSING] * (len(operation.keys) - len(outcomes))
-                break
-        operation.future.set_result(Result(outcomes, 0.01))
-
-    def _end_block(self, kind: str, key: bytes, block: int) -> Outcome:
-        rows, fails = self._memory.rows, self._rng.random() < self._faults
-        if kind == "store":
-            if fails:
-                return self._rng.choice([Outcome.FULL, Outcome.UNAVAILABLE])
-            self._data.setdefault(self._name(key), rows[block].copy())
-            return Outcome.OK
-        if not fails and (name := self._name(key)) in self._data:
-            rows[block] = self._data[name]
-            return Outcome.OK
-        rows[block] = np.frombuffer(self._rng.randbytes(rows.shape[1]), np.uint8)
-        return self._rng.choice([Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE]) if fails else Outcome.MISSING
-
-    def _name(self, key: bytes) -> tuple[int, bytes]:
-        return self._memory.layout.window, key
-
-    def _begin(self, kind: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> "Future[Result]":
-        operation = Operation(kind, [*keys], [*block_ids])
-        operation.future = OperationFuture(operation.cancel)
-        self.active.append(operation)
-        return operation.future
-
-
-@dataclass(eq=False)
 class Ask:
     """What a client asks for, with the choices that answer it."""
 
@@ -176,6 +63,8 @@ class Ask:
     multi_turn: bool
     whole: bool
     prediction: list[int]
+    variant: Variant = BASE
+    pin: bool = False
 
 
 @dataclass(eq=False)
@@ -203,6 +92,37 @@ class Choice:
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
+@dataclass(frozen=True)
+class SomeAdapter:
+    digest: bytes
+
+
+class SlottedAdapters:
+    """Adapters, of which some have slots; see `pdserve.engine.adapters`."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = SlotTable(num_slots, lambda slot, adapter: None)
+
+    def find(self, digest: bytes) -> SomeAdapter:
+        return SomeAdapter(digest)
+
+    def acquire(self, seq: EngineSequence, *siblings: EngineSequence) -> bool:
+        return self._slots.acquire(seq, *siblings)
+
+    def release(self, seq: EngineSequence) -> None:
+        self._slots.release(seq)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        slots: dict[int, EngineSequence] = {}
+        for seq in plan.counts:
+            if seq.adapter is not None:
+                other = slots.setdefault(self._slots.slot_of(seq), seq)
+                assert seq.adapter == other.adapter, "two adapters have one slot"
+
+    def check_end(self) -> None:
+        assert not self._slots.is_used, "a slot is held"
+
+
 class World:
     """Two instances, their store, and a small router: the settings and all that happens follow from a seed.
 
@@ -217,7 +137,9 @@ class World:
         self._rng = rng = random.Random(seed)
         self._meddles, self._now = meddles, 0.0
         self._block_size = rng.choice([1, 2, 3, 4, 16, 16])
-        windows = rng.choice([(None,), (None,), (None,), (5,), (17,), (40,), (None, 7), (40, 10), (None, 20, 5)])
+        windows = rng.choice(
+            [(None,), (None,), (None, None), (5,), (17,), (40, 40), (None, 7), (40, 10), (None, 20, 5), (None, 9, None)]
+        )
         self._spec = spec_of(windows, rng.choice([0, 0, 2, 50]))
         self._eos = frozenset(rng.choice([(), (0,), (0, 1, 2)]))
         self._max_len = rng.choice([30, 60, 120])
@@ -225,8 +147,14 @@ class World:
         self._lag = rng.choice([0.0, 0.5, 0.9])  # probability that frames to the router wait
         self._itl_target = rng.choice([None, None, 20.0])
         self._can = {"follows": rng.random() < 0.6, "prolongs": rng.random() < 0.5}
+        if (how := rng.random()) < 0.2:
+            self._can |= {"in_place": True, "follows": False}
+        elif how < 0.5:
+            self._can["stores_growing"] = True
+        self._has_adapters = rng.random() < 0.3
         self._prefixes = [self._some_tokens(rng.randrange(1, 50)) for _ in range(3)]
         self._data: dict[Any, npt.NDArray[np.uint8]] = {}
+        self._leased: dict[bytes, Lease] = {}
         self._stores: list[FaultyStore] = []
         self._frames: deque[tuple[int, pb.InstanceFrame]] = deque()
         self._choices: dict[str, Choice] = {}
@@ -275,6 +203,8 @@ class World:
             instance.run_once(wait=False)
             assert instance.engine.pool.num_held == instance.engine.pool.num_promised == 0
             instance.engine.pool.check_integrity()
+            if self._has_adapters:
+                cast("Any", instance.engine.adapters).check_end()
             scheduler = instance.engine.scheduler
             self.counts += Counter(preemptions=scheduler.num_preemptions, swaps=scheduler.swap_space.num_swaps)
             self.counts["drafts"] += runner.num_accepted
@@ -304,14 +234,20 @@ class World:
             self._frames.append((at, frame))
 
         def connect(url: str) -> FaultyStore:
-            self._stores.append(FaultyStore(self._data, rng, self._faults, **self._can))
+            self._stores.append(
+                FaultyStore(self._data, self._leased, rng, self._faults, lambda: self._now, **self._can)
+            )
             return self._stores[-1]
 
-        with mock.patch("pdserve.instance.instance.connect", connect):
+        runner.variant_of = lambda request_id: self._choices[request_id].ask.variant
+        small = mock.patch("pdserve.roles.transfers.MIN_RANGE_BYTES", 4)
+        with mock.patch("pdserve.instance.instance.connect", connect), small:
             inbox: Any = Inbox()
             instance = Instance(config, send, runner=cast("Any", runner), inbox=inbox, now=lambda: self._now)
         instance.engine.pool.message_ends = frozenset(rng.choice([(), (1,), (1, 2)]))
         runner.is_warm = True
+        if self._has_adapters:
+            instance.engine.adapters = cast("Any", SlottedAdapters(rng.randrange(1, 4)))
         return instance
 
     def _some_tokens(self, count: int, kinds: int = VOCAB) -> list[int]:
@@ -339,7 +275,8 @@ class World:
             seeds, most = seeds[:1], len(prompt) + sampling.max_tokens
             if any(instance.engine.beams_fault(most, width) for instance in self.instances):
                 return
-        prediction = answer(prompt, sampling, seeds[0], self._eos) if rng.random() < 0.3 and not width else []
+        variant = self._some_variant(prompt)
+        prediction = answer(prompt, sampling, seeds[0], self._eos, variant) if rng.random() < 0.3 and not width else []
         for at in rng.sample(range(len(prediction)), len(prediction) // 4):
             prediction[at] = rng.randrange(VOCAB)
         ask = Ask(
@@ -351,6 +288,8 @@ class World:
             rng.random() < 0.5,
             rng.random() < 0.3,
             prediction,
+            variant,
+            rng.random() < 0.05,
         )
         decode, prefill = rng.sample([0, 1], 2)
         is_split = rng.random() < 0.75 and (sampling.max_tokens > 1 or bool(width))
@@ -360,6 +299,13 @@ class World:
                 for i, seed in enumerate(seeds)
             ]
         )
+
+    def _some_variant(self, prompt: list[int]) -> Variant:
+        rng = self._rng
+        if not self._has_adapters or rng.random() < 0.4:
+            return Variant(rng.choice(["", "", "salt"]))
+        start = rng.choice([0, 16, self._block_size, rng.randrange(len(prompt))])
+        return Variant("", bytes([rng.randrange(4)]) * 16, start if start < len(prompt) else 0)
 
     def _submit(self, choices: list[Choice]) -> None:
         """Send choices of one prompt to their instances, decode first."""
@@ -373,6 +319,10 @@ class World:
             priority=ask.priority,
             multi_turn=ask.multi_turn,
             whole=ask.whole,
+            salt=ask.variant.salt,
+            adapter=ask.variant.adapter,
+            adapter_start=ask.variant.start,
+            pin=ask.pin,
         )
         message = pb.Submit(request_id=first.id, request=request.pack(), output=first.tokens)
         for one in others:
@@ -443,6 +393,7 @@ class World:
         message = pb.HandOver(request_id=choice.id)
         if stored is not None:
             message.num_blocks, message.coming, message.final = stored.num_blocks, stored.coming, stored.final
+            message.tickets.extend(stored.tickets)
             choice.is_final = stored.final
         if output.token_ids:
             message.first_token = output.token_ids[0]
@@ -457,9 +408,12 @@ class World:
     def _check(self, choice: Choice) -> None:
         ask = choice.ask
         found: Any = choice.tokens
-        right: Any = answer(ask.prompt, ask.sampling, choice.seed, self._eos) if not ask.sampling.beam_width else None
-        if right is None:
-            right, found = beam_answers(ask.prompt, ask.sampling, self._eos), choice.answers
+        right: Any
+        of = ask.variant
+        if not ask.sampling.beam_width:
+            right = answer(ask.prompt, ask.sampling, choice.seed, self._eos, of)
+        else:
+            right, found = beam_answers(ask.prompt, ask.sampling, self._eos, of), choice.answers
             right = right if len(right) == ask.sampling.num_answers else None
         if found != right:
             raise Wrong(f"{choice}: it is {found} instead of {right}")

@@ -6,6 +6,8 @@ without an instance (`answer`).
 """
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -34,6 +36,18 @@ class WrongRow(Exception):
     """A step read or wrote KV, or a state, that is not that of its tokens."""
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What the KV of a request depends on besides its tokens: its salt, and an adapter from a token on, if it has one."""
+
+    salt: str = ""
+    adapter: bytes = b""
+    start: int = 0
+
+
+BASE = Variant()
+
+
 def spec_of(windows: tuple[int | None, ...], state_numbers: int = 0) -> KVSpec:
     """Return the spec of a model with a layer of each window and, if a state has numbers, a recurrent layer."""
     groups = tuple(KVGroup((at,), 1, HASH_BYTES // 2, window=window) for at, window in enumerate(windows))
@@ -47,13 +61,18 @@ def layout_of(spec: KVSpec, block_size: int) -> Layout:
 
 @lru_cache(1 << 18)
 def _follow(digest: bytes, token: int) -> bytes:
-    return blake2b(digest + token.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()
+    return _digest(digest + token.to_bytes(4, "little"))
 
 
-def rows_of(tokens: list[int]) -> list[bytes]:
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=HASH_BYTES).digest()
+
+
+def rows_of(tokens: list[int], of: Variant = BASE) -> list[bytes]:
     """Return the KV of each token."""
-    rows, digest = [], bytes(HASH_BYTES)
-    for token in tokens:
+    rows, digest = [], _digest(of.salt.encode())
+    for at, token in enumerate(tokens):
+        digest = _digest(digest + of.adapter) if at == of.start and of.adapter else digest
         digest = _follow(digest, token)
         rows.append(digest)
     return rows
@@ -71,23 +90,27 @@ def candidates(row: bytes, count: int) -> list[Candidate]:
     return [*zip(ids, sorted((-5 * rng.random() for _ in ids), reverse=True), strict=True)]
 
 
-def answer(prompt: list[int], sampling: SamplingParams, seed: int, eos: frozenset[int]) -> list[int]:
+def answer(
+    prompt: list[int], sampling: SamplingParams, seed: int, eos: frozenset[int], of: Variant = BASE
+) -> list[int]:
     """Return the right output of a request."""
     tokens, stops = [*prompt], frozenset[int]() if sampling.ignore_eos else eos
     while (count := len(tokens) - len(prompt)) < sampling.max_tokens:
-        tokens.append(next_token(rows_of(tokens)[-1], seed, count))
+        tokens.append(next_token(rows_of(tokens, of)[-1], seed, count))
         if tokens[-1] in stops and count + 1 >= sampling.min_tokens:
             break
     return tokens[len(prompt) :]
 
 
-def beam_answers(prompt: list[int], sampling: SamplingParams, eos: frozenset[int]) -> list[list[int]]:
+def beam_answers(
+    prompt: list[int], sampling: SamplingParams, eos: frozenset[int], of: Variant = BASE
+) -> list[list[int]]:
     """Return the right answers of a beam search."""
     stops = frozenset[int]() if sampling.ignore_eos else eos
     how = sampling.max_tokens, sampling.length_penalty, sampling.early_stopping
     search, beams = BeamSearch(sampling.beam_width, stops, *how), [prompt]
     while True:
-        found = [candidates(rows_of(beam)[-1], search.num_candidates) for beam in beams]
+        found = [candidates(rows_of(beam, of)[-1], search.num_candidates) for beam in beams]
         branches = search.step(found)
         if search.is_over:
             return [[*one.token_ids] for one in search.hypotheses(sampling.num_answers)]
@@ -114,6 +137,7 @@ class HashRunner:
     Attributes:
         is_warm: the warm-up is over, whose sequences have no tokens of anyone.
         num_accepted: drafts that were right.
+        variant_of: returns what the KV of a request depends on, by its id.
     """
 
     graphs: ClassVar[None] = None
@@ -131,12 +155,14 @@ class HashRunner:
     ) -> None:
         layout = layout_of(spec, block_size)
         self.window, self.num_accepted, self.is_warm = spec.window, 0, False
+        self.variant_of: Callable[[str], Variant] = lambda request_id: BASE
         model, device = torch.nn.Module(), torch.device("cpu")
         self.checkpoint = Checkpoint(model, layout, spec, 1 << 20, VOCAB, eos, device, torch.uint8)
         shape = page_numbers(layout)
         pool, host = (torch.zeros((count, shape), dtype=torch.uint8) for count in (num_pages, num_host_pages))
         self.kv = HashMemory(pool, host, reference, layout, spec)
         self._windows = spec.windows
+        self._layers = sorted(layer for group in spec.groups for layer in group.layers)
         self._block_size = block_size
         self._time, self._step_seconds = 0.0, step_seconds
 
@@ -148,15 +174,21 @@ class HashRunner:
         """Read what each sequence attends to, write what it computes, and return what follows."""
         if not (plan.counts and self.is_warm):
             return {}
-        rows = {seq: rows_of([*seq.output.tokens, *plan.drafts.get(seq, ())]) for seq in plan.counts}
+        rows = {
+            seq: rows_of([*seq.output.tokens, *plan.drafts.get(seq, ())], self.variant_of(seq.request_id))
+            for seq in plan.counts
+        }
         stops = {seq: seq.kv.num_computed + plan.num_tokens(seq) for seq in plan.counts}
         for seq in plan.counts:
             assert plan.counts[seq] >= 1 and seq.kv.num_computed + plan.counts[seq] <= len(seq)
             self._check(seq, rows[seq], seq.kv.num_computed)
-        for seq, stop in stops.items():
-            for at in range(len(self._windows)):
-                places = self._places(seq, at, seq.kv.num_computed, stop)
-                self.kv.caches[self._layer(at)].numpy()[places] = _as_kv(rows[seq][seq.kv.num_computed : stop])
+        for layer in self._layers:
+            for seq, stop in stops.items():
+                places = self._places(seq, self.kv.group_of[layer], seq.kv.num_computed, stop)
+                self.kv.caches[layer].numpy()[places] = _as_kv(rows[seq][seq.kv.num_computed : stop])
+            if plan.on_layer is not None:
+                plan.on_layer(layer)
+        for seq in plan.counts:
             self._write_states(seq, rows[seq], seq.kv.num_computed, seq.kv.num_computed + plan.counts[seq])
         for seq in plan.counts:  # again, since two sequences may have written to one block
             self._check(seq, rows[seq], seq.kv.num_computed + plan.counts[seq])
@@ -180,18 +212,16 @@ class HashRunner:
         owners = {one: seq for seq in plan.counts for one in (seq, *seq.siblings)}
         return [owners[seq] for seq in needed.sampled]
 
-    def _layer(self, at: int) -> int:
-        """Return the layer of a group, which are in the order of their windows."""
-        return self.kv.group_of.index(at)
-
     def _check(self, seq: Sequence, rows: list[bytes], stop: int) -> None:
         """Raise WrongRow if the token behind the first `stop` attends to other KV than that of the tokens before it."""
-        for at, window in enumerate(self._windows):
+        for layer in self._layers:
+            at = self.kv.group_of[layer]
+            window = self._windows[at]
             first = 0 if window is None else max(0, stop + 1 - window)
-            found = self.kv.caches[self._layer(at)].numpy()[self._places(seq, at, first, stop)]
+            found = self.kv.caches[layer].numpy()[self._places(seq, at, first, stop)]
             wrong = np.flatnonzero((found != _as_kv(rows[first:stop])).any(axis=(1, 2)))
             if len(wrong):
-                raise WrongRow(f"{seq.request_id}: the KV of token {first + wrong[0]} of {len(seq)} in group {at}")
+                raise WrongRow(f"{seq.request_id}: the KV of token {first + wrong[0]} of {len(seq)} in layer {layer}")
         if self.kv.states is not None and stop:
             found = self._states()[self._state_row(seq, (stop - 1) // self._block_size)]
             if found.tobytes() != rows[stop - 1]:

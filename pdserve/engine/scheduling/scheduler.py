@@ -272,17 +272,21 @@ class Scheduler:
         Args:
             max_hit_blocks: only this many leading full blocks may be prefix hits.
             first_block: index of the first block that it needs.
-            respect_queue: leave the blocks that those need that wait for them before it in the order, or are of its rank.
+            respect_queue: leave the blocks that waiting sequences before it in the order, or of its rank, need.
             watermark: leave this many blocks free.
             num_now: leading blocks that it gets now, while the others are promised to it. None: all.
             num_coming: leading tokens that nobody computes here, see `BlockPool.match`.
 
         Returns:
-            False if the pool has too few blocks; nothing was taken.
+            False if the pool has too few blocks, or a hand-over that lacks them was overtaken too often; nothing was taken.
         """
         assert not seq.kv.block_ids
-        is_queued = respect_queue and (self.waiting or self.unreserved not in (None, seq))
-        claimed = self._claimed_before(seq) if is_queued else 0
+        overtaken = self.unreserved
+        if overtaken is not None and (overtaken is seq or self.order()(overtaken) >= self.order()(seq)):
+            overtaken = None
+        if overtaken is not None and overtaken.overtaken >= MAX_OVERTAKEN:
+            return False
+        claimed = self._claimed_before(seq) if respect_queue and self.waiting else 0
         hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks], first_block, num_coming)
         self.pool.hold(hits)
         num_blocks, room = self.pool.blocks_for(num_tokens), -claimed - watermark
@@ -298,16 +302,16 @@ class Scheduler:
             now = max(0, stop - first_block - len(hits))
             seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
             seq.kv.promise(self.pool, needed - now)
+        if overtaken is not None:
+            overtaken.let_pass()
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += (seq.kv.num_registered - first_block) * self.pool.block_size
         return True
 
     def _claimed_before(self, seq: Sequence) -> int:
-        """Return how many pages others need that wait for them before one in the order, or are of its rank."""
-        order, others = self.order(), self.waiting
-        if self.unreserved is not None and self.unreserved is not seq:
-            others = [*others, self.unreserved]
-        ahead = [other for other in others if order(other) <= order(seq)]
+        """Return how many pages the waiting sequences need that are before one in the order, or of its rank."""
+        order = self.order()
+        ahead = [other for other in self.waiting if order(other) <= order(seq)]
         return sum(map(self._pages_needed, ahead)) + max((self._watermark(other) for other in ahead), default=0)
 
     def num_out_of_window(self, num_computed: int) -> int:
@@ -420,27 +424,18 @@ class Scheduler:
     def _dequeue(self, seq: Sequence) -> bool:
         """Take a sequence from its queue if the pool has room for it.
 
-        A waiting one gets hits and a block, while the others are promised, unless KV comes at once. It overtakes a hand-over
-        that lacks blocks a limited number of times.
+        A waiting one gets hits and a block, while the others are promised, unless KV comes at once.
         """
         if seq.kv.block_ids:
             if has_room := seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 self.loaded.remove(seq)
             return has_room
-        overtaken = self.unreserved
-        if overtaken is not None:
-            order = self.order()
-            overtaken = overtaken if order(overtaken) < order(seq) else None
-        if overtaken is not None and overtaken.overtaken >= MAX_OVERTAKEN:
-            return False
         copy, most, spare = seq.kv.swapped or _NO_COPY, seq.num_usable_hits, self._watermark(seq)
         first, coming = copy.first_block, copy.num_tokens
         now = 1 if copy is _NO_COPY and not seq.kv.needs_refetch else None
         has_room = self.reserve(seq, most, len(seq), first_block=first, watermark=spare, num_now=now, num_coming=coming)
         if has_room:
             self._end_wait(seq)
-            if overtaken is not None:
-                overtaken.let_pass()
         return has_room
 
     def _queued(self, late: set[Sequence]) -> Iterator[Sequence]:

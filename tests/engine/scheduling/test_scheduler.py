@@ -127,15 +127,6 @@ def test_a_hand_over_that_lacks_blocks_is_overtaken_a_limited_number_of_times() 
     raise AssertionError("it gets no room")
 
 
-def test_a_later_prompt_of_which_the_store_has_kv_leaves_room_for_a_hand_over() -> None:
-    sched = scheduler(24)
-    handed_over, later, larger = (sequence(name, [i] * 40) for i, name in enumerate(["handed over", "later", "larger"]))
-    handed_over.rank, later.rank, larger.rank = 0, 1, 2
-    sched.unreserved = handed_over
-    assert sched.reserve(later, 0, 40, respect_queue=True) and not sched.reserve(larger, 0, 40, respect_queue=True)
-    assert sched.reserve(handed_over, 0, 41, respect_queue=True)
-
-
 def test_long_prompt_is_chunked_beside_decoding_sequences() -> None:
     sched = scheduler(64, budget=8)
     short, long = sequence("short", [1, 2, 3]), sequence("long", list(range(20)))
