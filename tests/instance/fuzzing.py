@@ -138,7 +138,18 @@ class World:
         self._meddles, self._now = meddles, 0.0
         self._block_size = rng.choice([1, 2, 3, 4, 16, 16])
         windows = rng.choice(
-            [(None,), (None,), (None, None), (5,), (17,), (40, 40), (None, 7), (40, 10), (None, 20, 5), (None, 9, None)]
+            [
+                (None,),
+                (None, None),
+                (None, None),
+                (5,),
+                (17, 17),
+                (40, 40),
+                (None, 7),
+                (40, 10),
+                (None, 20, 5),
+                (None, 9, None),
+            ]
         )
         self._spec = spec_of(windows, rng.choice([0, 0, 2, 50]))
         self._eos = frozenset(rng.choice([(), (0,), (0, 1, 2)]))
@@ -149,7 +160,7 @@ class World:
         self._can = {"follows": rng.random() < 0.6, "prolongs": rng.random() < 0.5}
         if (how := rng.random()) < 0.2:
             self._can |= {"in_place": True, "follows": False}
-        elif how < 0.5:
+        elif how < 0.6:
             self._can["stores_growing"] = True
         self._has_adapters = rng.random() < 0.3
         self._prefixes = [self._some_tokens(rng.randrange(1, 50)) for _ in range(3)]
@@ -291,7 +302,7 @@ class World:
             variant,
             rng.random() < 0.05,
         )
-        decode, prefill = rng.sample([0, 1], 2)
+        decode, prefill = self._some_instances()
         is_split = rng.random() < 0.75 and (sampling.max_tokens > 1 or bool(width))
         self._submit(
             [
@@ -299,6 +310,10 @@ class World:
                 for i, seed in enumerate(seeds)
             ]
         )
+
+    def _some_instances(self) -> list[int]:
+        """Return one to decode and one to prefill. Where KV is read in place, no pool waits for one that waits for it."""
+        return [1, 0] if self._can.get("in_place") else self._rng.sample([0, 1], 2)
 
     def _some_variant(self, prompt: list[int]) -> Variant:
         rng = self._rng
@@ -358,7 +373,7 @@ class World:
             self.instances[choice.prefill].cancel(LINK, choice.id)
         elif dice < 0.2 and not choice.ask.sampling.beam_width:
             self._end(choice, "migrations")
-            decode, prefill = self._rng.sample([0, 1], 2)
+            decode, prefill = self._some_instances()
             left = choice.ask.sampling.max_tokens - len(choice.tokens)
             is_split = left > 1 and self._rng.random() < 0.6
             moved = Choice(choice.ask, choice.id + "#", choice.seed, prefill if is_split else None, decode)
