@@ -22,8 +22,9 @@ from pdserve.engine.memory.groups import pages_for
 from pdserve.engine.memory.kv_memory import pool_groups
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import StepPlan
+from pdserve.errors import RequestError
 from pdserve.instance.instance import Instance
-from pdserve.keys import pack_tokens
+from pdserve.keys import Tokens, pack_tokens
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, Tenant
@@ -123,6 +124,34 @@ class SlottedAdapters:
         assert not self._slots.is_used, "a slot is held"
 
 
+class LateMasks:
+    """A grammar that allows everything, whose masks come late, and which fails at random; see `GrammarConstraint`."""
+
+    follower = None
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self._is_late, self._num_tokens = rng, True, -1
+        self.failure: RequestError | None = None
+
+    def sibling(self) -> "LateMasks":
+        return LateMasks(self._rng)
+
+    @property
+    def is_late(self) -> bool:
+        self._is_late &= self.failure is None and self._rng.random() < 0.8
+        return self._is_late
+
+    def follow(self, output: Tokens) -> None:
+        if len(output) != self._num_tokens:
+            self._num_tokens, self._is_late = len(output), True
+            if self._rng.random() < 0.01:
+                self.failure = RequestError("too late", kind="invalid_grammar")
+
+    def try_out(self, drafts: list[int]) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class World:
     """Two instances, their store, and a small router: the settings and all that happens follow from a seed.
 
@@ -162,7 +191,7 @@ class World:
             self._can |= {"in_place": True, "follows": False}
         elif how < 0.6:
             self._can["stores_growing"] = True
-        self._has_adapters = rng.random() < 0.3
+        self._has_adapters, self._has_grammars = rng.random() < 0.3, rng.random() < 0.3
         self._prefixes = [self._some_tokens(rng.randrange(1, 50)) for _ in range(3)]
         self._data: dict[Any, npt.NDArray[np.uint8]] = {}
         self._leased: dict[bytes, Lease] = {}
@@ -259,6 +288,7 @@ class World:
         runner.is_warm = True
         if self._has_adapters:
             instance.engine.adapters = cast("Any", SlottedAdapters(rng.randrange(1, 4)))
+        instance.engine._constraint = lambda sampling, tenant: cast("Any", LateMasks(rng))  # type: ignore[method-assign]
         return instance
 
     def _some_tokens(self, count: int, kinds: int = VOCAB) -> list[int]:
@@ -280,6 +310,7 @@ class World:
             max_tokens=min(rng.choice([1, 2, 3, 8, 20, 50]), self._max_len - len(prompt)),
             temperature=0.0 if width else 1.0,
             ignore_eos=rng.random() < 0.5,
+            grammar="anything" if self._has_grammars and not width and rng.random() < 0.5 else "",
             **fields,
         )
         if width:
@@ -387,7 +418,8 @@ class World:
         choice = self._choices.get(output.request_id)
         if choice is None or choice.is_over:
             return
-        if output.error is not None and output.error.kind != "too_few_answers":
+        has_failed = output.error is not None and output.error.kind == "invalid_grammar"
+        if output.error is not None and output.error.kind != "too_few_answers" and not has_failed:
             raise Wrong(f"{choice}: {output.error}")
         if at == choice.prefill:
             if choice.is_final:
@@ -397,8 +429,8 @@ class World:
             choice.answers = [[*one.token_ids] for one in output.hypotheses]
         choice.tokens += output.token_ids
         if output.finish_reason or output.error is not None:
-            self._end(choice, "answers")
-            self._check(choice)
+            self._end(choice, "failures" if has_failed else "answers")
+            self._check(choice, len(choice.tokens) if has_failed else None)
 
     def _hand_over(self, choice: Choice, output: Output) -> None:
         """Tell decode how far prefill is."""
@@ -420,13 +452,14 @@ class World:
         for at in choice.holders:
             self.instances[at].cancel(LINK, choice.id)  # without effect where it has ended
 
-    def _check(self, choice: Choice) -> None:
+    def _check(self, choice: Choice, num_tokens: int | None) -> None:
+        """Raise Wrong if an answer is not the right one, or its first `num_tokens`."""
         ask = choice.ask
         found: Any = choice.tokens
         right: Any
         of = ask.variant
         if not ask.sampling.beam_width:
-            right = answer(ask.prompt, ask.sampling, choice.seed, self._eos, of)
+            right = answer(ask.prompt, ask.sampling, choice.seed, self._eos, of)[:num_tokens]
         else:
             right, found = beam_answers(ask.prompt, ask.sampling, self._eos, of), choice.answers
             right = right if len(right) == ask.sampling.num_answers else None
