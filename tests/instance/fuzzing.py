@@ -191,7 +191,10 @@ class World:
             self._can |= {"in_place": True, "follows": False}
         elif how < 0.6:
             self._can["stores_growing"] = True
-        self._has_adapters, self._has_grammars = rng.random() < 0.3, rng.random() < 0.3
+        self._undecided = None
+        if not self._spec.states:
+            self._undecided = rng.choice([None, None, 0.0, 0.1])
+        self._has_adapters, self._has_grammars = self._undecided is None and rng.random() < 0.4, rng.random() < 0.3
         self._prefixes = [self._some_tokens(rng.randrange(1, 50)) for _ in range(3)]
         self._data: dict[Any, npt.NDArray[np.uint8]] = {}
         self._leased: dict[bytes, Lease] = {}
@@ -248,6 +251,7 @@ class World:
             scheduler = instance.engine.scheduler
             self.counts += Counter(preemptions=scheduler.num_preemptions, swaps=scheduler.swap_space.num_swaps)
             self.counts["drafts"] += runner.num_accepted
+            self.counts["launched"] += runner.pipeline.num_launched if runner.pipeline else 0
 
     def _new_instance(self, at: int) -> Instance:
         rng, size = self._rng, self._block_size
@@ -267,7 +271,7 @@ class World:
             speculate=rng.choice(["off", "ngram", "suffix"]),
             speculative_tokens=rng.choice([1, 4, 16]),
         )
-        runner = HashRunner(self._spec, size, num_pages, host, self._eos, rng.choice([0.0005, 0.02]))
+        runner = HashRunner(self._spec, size, num_pages, host, self._eos, rng.choice([0.0005, 0.02]), self._undecided)
         self._runners.append(runner)
 
         def send(link: str, frame: pb.InstanceFrame) -> None:

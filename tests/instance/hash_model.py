@@ -7,7 +7,8 @@ without an instance (`answer`).
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from pdserve.engine.memory.groups import GAP, BlockTable
 from pdserve.engine.memory.kv_memory import KVMemory, page_numbers
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepOutcome, StepPlan
+from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.kernels import reference
 from pdserve.keys import Layout
 from pdserve.kv_spec import KVGroup, KVSpec
@@ -126,6 +128,18 @@ class HashMemory(KVMemory):
         return 0.0
 
 
+@dataclass
+class LaunchedTokens:
+    """The tokens that a step samples, as the device knows them (-1: it cannot tell), and as they are."""
+
+    tokens: list[int] = field(default_factory=list)
+    decided: list[int] = field(default_factory=list)
+    undecided: list[int] = field(default_factory=list)
+
+    def read(self) -> list[int]:
+        return self.decided
+
+
 class HashRunner:
     """Stands in for the model runner. Its attributes are those of `ModelRunner`.
 
@@ -133,15 +147,16 @@ class HashRunner:
         spec: of its layers.
         num_pages, num_host_pages: of the pool, and of the memory to which it is swapped.
         step_seconds: that the steps of the warm-up seem to take.
+        undecided: steps are launched ahead, and for this share of tokens the device cannot tell them.
 
     Attributes:
         is_warm: the warm-up is over, whose sequences have no tokens of anyone.
         num_accepted: drafts that were right.
         variant_of: returns what the KV of a request depends on, by its id.
+        pipeline: launches steps ahead, if that is wanted.
     """
 
     graphs: ClassVar[None] = None
-    pipeline: ClassVar[None] = None
     numerics, kernel = "", reference
 
     def __init__(
@@ -152,6 +167,7 @@ class HashRunner:
         num_host_pages: int,
         eos: frozenset[int],
         step_seconds: float,
+        undecided: float | None = None,
     ) -> None:
         layout = layout_of(spec, block_size)
         self.window, self.num_accepted, self.is_warm = spec.window, 0, False
@@ -165,6 +181,8 @@ class HashRunner:
         self._layers = sorted(layer for group in spec.groups for layer in group.layers)
         self._block_size = block_size
         self._time, self._step_seconds = 0.0, step_seconds
+        self._undecided, self._random = undecided or 0.0, random.Random(0)
+        self.pipeline = None if undecided is None else StepPipeline(self)
 
     def clock(self) -> float:
         self._time += self._step_seconds
@@ -205,6 +223,27 @@ class HashRunner:
             self._write_states(seq, rows[seq], first, first + accepted)
             self.num_accepted += accepted
         return outcome
+
+    def launch(self, seqs: list[Sequence], last: "LaunchedTokens | None", rows: SequenceABC[int]) -> "LaunchedTokens":
+        """Compute a token of each sequence, of the first ones that which `last` samples in these rows."""
+        launched = LaunchedTokens()
+        if not self.is_warm:
+            return launched
+        for i, seq in enumerate(seqs):
+            fed = [] if last is None or i >= len(rows) else [max(0, last.tokens[rows[i]])]
+            right, at = (
+                rows_of([*seq.output.tokens, *fed], self.variant_of(seq.request_id)),
+                seq.kv.num_computed + len(fed),
+            )
+            self._check(seq, right, at)
+            for layer in self._layers:
+                places = self._places(seq, self.kv.group_of[layer], at, at + 1)
+                self.kv.caches[layer].numpy()[places] = _as_kv(right[at : at + 1])
+            launched.decided.append(next_token(right[at], seq.sampling.seed, seq.output.num_generated + len(fed)))
+            if self._random.random() < self._undecided:
+                launched.undecided.append(i)
+            launched.tokens.append(-1 if i in launched.undecided else launched.decided[i])
+        return launched
 
     def _sources(self, plan: StepPlan) -> list[Sequence]:
         """Return the sequence that has computed the prompt of each one that is sampled."""
