@@ -13,6 +13,7 @@ are at most half as long as what is left of it (for longer ones, sharing costs m
 first. So short prompts do not wait for long ones, and long ones take at most twice their time, however many short ones come.
 
 A prompt begins once the pool has room for all of it. It takes its blocks as it is computed; the others are promised to it.
+Others go before one that lacks blocks `MAX_OVERTAKEN` times at most: shorter ones, and later ones before a hand-over.
 
 When a running sequence needs a block and none is free, the running sequence of the highest rank is preempted. Its blocks are
 copied to host memory if there is room and copying takes less time than computing them again; otherwise they are recomputed
@@ -58,7 +59,7 @@ from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
 Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
 Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
-MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
+MAX_OVERTAKEN = 64  # how often others go before one that lacks blocks
 _RANK, _FIRST = attrgetter("rank"), itemgetter(0)
 _NO_COPY = SwappedKV(0, 0, [])  # of a sequence that was not swapped
 
