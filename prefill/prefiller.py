@@ -38,14 +38,16 @@ class _StorePart:
     """A store of consecutive blocks of a prompt.
 
     Attributes:
+        first: index in the prompt of the first one.
         blocks: number of blocks.
         stored: number of leading blocks stored; None until the store has ended.
-        leased: keys of blocks that it has leased, by their indices in the prompt, until these leases are ended here.
+        leased: outcomes of those whose leases have not been ended here, once the store has ended.
     """
 
+    first: int
     blocks: int
     stored: int | None = None
-    leased: dict[int, bytes] = field(default_factory=dict)
+    leased: list[Outcome] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -215,7 +217,7 @@ class Prefiller:
             return
         if seq.kv.num_dropped > first:  # they have left the attention window
             self._context.count("store_skipped_blocks", len(job.keys) - first)
-            state.parts.append(_StorePart(seq.kv.num_dropped - first, 0))
+            state.parts.append(_StorePart(first, seq.kv.num_dropped - first, 0))
             state.has_gap = True
             return
         if is_complete and seq.kv.num_initial % seq.kv.block_size:
@@ -224,8 +226,8 @@ class Prefiller:
         blocks = seq.kv.blocks(first, ready)
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
-            part, keys = _StorePart(stop - start), job.keys[start:stop]
-            on_done = partial(self._on_stored, state, part, start)
+            part, keys = _StorePart(start, stop - start), job.keys[start:stop]
+            on_done = partial(self._on_stored, state, part)
             store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
             tails: Tails = ()
             if seq.kv.tails:
@@ -240,14 +242,13 @@ class Prefiller:
             state.parts.append(part)
             state.open_stores += 1
 
-    def _on_stored(self, state: _PrefillState, part: _StorePart, first: int, result: Result) -> None:
+    def _on_stored(self, state: _PrefillState, part: _StorePart, result: Result) -> None:
         job = state.job
         part.stored = result.leading
         state.open_stores -= 1
         state.has_gap |= part.stored < part.blocks
         if state.lease_s:
-            stored = (index for index, outcome in enumerate(result.outcomes, first) if outcome is Outcome.OK)
-            part.leased = {index: job.keys[index] for index in stored}
+            part.leased = result.outcomes
         if state.has_gap:
             self._transfers.cancel(job)
         if not state.running:  # too late: decode will not be told of these blocks
@@ -265,10 +266,12 @@ class Prefiller:
 
     def _end_leases(self, state: _PrefillState, ticket: bytes = b"") -> None:
         """End once each lease of what decode will not be told of: all, or what is stored behind a gap."""
-        told = state.stored_blocks if state.running else 0
-        ended = [key for part in state.parts for index, key in part.leased.items() if index >= told]
+        told, ended = state.stored_blocks if state.running else 0, list[bytes]()
         for part in state.parts:
-            part.leased = {index: key for index, key in part.leased.items() if index < told}
+            kept = max(0, told - part.first)
+            for index, outcome in enumerate(part.leased[kept:], part.first + kept):
+                ended += [state.job.keys[index]] if outcome is Outcome.OK else []
+            part.leased = part.leased[:kept]
         self._transfers.end_leases(ended, ticket)
 
     def _announce(self, state: _PrefillState) -> None:
