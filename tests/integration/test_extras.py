@@ -4,16 +4,14 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 from pdserve import errors
 from pdserve.cli.deployment import free_port
-from pdserve.cli.fork_server import ForkServer
 
 BLOCKED = ["grpc", "grpc_health", "grpc_reflection", "zmq", "redis", "python_multipart", "fastapi_offline"]
 BLOCKED += ["opentelemetry.sdk"]
@@ -33,39 +31,26 @@ COMMANDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of processes in which the packages of `BLOCKED` cannot be imported."""
-    folder = tmp_path_factory.mktemp("blocked")
-    (folder / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))\n")
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+BLOCK = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))\n"
+MAIN = "from pdserve.cli.commands import main; main()\n"
 
 
-@pytest.fixture(scope="module")
-def server(environment: dict[str, str]) -> Iterator[ForkServer]:
-    """The parent of `pdserve up`, which has loaded what routers and instances import without these packages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-        server = ForkServer()
-    with closing(server):
-        yield server
-
-
-def test_demo_needs_no_extra(environment: dict[str, str], tmp_path: Path) -> None:
+def test_demo_needs_no_extra(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)  # which each Python imports first
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "pdserve", "demo", "--threads", "1"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 0 and "Paris" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(("extra", "words"), COMMANDS, ids=[f"{words[0]}{words[-2]}" for _, words in COMMANDS])
-def test_a_missing_extra_is_one_sentence(
-    server: ForkServer, environment: dict[str, str], extra: str, words: list[str], tmp_path: Path
-) -> None:
+def test_a_missing_extra_is_one_sentence(fork_server: Any, extra: str, words: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "without.py"
+    script.write_text(BLOCK + MAIN)
     named = {"FOLDER": str(tmp_path / "folder"), "PORT": str(free_port())}
     port = ["--port", str(free_port())] if words[0] == "router" else []
-    process = server.spawn([*(named.get(word, word) for word in words), *port], environment)
-    assert process.stdout is not None
+    process = fork_server.spawn([str(script), *(named.get(word, word) for word in words), *port], os.environ)
     with process.stdout as output:
         printed = output.read()
     assert process.wait() == 2, printed
