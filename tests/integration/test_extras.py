@@ -1,8 +1,6 @@
-"""Without the packages of extras: `demo` runs, and a setting that needs one says in one sentence what to install."""
+"""Without the packages of extras, a setting that needs one says in one sentence what to install; see also test_up.py."""
 
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from packaging.requirements import Requirement
 
 from pdserve import errors
 from pdserve.cli.deployment import free_port
+from tests.extras import BLOCK_EXTRAS, MAIN
 
-BLOCKED = ["grpc", "grpc_health", "grpc_reflection", "zmq", "redis", "python_multipart", "fastapi_offline"]
-BLOCKED += ["opentelemetry.sdk"]
 ROUTER = ["router", "--model", "demo", "--control-port", "0"]
 DECODE = ["decode", "--model", "demo"]  # which is not loaded
 EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
@@ -31,23 +28,10 @@ COMMANDS = [
 ]
 
 
-BLOCK = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))\n"
-MAIN = "from pdserve.cli.commands import main; main()\n"
-
-
-def test_demo_needs_no_extra(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BLOCK)  # which each Python imports first
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "pdserve", "demo", "--threads", "1"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert result.returncode == 0 and "Paris" in result.stdout, result.stdout + result.stderr
-
-
 @pytest.mark.parametrize(("extra", "words"), COMMANDS, ids=[f"{words[0]}{words[-2]}" for _, words in COMMANDS])
 def test_a_missing_extra_is_one_sentence(fork_server: Any, extra: str, words: list[str], tmp_path: Path) -> None:
     script = tmp_path / "without.py"
-    script.write_text(BLOCK + MAIN)
+    script.write_text(BLOCK_EXTRAS + MAIN)
     named = {"FOLDER": str(tmp_path / "folder"), "PORT": str(free_port())}
     port = ["--port", str(free_port())] if words[0] == "router" else []
     process = fork_server.spawn([str(script), *(named.get(word, word) for word in words), *port], os.environ)
