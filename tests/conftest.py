@@ -212,8 +212,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_load("recorded").Recorded(torch.cuda.is_available()), "recorded")
     if os.environ.get("CI"):
         config.pluginmanager.register(_load("skips"), "skips")
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_load("workers").Workers(), "workers")
 
 
 def starts_processes(item: pytest.Item) -> bool:
