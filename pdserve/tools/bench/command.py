@@ -53,7 +53,9 @@ class Benchmark:
 
 def run(config: BenchServeConfig) -> bool:
     """Measure, and report in the forms that the settings name. Returns False if no request succeeded."""
-    result = Path(config.result_dir) / (config.result_filename or "result.json") if config.save_result else ""
+    result: Path | str = (
+        Path(config.result_dir) / (config.result_filename or "result.json") if config.save_result else ""
+    )
     report.check_writable(result, config.csv, config.html)
     benchmark = prepare(config)
     warm_up(benchmark)

@@ -317,7 +317,8 @@ def test_a_setting_of_gpus_is_not_ignored_beside_a_profile(setting: str, value: 
     """The plan would be of the profile's model, and of its ranks."""
     with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} {value} needs --gpu"):
         PlanConfig(**{setting: value})
-    assert PlanConfig(**{"model": "m"} | {setting: value}, gpu="h100").gpu
+    own: dict[str, Any] = {"model": "m", setting: value}
+    assert PlanConfig(**own, gpu="h100").gpu
 
 
 @pytest.mark.parametrize("slo", ["ttft.p90=0.0008ms,itl.p99=1ms", "itl.p99=5e9s"])
