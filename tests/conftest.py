@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +271,15 @@ def long_http_timeout() -> None:
     """
     limits = inspect.signature(httpx.Client).parameters["timeout"].default  # shared by all functions
     limits.connect = limits.read = limits.write = limits.pool = 600.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_probes() -> None:
+    """Let instances begin with the fewest probe steps, as those of the fork server do: the others take half of the start."""
+    with suppress(ImportError):  # where only kernels are tested
+        from pdserve.engine import warm_up
+
+        warm_up.EXTRA_PROBES_S["cpu"] = 0.0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -96,6 +96,8 @@ def main() -> None:
     pdserve.grammars.compiler.start_process = server.start_compile_server  # type: ignore[assignment]
     # Few tests have grammars: the first one starts the compile server.
     pdserve.grammars.compiler.GrammarCompiler.start = lambda _: None  # type: ignore[assignment,method-assign]
+    if warm_up := sys.modules.get("pdserve.engine.warm_up"):  # which routers do without
+        warm_up.EXTRA_PROBES_S["cpu"] = 0.0  # probes that would take half of an instance's start
     Supervisor._spawn = lambda _, *command: server.spawn(*command)  # type: ignore[method-assign]
     try:
         run(arguments)

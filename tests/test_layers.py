@@ -113,8 +113,9 @@ class Import:
     line: int
 
 
-def imports_of(source: str) -> list[Import]:
-    return list(_imports(ast.parse(source), late=False))
+@cache
+def imports_of(source: str) -> tuple[Import, ...]:
+    return tuple(_imports(ast.parse(source), late=False))
 
 
 def _imports(node: ast.AST, late: bool) -> Iterator[Import]:
@@ -132,7 +133,7 @@ def part_of(module: str, parts: Iterable[str]) -> str:
     """Return the longest of the parts that a module such as `router.web.app` belongs to; "" if there is none."""
     names = module.split(".")
     prefixes = {".".join(names[:length]) for length in range(1, len(names) + 1)}
-    return max(prefixes & set(parts), key=len, default="")
+    return max(prefixes.intersection(parts), key=len, default="")
 
 
 def is_extension(module: str) -> bool:

@@ -1,7 +1,7 @@
 """The OpenAPI document: what FastAPI derives from the endpoints' declarations, and what those cannot say."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
@@ -10,13 +10,20 @@ from pdserve import __version__
 from pdserve.router.api.field_texts import text_of
 
 
-def openapi_document(routes: Sequence[APIRoute], model: str, keys: Mapping[str, str]) -> dict[str, Any]:
+class Described(Protocol):
+    """An endpoint with FastAPI's description of it."""
+
+    @property
+    def described(self) -> APIRoute: ...
+
+
+def openapi_document(routes: Sequence[Described], model: str, keys: Mapping[str, str]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the routes.
 
     `model` is the name of the served model, the only one that a body may name. `keys` tells for each path that requires a key
     which one.
     """
-    document = get_openapi(title="pdserve", version=__version__, routes=routes)
+    document = get_openapi(title="pdserve", version=__version__, routes=[route.described for route in routes])
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own errors; endpoints answer with those they declare

@@ -95,7 +95,7 @@ def _check_distinct(routes: Iterable[Endpoint]) -> None:
     for route in routes:
         other = found.setdefault((route.method, route.path), route)
         if other is not route:
-            owners = " and ".join(one.endpoint.__module__ for one in (other, route))
+            owners = " and ".join(one.function.__module__ for one in (other, route))
             raise SetupError(f"{owners} both answer {route.method} {route.path}; uninstall one of the two dialects")
 
 

@@ -7,7 +7,7 @@ of the type `JsonBody` gets the unparsed body, because FastAPI's own parsing has
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -16,7 +16,8 @@ from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import BadRequest, RequestError
 from pdserve.router.api.answers import Answer, Error
@@ -51,7 +52,6 @@ class Access(Enum):
     OPERATOR = "admin key"
 
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
@@ -84,8 +84,8 @@ def _error_fields(model: type[Answer]) -> Mapping[int | str, Any]:
     return APIRoute("/", lambda: None, responses=described).response_fields
 
 
-class Endpoint(APIRoute):
-    """The route of an endpoint.
+class Endpoint:
+    """The route of an endpoint. FastAPI describes it, and answers it unless it has a JsonBody, once either is needed.
 
     Args:
         errors: statuses besides those of every endpoint, or of every endpoint with a body.
@@ -106,54 +106,51 @@ class Endpoint(APIRoute):
         errors: Iterable[int] = (),
         id_prefix: str = "req-",
         json_only: bool = False,
-        responses: dict[int | str, dict[str, Any]] | None = None,
         error_model: type[Answer] = Error,
         error_body: ErrorBody | None = None,
         **options: Any,
     ) -> None:
+        self.function, self.method, self.methods, self.path = function, method, {method}, path
         self.access = access
         self.id_prefix = id_prefix
         self.error_body = error_body
-        self._json_only = json_only
         self.has_body = _has_body(function)
-        has_body = self.has_body or json_only
-        statuses = sorted({*errors, *COMMON_ERRORS, *(BODY_ERRORS if has_body else ())})
-        described: dict[int | str, dict[str, Any]] = {status: {"description": ERRORS[status]} for status in statuses}
-        self.method = method
-        super().__init__(
-            path,
-            function,
-            methods=[method],
-            operation_id=function.__name__,
-            response_description="The answer",
-            responses={**(responses or {}), **described},
-            **options,
-        )
-        self.response_fields |= {status: _error_fields(error_model)[status] for status in statuses}
+        self.path_regex, self.path_format, _ = compile_path(path)
+        self._json_only = json_only
+        self._errors, self._error_model, self._options = errors, error_model, options
         self._has_params = "{" in path
-        self._run = AsyncExitStackMiddleware(self.app)
-        self._respond = self.get_route_handler() if self.has_body else None
 
-    def get_route_handler(self) -> Handler:
-        """Return the function from request to response; FastAPI's own unless the endpoint has a JsonBody."""
-        handle = self.respond if self.has_body else super().get_route_handler()
-        if not self._json_only:
-            return handle
+    @cached_property
+    def described(self) -> APIRoute:
+        """FastAPI's route, which takes it a millisecond to derive."""
+        has_body = self.has_body or self._json_only
+        statuses = sorted({*self._errors, *COMMON_ERRORS, *(BODY_ERRORS if has_body else ())})
+        responses: dict[int | str, dict[str, Any]] = {status: {"description": ERRORS[status]} for status in statuses}
+        route = APIRoute(
+            self.path,
+            self.function,
+            methods=[self.method],
+            operation_id=self.function.__name__,
+            response_description="The answer",
+            **{**self._options, "responses": {**self._options.get("responses", {}), **responses}},
+        )
+        route.response_fields |= {status: _error_fields(self._error_model)[status] for status in statuses}
+        return route
 
-        async def handle_json_only(request: Request) -> Response:
-            require_json(request)
-            return await handle(request)
-
-        return handle_json_only
+    @cached_property
+    def _app(self) -> ASGIApp:
+        return AsyncExitStackMiddleware(self.described.app)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to this path; with a JsonBody this needs nothing of FastAPI."""
         if self._has_params and (found := self.path_regex.match(scope["path"])) is not None:
             scope = {**scope, "path_params": found.groupdict()}
-        if self._respond is None:
-            await self._run(scope, receive, send)
+        if self._json_only:
+            require_json(Request(scope))
+        if not self.has_body:
+            await self._app(scope, receive, send)
             return
-        response = await self._respond(Request(scope, receive))
+        response = await self.respond(Request(scope, receive))
         await response(scope, receive, send)
 
     def body_of(self, error: RequestError, request_id: str) -> Mapping[str, object]:
@@ -162,8 +159,8 @@ class Endpoint(APIRoute):
 
     async def respond(self, request: Request) -> Response:
         """Return the response to a request with a JsonBody."""
-        answer = await self.endpoint(request, await read_json(request), **request.path_params)
-        return answer if isinstance(answer, Response) else json_response(answer, self.status_code or 200)
+        answer = await self.function(request, await read_json(request), **request.path_params)
+        return answer if isinstance(answer, Response) else json_response(answer, self._options.get("status_code", 200))
 
 
 class Endpoints:

@@ -35,7 +35,7 @@ with Supervisor([Child("decode-0", {DECODE})], on_line=lambda line: print(line, 
 """
 
 
-# They start parents that import for seconds. `test_ctrl_c_leaves_no_process_and_no_shared_memory` of test_up.py always runs.
+# They start parents that import for seconds. One of test_up.py, of a stop by Ctrl-C, always runs.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.until_recorded("pdserve/cli", "pdserve/parent.py")]
 
 

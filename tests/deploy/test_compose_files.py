@@ -3,11 +3,12 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def filled_in(value: Any, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1]) or match[2], str(value))
 
 
-def test_keys_and_certificates_reach_the_router(tmp_path: Path) -> None:
+def test_keys_and_certificates_reach_the_router(
+    tmp_path: Path, fork_server: Any, pdserve: Callable[..., "subprocess.CompletedProcess[str]"]
+) -> None:
     """The service's command, started with its environment: 401 without the key, over TLS, healthy by its own check."""
     trustme.CA().issue_cert("example.org").private_key_and_cert_chain_pem.write_to_path(tmp_path / "all.pem")
     port, control_port = str(free_port()), str(free_port())
@@ -100,12 +103,9 @@ def test_keys_and_certificates_reach_the_router(tmp_path: Path) -> None:
     command = [filled_in(part, variables).replace("0.0.0.0", "127.0.0.1") for part in router["command"]]
     command += [*shlex.split(environment["FLAGS"]), "--port", port, "--control-port", control_port]
     check = [filled_in(part, variables).replace("8000", port) for part in router["healthcheck"]["test"][2:]]
-    pdserve = [sys.executable, "-m", "pdserve"]
-    with (
-        subprocess.Popen([*pdserve, *command], env=environment) as process,
-        httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=False, timeout=600) as client,
-    ):
-        try:
+    process = fork_server.start(command, environment, 1, 2)
+    try:
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=False, timeout=600) as client:
             while True:
                 assert process.poll() is None
                 try:
@@ -118,10 +118,11 @@ def test_keys_and_certificates_reach_the_router(tmp_path: Path) -> None:
             assert client.get("/debug/instances").status_code == 401
             ready = client.get("/debug/instances", headers={"Authorization": "Bearer adm"})
             assert ready.status_code == 200
-            done = subprocess.run([*pdserve, *check], capture_output=True, text=True, check=False)
+            done = pdserve(*check)
             assert done.returncode == 1 and "no decode instance" in done.stderr, "it speaks TLS"
-        finally:
-            process.terminate()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(600)
 
 
 @pytest.mark.parametrize("status", [200, 503])

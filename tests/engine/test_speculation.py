@@ -47,20 +47,28 @@ def test_requests_differ(runs: Runs) -> None:
     assert TOKENS in lengths and len(lengths) > 4, "some end by themselves"
 
 
+CASES = [
+    ("ngram", 4, "none"),
+    ("suffix", 16, "migrated"),
+    ("auto", 16, "preempted"),
+    ("random", 4, "swapped"),
+    ("erring", 4, "none"),
+    ("erring", 16, "preempted"),
+    ("erring", 1, "pipelined"),
+    ("erring", 4, "migrated"),
+    ("oracle", 16, "crowded"),
+    ("oracle", 0, "none"),
+]
+IN_BOTH = [("erring", 16, "preempted"), ("oracle", 16, "crowded")]  # dtypes; of the others, in turn
+
+
 @pytest.mark.parametrize(
-    ("proposer", "length", "fault"),
+    ("runs", "proposer", "length", "fault"),
     [
-        ("ngram", 4, "none"),
-        ("suffix", 16, "migrated"),
-        ("auto", 16, "preempted"),
-        ("random", 4, "swapped"),
-        ("erring", 4, "none"),
-        ("erring", 16, "preempted"),
-        ("erring", 1, "pipelined"),
-        ("erring", 4, "migrated"),
-        ("oracle", 16, "crowded"),
-        ("oracle", 0, "none"),
+        *((("float32", "bfloat16")[i % 2], *case) for i, case in enumerate(CASES) if case not in IN_BOTH),
+        *((dtype, *case) for dtype in ("float32", "bfloat16") for case in IN_BOTH),
     ],
+    indirect=["runs"],
 )
 def test_answers_are_the_same(runs: Runs, proposer: str, length: int, fault: str) -> None:
     check(runs, proposer, length, fault)

@@ -16,6 +16,12 @@ from pdserve.engine.step import StepPlan
 from pdserve.engine.warm_up import MIN_PROBES, compile_kernels, warm_up
 
 
+@pytest.fixture(autouse=True)
+def all_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an instance: other tests have few."""
+    monkeypatch.setitem(module.EXTRA_PROBES_S, "cpu", 0.3)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

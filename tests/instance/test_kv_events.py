@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.instance.kv_events import KVEventPublisher, PendingKVEvents
 from pdserve.router.scheduling.prefix_index import PrefixIndex
+from tests.examples import examples
 
 BLOCKS = 8
 
@@ -84,7 +85,7 @@ class KVEventsMachine(RuleBasedStateMachine):
 
 
 TestKVEvents = KVEventsMachine.TestCase
-TestKVEvents.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestKVEvents.settings = settings(max_examples=examples(2), stateful_step_count=40, deadline=None)
 
 
 def test_removals_are_sent_before_additions() -> None:

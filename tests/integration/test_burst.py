@@ -3,11 +3,11 @@
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -55,22 +55,13 @@ def wait_until_ready(url: str) -> None:
     pytest.fail(f"{url} was not ready within {START_S:g} s")
 
 
-def test_a_burst_is_answered_and_loses_no_instance(tmp_path: Path) -> None:
+def test_a_burst_is_answered_and_loses_no_instance(start: Callable[..., Any]) -> None:
     port, control = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
-    router = ["-m", "pdserve", "router", "--model", "demo", "--port", str(port), "--control-port", str(control)]
-    mocks = [str(MOCK), "0", f"127.0.0.1:{control}", "prefill-0", "decode-0"]
-    with (tmp_path / "log").open("w") as log:
-        processes = [
-            subprocess.Popen([sys.executable, *command], stdout=log, stderr=log) for command in (router, mocks)
-        ]
-        try:
-            wait_until_ready(url)
-            statuses = asyncio.run(ask_at_once(port))
-            assert statuses.keys() <= {"200", "429"}, statuses
-            lost = re.search(r"^pdserve_instances_lost_total (\S+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)
-            assert lost is not None and float(lost[1]) == 0
-        finally:
-            for process in processes[::-1]:
-                process.terminate()
-                process.wait()
+    start("router", "--model", "demo", "--port", str(port), "--control-port", str(control))
+    start(str(MOCK), "0", f"127.0.0.1:{control}", "prefill-0", "decode-0")
+    wait_until_ready(url)
+    statuses = asyncio.run(ask_at_once(port))
+    assert statuses.keys() <= {"200", "429"}, statuses
+    lost = re.search(r"^pdserve_instances_lost_total (\S+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    assert lost is not None and float(lost[1]) == 0

@@ -2,12 +2,11 @@
 
 import resource
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,20 +18,17 @@ DESCRIPTORS = 200
 
 
 @pytest.fixture
-def control_and_client_port(checkpoint: Callable[[str], Path]) -> Iterator[tuple[int, int]]:
+def control_and_client_port(checkpoint: Callable[[str], Path], start: Callable[..., Any]) -> tuple[int, int]:
     """The ports of a router that may open `DESCRIPTORS` files."""
     port = free_port()
     control_port = free_port(exclude=port)
-    command = [sys.executable, "-m", "pdserve", "router", "--model", str(checkpoint("llama"))]
-    command += ["--port", str(port), "--control-port", str(control_port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as router:
-        resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
-        assert router.stdout is not None
-        while not _accepts(port) or not _accepts(control_port):
-            assert router.poll() is None, router.stdout.read()
-            time.sleep(0.05)
-        yield control_port, port
-        router.kill()
+    ports = "--port", str(port), "--control-port", str(control_port)
+    router = start("router", "--model", str(checkpoint("llama")), *ports)
+    resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    while not _accepts(port) or not _accepts(control_port):
+        assert router.poll() is None
+        time.sleep(0.05)
+    return control_port, port
 
 
 def _accepts(port: int) -> bool:

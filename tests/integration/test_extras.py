@@ -1,22 +1,17 @@
-"""Without the packages of extras: `demo` runs, and a setting that needs one says in one sentence what to install."""
+"""Without the packages of extras, a setting that needs one says in one sentence what to install; see also test_up.py."""
 
 import os
-import subprocess
-import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 from pdserve import errors
 from pdserve.cli.deployment import free_port
-from pdserve.cli.fork_server import ForkServer
+from tests.extras import BLOCK_EXTRAS, MAIN
 
-BLOCKED = ["grpc", "grpc_health", "grpc_reflection", "zmq", "redis", "python_multipart", "fastapi_offline"]
-BLOCKED += ["opentelemetry.sdk"]
 ROUTER = ["router", "--model", "demo", "--control-port", "0"]
 DECODE = ["decode", "--model", "demo"]  # which is not loaded
 EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq"}'
@@ -33,39 +28,13 @@ COMMANDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of processes in which the packages of `BLOCKED` cannot be imported."""
-    folder = tmp_path_factory.mktemp("blocked")
-    (folder / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({BLOCKED}))\n")
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-@pytest.fixture(scope="module")
-def server(environment: dict[str, str]) -> Iterator[ForkServer]:
-    """The parent of `pdserve up`, which has loaded what routers and instances import without these packages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-        server = ForkServer()
-    with closing(server):
-        yield server
-
-
-def test_demo_needs_no_extra(environment: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pdserve", "demo", "--threads", "1"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert result.returncode == 0 and "Paris" in result.stdout, result.stdout + result.stderr
-
-
 @pytest.mark.parametrize(("extra", "words"), COMMANDS, ids=[f"{words[0]}{words[-2]}" for _, words in COMMANDS])
-def test_a_missing_extra_is_one_sentence(
-    server: ForkServer, environment: dict[str, str], extra: str, words: list[str], tmp_path: Path
-) -> None:
+def test_a_missing_extra_is_one_sentence(fork_server: Any, extra: str, words: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "without.py"
+    script.write_text(BLOCK_EXTRAS + MAIN)
     named = {"FOLDER": str(tmp_path / "folder"), "PORT": str(free_port())}
     port = ["--port", str(free_port())] if words[0] == "router" else []
-    process = server.spawn([*(named.get(word, word) for word in words), *port], environment)
-    assert process.stdout is not None
+    process = fork_server.spawn([str(script), *(named.get(word, word) for word in words), *port], os.environ)
     with process.stdout as output:
         printed = output.read()
     assert process.wait() == 2, printed

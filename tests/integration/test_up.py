@@ -24,6 +24,7 @@ from pydantic import BaseModel
 
 from pdserve.cli.deployment import free_port
 from pdserve.lifetime import Stage
+from tests.extras import BLOCK_EXTRAS, MAIN
 
 # A busy machine leaves an instance silent for longer than a lease.
 FLAGS = ["--num-blocks", "512", "--local-prefill-tokens", "0", "--instance-timeout-seconds", "600"]
@@ -291,10 +292,14 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in listed.split()]
 
 
-def test_ctrl_c_leaves_no_process_and_no_shared_memory() -> None:
+def test_up_needs_no_extra_and_ctrl_c_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCK_EXTRAS)  # which each Python imports first
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
     def run(arguments: list[str]) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "pdserve", *arguments]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     with running_up(run) as up:  # with processes of its own, and not of the tests' fork server
         body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
@@ -310,11 +315,13 @@ def test_ctrl_c_leaves_no_process_and_no_shared_memory() -> None:
     assert not list(Path("/dev/shm").glob(f"pdserve-up-{up.process.pid}*"))
 
 
-def test_demo_prints_the_timeline_and_cleans_up(fork_server: Any, tmp_path: Path) -> None:
+def test_demo_needs_no_extra_prints_the_timeline_and_cleans_up(fork_server: Any, tmp_path: Path) -> None:
+    script = tmp_path / "without.py"
+    script.write_text(BLOCK_EXTRAS + MAIN)
     environment = os.environ | {"PDSERVE_API_KEY": "of a permanent deployment", "HTTP_PROXY": "http://127.0.0.1:9"}
     environment["http_proxy"] = environment["HTTP_PROXY"]  # that of a company does not know this machine's addresses
     with (tmp_path / "output").open("w+") as output, (tmp_path / "errors").open("w+") as errors:
-        demo = fork_server.start(["demo"], environment, output.fileno(), errors.fileno())
+        demo = fork_server.start([str(script), "demo"], environment, output.fileno(), errors.fileno())
         code = demo.wait(1200)
     printed = (tmp_path / "output").read_text()
     assert code == 0, (tmp_path / "errors").read_text()

@@ -57,7 +57,8 @@ def run_pytest(folder: Path, site: Path, *arguments: str) -> "subprocess.Complet
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        # Imports of the other plug-ins that are installed take longer than the tests.
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=200,

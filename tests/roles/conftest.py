@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,29 +236,50 @@ def architecture(request: pytest.FixtureRequest) -> str:
     return getattr(request, "param", "llama")
 
 
+@pytest.fixture(scope="session")
+def loaded() -> dict[Path, Any]:
+    """Return the checkpoints of instances, by their path: each is loaded once."""
+    return {}
+
+
 @pytest.fixture
-def instance(checkpoint: Callable[..., Path], architecture: str, rows: dict[bytes, Any]) -> Callable[..., RoleInstance]:
-    """Return a function that makes an instance of the same tiny model, loaded once, over the same store."""
-    path, loaded = checkpoint(architecture), list[Any]()
+def instance(
+    checkpoint: Callable[..., Path], architecture: str, rows: dict[bytes, Any], loaded: dict[Path, Any]
+) -> Callable[..., RoleInstance]:
+    """Return a function that makes an instance of the same tiny model over the same store."""
+    path = checkpoint(architecture)
 
     def make(**options: Any) -> RoleInstance:
         if "runner" in options or "block_size" in options:
             return RoleInstance(path, rows, **options)
-        one = RoleInstance(path, rows, checkpoint=next(iter(loaded), None), **options)
-        loaded.append(one.engine.checkpoint)
+        one = RoleInstance(path, rows, checkpoint=loaded.get(path), **options)
+        loaded[path] = one.engine.checkpoint
         return one
 
     return make
 
 
-@pytest.fixture
-def expected(checkpoint: Callable[..., Path], architecture: str) -> Callable[[list[int], int], list[int]]:
-    """Return a function that gives the output of a prompt that one engine computes alone."""
+@pytest.fixture(scope="session")
+def computed_alone() -> Callable[[Path, list[int], int], list[int]]:
+    """Return a function that gives the output of a prompt that an engine computes alone, with a checkpoint of its own."""
+    loaded, answers = dict[Path, Any](), dict[tuple[Path, tuple[int, ...], int], list[int]]()
 
-    def run(prompt: list[int], max_tokens: int) -> list[int]:
-        alone = RoleInstance(checkpoint(architecture), {})
-        job = alone.submit(pb.BOTH, prompt, max_tokens)
-        alone.run()
-        return job.seq.output.tokens[len(prompt) :].tolist()
+    def run(path: Path, prompt: list[int], max_tokens: int) -> list[int]:
+        key = path, tuple(prompt), max_tokens
+        if key not in answers:
+            alone = RoleInstance(path, {}, checkpoint=loaded.get(path))
+            loaded[path] = alone.engine.checkpoint
+            job = alone.submit(pb.BOTH, prompt, max_tokens)
+            alone.run()
+            answers[key] = job.seq.output.tokens[len(prompt) :].tolist()
+        return answers[key]
 
     return run
+
+
+@pytest.fixture
+def expected(
+    checkpoint: Callable[..., Path], architecture: str, computed_alone: Callable[[Path, list[int], int], list[int]]
+) -> Callable[[list[int], int], list[int]]:
+    """Return a function that gives the output of a prompt that one engine computes alone."""
+    return partial(computed_alone, checkpoint(architecture))

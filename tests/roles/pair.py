@@ -9,16 +9,42 @@ from pdserve.proto import pdserve_pb2 as pb
 TOKENS = 24
 
 
+def message_of(there: Any) -> "pb.HandOver | None":
+    """Return what a router tells decode of prefill's output."""
+    sent, there.output = there.output, None
+    if sent is None:
+        return None
+    stored = sent.stored or Stored()
+    message = pb.HandOver(num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final)
+    if sent.token_ids:
+        message.first_token = sent.token_ids[0]
+    return message
+
+
 def pass_on(there: Any, decode: Any, here: Any) -> None:
     """Do what a router does with prefill's output."""
-    sent, there.output = there.output, None
-    if sent is not None:
-        stored = sent.stored or Stored()
-        message = pb.HandOver(num_blocks=stored.num_blocks, coming=stored.coming, final=stored.final)
-        if sent.token_ids:
-            message.first_token = sent.token_ids[0]
+    if (message := message_of(there)) is not None:
         decode.decoder.hand_over(here, message)
         decode.run_callbacks()
+
+
+def compute(prefill: Any, prompt: list[int], *, max_tokens: int = TOKENS, multi_turn: bool = True) -> "pb.HandOver":
+    """Compute and store a prompt. Return what a router tells decode of it."""
+    there = prefill.submit(pb.PREFILL, prompt, max_tokens, multi_turn=multi_turn)
+    run(prefill, lambda: there in prefill.context.closed)
+    message = message_of(there)
+    assert message is not None
+    return message
+
+
+def take_over(
+    decode: Any, prompt: list[int], message: "pb.HandOver", *, max_tokens: int = TOKENS, multi_turn: bool = True
+) -> Any:
+    """Compute the answer to a prompt that is in the store. Return the job."""
+    here = decode.submit(pb.DECODE, prompt, max_tokens, multi_turn=multi_turn)
+    decode.decoder.hand_over(here, message)
+    run(decode, lambda: here.ended)
+    return here
 
 
 def hand_over(

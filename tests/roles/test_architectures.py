@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.keys import STATE_WINDOW
 from pdserve.proto import pdserve_pb2 as pb
-from tests.roles.pair import answer, hand_over, run
+from tests.roles.pair import answer, compute, hand_over, run, take_over
 
 B, TOKENS = 16, 12
 LENGTHS = (96, 96, 17)
@@ -78,20 +78,21 @@ def check_that_bytes_matter(
     instance: Callable[..., Any], rows: dict[bytes, Any], prompt: list[int], expected: list[int]
 ) -> None:
     """One byte of one number in the store, of each group, is another one: answers are other ones."""
-    pair = instance(), instance()
-    job = hand_over(*pair, prompt, max_tokens=TOKENS, multi_turn=False)
+    rows.clear()
+    prefill = instance()
+    message = compute(prefill, prompt, max_tokens=TOKENS, multi_turn=False)
+    clean = {name: row.copy() for name, row in rows.items()}
+    job = take_over(instance(), prompt, message, max_tokens=TOKENS, multi_turn=False)
     assert answer(job) == expected
-    groups = pair[0].engine.layout.groups
+    groups = prefill.engine.layout.groups
     for at, group in enumerate(groups):
         name, wrong = job.keys[-1] + (group.window.to_bytes(2, "big") if group.window else b""), []
         for turn in range(8):
             rows.clear()
-
-            def flip(name: bytes = name, group: Any = group, turn: int = turn) -> None:
-                place = place_of(rows[name].view(np.float32).reshape(-1), group, len(prompt), turn)
-                rows[name][4 * place + 3] ^= (0x40, 0xC0)[turn % 2]  # exponent and sign: a number becomes huge
-
-            job = hand_over(instance(), instance(), prompt, flip, max_tokens=TOKENS, multi_turn=False)
+            rows.update({key: row.copy() for key, row in clean.items()})
+            place = place_of(rows[name].view(np.float32).reshape(-1), group, len(prompt), turn)
+            rows[name][4 * place + 3] ^= (0x40, 0xC0)[turn % 2]  # exponent and sign: a number becomes huge
+            job = take_over(instance(), prompt, message, max_tokens=TOKENS, multi_turn=False)
             wrong.append(answer(job) != expected)
             if any(wrong):
                 break

@@ -9,7 +9,7 @@ from pdserve.costs import Costs
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams
 from tests.instance import hash_model
-from tests.roles.pair import TOKENS, answer, hand_over, run
+from tests.roles.pair import TOKENS, answer, compute, hand_over, run, take_over
 
 WINDOW, B = 48, 16
 HEADS, SIZE = 2, 16  # of the layers with a window
@@ -54,20 +54,18 @@ def test_each_byte_of_a_window_that_crosses_matters(
     instance: Instance, expected: Expected, rows: dict[bytes, Any]
 ) -> None:
     """One byte of a window's block in the store is another one: the answer is another one."""
-    prompt, clean, kept = PROMPTS[330], dict[bytes, Any](), list[bytes]()
-    job = hand_over(instance(), instance(), prompt, lambda: clean.update({name: rows[name].copy() for name in rows}))
-    tokens = expected(prompt, TOKENS)
+    prompt, kept, tokens = PROMPTS[330], list[bytes](), expected(PROMPTS[330], TOKENS)
+    message = compute(instance(), prompt)
+    clean = {name: row.copy() for name, row in rows.items()}
+    job = take_over(instance(), prompt, message)
     assert answer(job) == tokens
     tails = [name for name in clean if len(name) > len(job.keys[0])]
     for name in tails:
         rows.clear()
         rows.update({other: row.copy() for other, row in clean.items()})
         token = B - 1 if name[:16] in job.seq.kv.full_keys()[: len(prompt) // B] else 0
-
-        def flip(name: bytes = name, token: int = token) -> None:
-            rows[name][(HEADS * B + token) * SIZE * 4 + 3] ^= 0x40  # the exponent of a number of V, which becomes huge
-
-        if answer(hand_over(instance(), instance(), prompt, flip)) == tokens:
+        rows[name][(HEADS * B + token) * SIZE * 4 + 3] ^= 0x40  # the exponent of a number of V, which becomes huge
+        if answer(take_over(instance(), prompt, message)) == tokens:
             kept.append(name)
     assert len(tails) - len(kept) == -(-len(prompt) // B) - (len(prompt) - WINDOW) // B, "all that decode loads"
 

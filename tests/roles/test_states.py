@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import SamplingParams
-from tests.roles.pair import TOKENS, alone, answer, hand_over, run
+from tests.roles.pair import TOKENS, alone, answer, compute, hand_over, run, take_over
 
 B = 16
 PROMPTS = {n: [(i * i + 3 * i) % 250 for i in range(n)] for n in (330, 320, 16, 5)}
@@ -53,9 +53,10 @@ def test_each_part_of_a_state_that_crosses_matters(
     instance: Instance, expected: Expected, rows: dict[bytes, Any]
 ) -> None:
     """One byte of a layer's state in the store is another one: the answer is another one."""
-    prompt, clean = PROMPTS[330], dict[bytes, Any]()
-    tokens, spec = expected(prompt, TOKENS), instance().engine.checkpoint.spec
-    assert answer(hand_over(instance(), instance(), prompt, lambda: clean.update(rows), multi_turn=False)) == tokens
+    prompt, tokens, prefill = PROMPTS[330], expected(PROMPTS[330], TOKENS), instance()
+    message, spec = compute(prefill, prompt, multi_turn=False), prefill.engine.checkpoint.spec
+    clean = {name: row.copy() for name, row in rows.items()}
+    assert answer(take_over(instance(), prompt, message, multi_turn=False)) == tokens
     for key, first in spec.state_offsets.items():
         wrong = []
         for bits in (
@@ -64,13 +65,10 @@ def test_each_part_of_a_state_that_crosses_matters(
         ):  # exponent and sign: a number becomes huge, and what is negative may be silenced behind it
             rows.clear()
             rows.update({name: row.copy() for name, row in clean.items()})
-
-            def flip(first: int = first, stop: int = first + spec.states[key], bits: int = bits) -> None:
-                (name,) = states(rows)
-                numbers = abs(rows[name].view("float32")[first:stop])
-                rows[name][(first + int(numbers.argmin())) * 4 + 3] ^= bits
-
-            wrong.append(answer(hand_over(instance(), instance(), prompt, flip, multi_turn=False)) != tokens)
+            (name,) = states(rows)
+            numbers = abs(rows[name].view("float32")[first : first + spec.states[key]])
+            rows[name][(first + int(numbers.argmin())) * 4 + 3] ^= bits
+            wrong.append(answer(take_over(instance(), prompt, message, multi_turn=False)) != tokens)
         assert any(wrong), key
 
 

@@ -116,14 +116,12 @@ class RedisServer:
     def put(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         for group in self._groups(blocks):
             names = [self._names.of(block.key) for block in group]
-            replies = list(
-                self.call(*(("PEXPIRE", name, milliseconds) for block_names in names for name in block_names))
-            )
+            found = self._prolong([name for block_names in names for name in block_names], milliseconds)
             absent = []
-            for block, renewed in zip(group, _in_groups(replies, len(names[0])), strict=True):
-                if self._has_error(renewed):
+            for block, of_block in zip(group, _in_groups(found, len(names[0])), strict=True):
+                if self._has_error(of_block):
                     continue
-                if all(renewed):
+                if all(of_block):
                     block.present()
                 else:
                     absent.append(block)
@@ -161,15 +159,9 @@ class RedisServer:
             self._has_error([reply])
 
     def prolong(self, keys: Sequence[bytes], milliseconds: int) -> None:
-        """Let values live for `milliseconds` at least. `PEXPIRE … GT` would do so too, but only from Redis 7 on."""
+        """Let values live for `milliseconds` at least."""
         for group in self._groups(keys):
-            names = [name for key in group for name in self._names.of(key)]
-            left = list(self.call(*(("PTTL", name) for name in names)))  # negative: it is not there, or stays
-            if self._has_error(left):
-                continue
-            ending = [name for name, ms in zip(names, left, strict=True) if 0 <= ms < milliseconds]
-            if ending:
-                self._has_error(list(self.call(*(("PEXPIRE", name, milliseconds) for name in ending))))
+            self._has_error(self._prolong([name for key in group for name in self._names.of(key)], milliseconds))
 
     def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         """Delete blocks whose headers are still those that were read. The server compares and deletes in one step."""
@@ -209,6 +201,19 @@ class RedisServer:
             raise
         finally:
             self.pool.release(connection)
+
+    def _prolong(self, names: Sequence[str], milliseconds: int) -> list[Any]:
+        """Let values live for `milliseconds` at least, and return which are there; or error replies.
+
+        `PEXPIRE … GT` would do so too, but only from Redis 7 on.
+        """
+        found = list(self.call(*(("PTTL", name) for name in names)))  # -2: it is not there, -1: it stays
+        ending = [at for at, left in enumerate(found) if not isinstance(left, Exception) and 0 <= left < milliseconds]
+        found = [left if isinstance(left, Exception) else left != -2 for left in found]
+        replies = self.call(*(("PEXPIRE", names[at], milliseconds) for at in ending)) if ending else ()
+        for at, reply in zip(ending, replies, strict=True):
+            found[at] = reply
+        return found
 
     def _put_group(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         commands = [command for block in blocks for command in self._set_commands(block, milliseconds)]

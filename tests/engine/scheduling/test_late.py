@@ -8,6 +8,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import NO_TENANT, SamplingParams, Tenant
+from tests.examples import examples
 
 BLOCK = 4
 
@@ -115,7 +116,7 @@ def test_a_late_sequence_that_was_preempted_does_not_hold_up_prompts() -> None:
     assert [instance.step() for _ in range(3)] == [{new}] * 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(2), deadline=None)
 @given(data=st.data(), max_num_seqs=st.integers(1, 5), num_blocks=st.integers(12, 60), tenants=st.integers(1, 3))
 def test_all_end_whoever_is_late(data: st.DataObject, max_num_seqs: int, num_blocks: int, tenants: int) -> None:
     """No step has a late sequence, one has some other if any can run, and no block leaks."""

@@ -10,6 +10,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
+from tests.examples import examples
 
 BLOCK = 4
 
@@ -88,7 +89,7 @@ def test_a_prompt_takes_blocks_as_it_is_computed() -> None:
         assert not prompts[1].seq.kv.block_ids
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(2), deadline=None)
 @given(data=st.data(), num_blocks=st.integers(3, 9), count=st.integers(1, 6))
 def test_every_prompt_ends_in_whatever_order_kv_comes(data: st.DataObject, num_blocks: int, count: int) -> None:
     decode = Decode(num_blocks)

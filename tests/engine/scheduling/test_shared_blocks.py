@@ -16,6 +16,7 @@ from pdserve.engine.step import StepOutcome, StepPlan
 from pdserve.engine.step_pipeline import StepPipeline
 from pdserve.request import ARRIVALS_PER_PRIORITY, Tenant
 from tests.engine.scheduling.steps import BLOCK, run_step, scheduler, sequence
+from tests.examples import examples
 
 
 def load(sched: Scheduler, seq: Sequence, memory: dict[int, list[int | None]], kv: str) -> None:
@@ -108,7 +109,7 @@ def next_token(seq: Sequence, tokens: list[int]) -> int:
     weights=[0.1],
     pipelined=False,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 @given(
     num_blocks=st.integers(6, 30),
     max_num_seqs=st.integers(1, 6),

@@ -26,6 +26,7 @@ from pdserve.router.api.schemas import (
 from pdserve.router.dialects.messages.schemas import MessagesBody
 from pdserve.router.dialects.responses.schemas import ResponseBody
 from pdserve.router.web.application import Application
+from tests.examples import examples
 
 EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0"))
 SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -165,7 +166,7 @@ START = st.sampled_from(
 
 @pytest.mark.parametrize("path", [path for path in MODELS if "{" not in path])
 def test_arbitrary_fields_and_surrogates(client: Any, path: str) -> None:
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(1.5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(START, RAW_BODIES)
     def check(start: dict[str, object], body: object) -> None:
         whole = {**start, **body} if isinstance(body, dict) else body

@@ -21,6 +21,7 @@ from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.scheduling.policy import POLICIES
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from tests.router.dispatch.conftest import Cluster, SentFrames
@@ -426,7 +427,7 @@ OUTPUTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(2))
 @given(outputs=st.lists(st.tuples(st.integers(0, 1), OUTPUTS), max_size=8), logprobs=st.sampled_from([None, 2]))
 def test_no_output_makes_the_router_raise_or_report_numbers_that_are_not_finite(
     make_cluster: type[Cluster], outputs: list[tuple[int, dict[str, Any]]], logprobs: int | None

@@ -16,6 +16,7 @@ from pdserve.router.dispatch.handover import MAX_MIGRATIONS, State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.instances.fleet import InstanceHandle
 from pdserve.router.routed_request import RoutedRequest
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from tests.router.dispatch.conftest import Cluster
@@ -211,7 +212,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(2))
 @given(steps=STEPS)
 def test_every_request_ends_and_none_loses_repeats_or_changes_a_token(
     make_cluster: type[Cluster], steps: list[Any]

@@ -19,6 +19,7 @@ from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.instances.frame_checks import MAX_COUNTERS, MAX_KEYS_PER_FRAME
 from pdserve.router.scheduling.policy import POLICIES, PlacementRequest, decide
 from pdserve.router.telemetry.metrics import Metrics
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from tests.router.instances.conftest import MakeHello, SentFrames
@@ -167,7 +168,7 @@ FRAMES = st.one_of(
 FIELDS = {pb.Heartbeat: "heartbeat", pb.Blocks: "blocks", pb.Load: "others", pb.Hello: "hello", pb.Draining: "draining"}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(2))
 @given(messages=st.lists(FRAMES, max_size=6))
 def test_no_frame_makes_the_router_raise_or_produce_numbers_that_are_not_finite(
     make_hello: MakeHello, make_connection: type[SentFrames], messages: list[Any]

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdserve.keys import group_key
 from pdserve.router.scheduling.prefix_index import PrefixIndex
+from tests.examples import examples
 
 KEYS = [bytes([number]) * 16 for number in range(12)]
 KEY_LISTS = st.lists(st.sampled_from(KEYS), max_size=6)
@@ -52,7 +53,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestIndex.settings = settings(max_examples=examples(2), stateful_step_count=30, deadline=None)
 
 
 def test_match_stops_at_the_first_key_without_holders() -> None:

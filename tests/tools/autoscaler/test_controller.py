@@ -16,6 +16,7 @@ from pdserve.tools.autoscaler.observation import Member, Observation, Seen
 from pdserve.tools.autoscaler.situation import Situation
 from pdserve.tools.bench.requests import Request
 from pdserve.tools.planner.targets import parse_targets
+from tests.examples import examples
 
 TARGETS = parse_targets("ttft.p90=500ms,itl.p99=50ms")
 LIMITS = Limits(window=60.0, horizon=40.0, cooldown=20.0, start_timeout=100.0)
@@ -385,7 +386,7 @@ def test_advice_that_is_not_taken_changes_nothing() -> None:
     assert one.decide(observe(1022.0)).change == MORE_PREFILL
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(1 / 4), deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.1, 3)), min_size=12, max_size=12), st.integers(0, 1 << 30))
 def test_whatever_forecasts_say_limits_hold(values: list[tuple[float, float]], seed: int) -> None:
     """Never below the least of a role, above the budget of instances or of changes, or back within a forecast's time."""

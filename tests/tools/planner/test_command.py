@@ -18,12 +18,13 @@ from pdserve.tools.bench.requests import Request, Sample
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.charts import frontier, pareto
 from pdserve.tools.planner.command import run
-from pdserve.tools.planner.here import config_here, needed_by
+from pdserve.tools.planner.here import Here, config_here, needed_by
 from pdserve.tools.planner.measured import compare, load_measured, scaled
+from pdserve.tools.planner.plan import Planner
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
 from pdserve.tools.simulator.breakdown import breakdown
-from pdserve.tools.simulator.fleet import Fleet, Forecast, parse_fleet, parse_itl_targets, simulate
+from pdserve.tools.simulator.fleet import Fleet, Forecast, draw_requests, parse_fleet, parse_itl_targets, simulate
 
 TARGETS = parse_targets("ttft.p90=100ms")
 LOAD = [Request(0, 20, input_tokens=200), Request(1, 20, input_tokens=400)]
@@ -164,7 +165,8 @@ def test_a_plan_writes_its_reports(tiny_profile: Path, capsys: pytest.CaptureFix
         html=str(folder / "plan.html"),
     )
     assert not run(config)
-    assert "Forecast of 1P+1D against measured.json" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Forecast of 1P+1D against measured.json" in printed and "cores" not in printed, "the profile knows of none"
     plan = json.loads((folder / "plan.json").read_text())
     curve = plan["attainment_by_rate"][plan["chosen"]["fleet"]]
     assert [rate for rate, _ in curve] == sorted(rate for rate, _ in curve) and curve[0][0] == 10.0
@@ -225,35 +227,40 @@ def have_cores(path: Path, monkeypatch: pytest.MonkeyPatch, *, cores: int, busy:
     replace(profile, machine=Machine(processor="P", threads=1, cores=cores)).save(path)
 
 
-@pytest.mark.parametrize(
-    ("cores", "busy", "free"), [(2, 0.0, ""), (2, 4.0, ", of which 0.0 are free"), (8, 7.5, ", of which 0.5 are free")]
-)
 def test_a_plan_says_that_it_lacks_cores(
-    cores: int,
-    busy: float,
-    free: str,
-    tiny_profile: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    have_cores(tiny_profile, monkeypatch, cores=cores, busy=busy)
+    have_cores(tiny_profile, monkeypatch, cores=8, busy=7.5)
     assert run(plan_config(tiny_profile, slo="ttft.p90=40ms", request_rate=20, num_prompts=30, instances=2)) == 0
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith("Best fleet for 20 requests/s: ")
     assert (
-        second.startswith("On this machine it ") and f"need 4 cores, and there are {cores}{free}; with shared" in second
+        second.startswith("On this machine it ") and "need 4 cores, and there are 8, of which 0.5 are free;" in second
     )
     plan = json.loads((tiny_profile.parent / "plan.json").read_text())
     assert plan["here"]["p90_ttft_ms"] > plan["chosen"]["p90_ttft_ms"]
     assert ("it cannot hold" in second) is (plan["here"]["p90_ttft_ms"] > 40)
 
 
-def test_a_plan_for_enough_cores_says_nothing_of_them(
-    tiny_profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("cores", "busy", "sentence"),
+    [
+        (2, 0.0, "need 4 cores, and there are 2; with shared cores"),
+        (2, 4.0, "need 4 cores, and there are 2, of which 0.0 are free; with shared cores"),
+        (8, 4.5, "need 4 cores, and there are 8, of which 3.5 are free; with shared cores"),
+        (8, 4.0, None),
+        (16, 3.0, None),
+    ],
+)
+def test_cores_that_others_use_are_not_free(
+    cores: int, busy: float, sentence: str | None, tiny_profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    have_cores(tiny_profile, monkeypatch, cores=16, busy=3)
-    run(plan_config(tiny_profile, slo="ttft=9s", request_rate=5, instances=2))
-    assert "cores" not in capsys.readouterr().out
+    have_cores(tiny_profile, monkeypatch, cores=cores, busy=busy)
+    config = config_here(plan_config(tiny_profile), Profile.load(tiny_profile), Fleet(1, 1))
+    assert (config is None) is (sentence is None)
+    if config is not None and sentence is not None:
+        assert config.cores == cores
+        assert sentence in Here("it", 4, cores, config.busy_threads, trial(Fleet(1, 1))).sentence(TARGETS)
 
 
 def test_instances_on_gpus_need_a_core_each_and_not_all_threads_of_torch() -> None:
@@ -263,24 +270,34 @@ def test_instances_on_gpus_need_a_core_each_and_not_all_threads_of_torch() -> No
     assert needed == [8 + 2, 8 * 16 + 2] and config_here(PlanConfig(), gpu, Fleet(3, 5)) is None
 
 
-@pytest.mark.parametrize(("times", "code"), [(1.0, 0), (1.3, 0), (3.0, 1)])
-def test_measurements_come_first_and_correct_the_profile(
-    times: float, code: int, tiny_profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    profile, load = Profile.load(tiny_profile), {"num_prompts": 40, "request_rate": 4.0}
-    config = plan_config(tiny_profile, slo="ttft=20s", instances=2, **load)
-    truth = simulate(config, scaled(profile, prefill=times, decode=times), {}, Fleet(1, 1), 4.0).figures
-    result = tiny_profile.parent / "result.json"
-    result.write_text(json.dumps(truth | {"request_rate": 4.0}))
-    assert run(replace(config, measured=f"1P+1D={result}")) == code
+def measured_with(times: float, profile: Path) -> PlanConfig:
+    """Return settings of a plan with a measurement of a machine whose steps take so many times as long as forecast."""
+    config = plan_config(profile, slo="ttft=20s", instances=2, num_prompts=40, request_rate=4.0)
+    slower = scaled(Profile.load(profile), prefill=times, decode=times)
+    result = profile.parent / "result.json"
+    result.write_text(json.dumps(simulate(config, slower, {}, Fleet(1, 1), 4.0).figures | {"request_rate": 4.0}))
+    return replace(config, measured=f"1P+1D={result}")
+
+
+@pytest.mark.parametrize("times", [1.0, 1.3, 3.0])
+def test_measurements_correct_the_profile(times: float, tiny_profile: Path) -> None:
+    config = measured_with(times, tiny_profile)
+    planner = Planner(config, Profile.load(tiny_profile), parse_targets(config.slo), lambda _: None)
+    correction = planner.correct(load_measured(config.measured, draw_requests(config, planner.rate)))
+    assert correction.is_worthless is (times == 3)
+    if times == 1:
+        assert not correction.factors and len(correction.sentences()) == 1
+    else:
+        assert correction.factors == {kind: pytest.approx(times, rel=0.15) for kind in ("prefill", "decode")}
+        assert "So this plan takes prefill steps" in correction.sentences()[1]
+
+
+def test_measurements_come_first(tiny_profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(measured_with(3.0, tiny_profile)) == 1
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("Forecast of 1P+1D against result.json: median error ")
-    factors = json.loads((tiny_profile.parent / "plan.json").read_text())["corrected"]
-    if times == 1:
-        assert not factors and second.startswith("Best fleet")
-    else:
-        assert factors == {kind: pytest.approx(times, rel=0.15) for kind in ("prefill", "decode")}
-        assert "So this plan takes prefill steps" in second
+    assert "So this plan takes prefill steps" in second
+    assert json.loads((tiny_profile.parent / "plan.json").read_text())["corrected"]["decode"] > 2
 
 
 def test_a_token_that_comes_with_the_one_before_it_has_no_error(result: Callable[..., str]) -> None:
