@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -13,6 +13,8 @@ from pdserve.settings import shared_settings
 from pdserve.tools.load_config import AutoscaleConfig
 
 POLL_S = 0.2
+# Settings that the controller takes from the profile, or has with another meaning.
+OF_PROFILE = ("connector", "model", "tensor_parallel_size", "slo", "profile", "prefill", "decode")
 
 
 def up(config: UpConfig) -> None:
@@ -61,21 +63,27 @@ def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) ->
         return
     from pdserve.tools.autoscaler.command import run
 
-    settings = shared_settings(config, AutoscaleConfig) | {
-        "router": ",".join(deployment.routers),
-        "slo": config.autoscale,
-        "profile": config.profile or config.paced,
-        "connector": "",  # the profile's
-        "apply": True,
-    }
     with ThreadPoolExecutor(1, "autoscaler") as threads:
-        controller = threads.submit(run, AutoscaleConfig(**settings), stop, deployment)
+        controller = threads.submit(run, controller_config(config, deployment.routers), stop, deployment)
         controller.add_done_callback(lambda _: stop.set())
         try:
             yield
         finally:
             stop.set()
         controller.result()
+
+
+def controller_config(config: UpConfig, routers: Iterable[str]) -> AutoscaleConfig:
+    """Return the settings of the controller of --autoscale.
+
+    Args:
+        routers: their URLs.
+    """
+    settings = shared_settings(config, AutoscaleConfig)
+    for name in OF_PROFILE:
+        settings.pop(name)
+    profile = config.profile or config.paced
+    return AutoscaleConfig(**settings, router=",".join(routers), slo=config.autoscale, profile=profile, apply=True)
 
 
 def deployment_of(config: UpConfig, on_line: Callable[[str], None]) -> Deployment:

@@ -21,6 +21,7 @@ from pdserve.tools.roofline.devices import DEVICES, WEIGHTS
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
 DAY_S = 86_400
+OF_GPUS = ("model", "weights", "tensor_parallel_size", "prefill_tensor_parallel_size", "decode_tensor_parallel_size")
 ALL = "*"  # in place of an API key: those that are not named
 
 
@@ -95,7 +96,7 @@ class FleetConfig(LoadConfig):
     prefill_tensor_parallel_size: int | None = flag("the same of prefill instances; default: as above", None, least=1)
     decode_tensor_parallel_size: int | None = flag("the same of decode instances; default: as above", None, least=1)
     connector: str = flag("scheme of a connector of the profile; empty: its first", "")
-    num_blocks: int | None = flag("KV blocks per instance; default: as in the profile", None, least=1)
+    num_blocks: int | None = flag("KV blocks per instance; default: as in the profile", None, least=2)
     block_size: int | None = flag(
         "tokens per KV block; default: as in the profile, or 512 for a mooncake trace, whose ids stand for as many",
         None,
@@ -152,6 +153,12 @@ class FleetConfig(LoadConfig):
         for name in ("trace_length_scale", "stretch_prompts", "stretch_answers"):
             if math.isinf(getattr(self, name)):
                 raise ValueError(f"--{name.replace('_', '-')} must be a finite number")
+        for name in OF_GPUS if not self.gpu else ():
+            if (value := getattr(self, name)) != getattr(FleetConfig, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value} needs --gpu: a --profile is of the model and the ranks it was "
+                    "measured with"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

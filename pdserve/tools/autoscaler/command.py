@@ -68,8 +68,16 @@ def _shape(decision: Decision) -> str:
 
 
 def make_controller(config: AutoscaleConfig, profile: Profile, *, can_start: bool) -> tuple[Controller, Deployment]:
-    """Return the controller, and the settings of simulated fleets, without instances."""
+    """Return the controller, and the settings of simulated fleets, without instances.
+
+    Raises:
+        SetupError: the SLO is of an API key.
+    """
     targets = load_targets(config.slo, config.slo_file)
+    if key := next((one.group.key for one in targets if one.group.key), ""):
+        raise SetupError(
+            f"the SLO of key {key}: routers do not tell whose requests they had; give targets by prompt_tokens"
+        )
     settings = deployment_of(config, profile, Fleet(itl_target_ms=config.itl_target_ms))
     settings = replace(settings, router=replace(settings.router, timelines=MAX_TIMELINES))
     forecaster = Forecaster(settings, instance_model(config, profile), targets, config.seed)

@@ -37,7 +37,7 @@ NEARER = 0.9  # factor of the worst figure ÷ target, at which a change is in th
 FAR = 2.0  # worst figure ÷ target, beyond which requests are late whatever is done now, and the queue counts
 SHORTER = 0.75  # factor of the worst figure, at which a queue is clearly shorter
 SPARE = 0.8  # worst figure ÷ target that a fleet may have with one instance fewer
-PEAK_WINDOWS = 6  # whose highest rate a smaller fleet must bear
+PEAK_S = 900.0  # seconds: a smaller fleet must bear the highest rate of any window within them
 HOUR = 3600.0
 ANSWERED = 90  # percentile of the answers' durations that a forecast is for, if it is more than the horizon
 MAX_LONGER = 5.0  # factor by which it may be more: a forecast takes the longer to make
@@ -136,8 +136,8 @@ class Controller:
         self._expected: Counter[str] | None = None  # the same, when it has come about
         self._hold_until = 0.0
         self._hold_reason = ""
-        self._rates: deque[float] = deque(maxlen=PEAK_WINDOWS)
-        self._rate_at = self._stop_tried_at = self._no_starts_until = self._seen_at = 0.0
+        self._rates: deque[tuple[float, float]] = deque()  # of the windows that ended lately, with their ends
+        self._stop_tried_at = self._no_starts_until = self._seen_at = 0.0
         self._quiet_at = math.inf  # time of the newest observation, if there were no requests
         self._start_up_s = 0.0  # that the newest start has taken at least
 
@@ -187,14 +187,14 @@ class Controller:
     # ---- when nothing may be changed ------------------------------------------------------------------------------
 
     def _remember(self, seen: Observation) -> None:
-        """Keep the roles within the window, and the rate of each window."""
+        """Keep the roles within the window, and the rates of late."""
         began_at = seen.at - self._limits.window
         self._snapshots.append((seen.at, {member.name: member.role for member in seen.members}))
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= began_at:
             self._snapshots.popleft()
-        if seen.at >= self._rate_at + self._limits.window:
-            self._rate_at = seen.at
-            self._rates.append(sum(one.at > began_at for one in seen.requests) / self._limits.window)
+        self._rates.append((seen.at, sum(one.at > began_at for one in seen.requests) / self._limits.window))
+        while self._rates[0][0] < seen.at - PEAK_S:
+            self._rates.popleft()
 
     def _begin(self, seen: Observation, change: Change, horizon: float) -> None:
         self._protect(seen.at, change, horizon)
@@ -368,7 +368,8 @@ class Controller:
         reason = f"{now.worst} expected, {now.attainment:.0%} good"
         if self._can_start and seen.at >= self._stop_tried_at + self._limits.window:
             self._stop_tried_at = seen.at
-            situation = self._situation(seen, max(draft.rate, *self._rates))
+            highest = max(draft.rate, *(rate for _, rate in self._rates))
+            situation = self._situation(seen, highest)
             ratings = dict[Change, Rating]()
             for change in stops(seen.counts, self._limits.least, _unit(seen.counts)):
                 if not (rejected := self._rejection(seen, change)):
@@ -376,7 +377,7 @@ class Controller:
                 considered.append(Considered(str(change), ratings.get(change), rejected))
             if ratings:
                 change = min(ratings, key=lambda one: ratings[one].ratio)
-                again = self._situation(seen, max(draft.rate, *self._rates), draw=1)
+                again = self._situation(seen, highest, draw=1)
                 if ratings[change].ratio <= SPARE and self._forecast(again, change).ratio <= SPARE:
                     reason = f"{ratings[change].worst} expected without it"
                     return replace(draft, change=change, reason=reason, considered=tuple(considered))

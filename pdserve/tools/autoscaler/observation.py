@@ -63,7 +63,11 @@ class Seen:
         first = now if self.ttft_s is None else self.at + self.ttft_s
         times = [first] if self.itl_p99_s is None else [first, first + self.itl_p99_s]
         error = "failed" if self.finish_reason == "error" or self.is_refused else ""
-        return Sample(self.request.index, self.at, sent=self.at, ended=now, token_times=times, status=200, error=error)
+        sample = Sample(
+            self.request.index, self.at, sent=self.at, ended=now, token_times=times, status=200, error=error
+        )
+        sample.input_tokens = self.request.input_tokens
+        return sample
 
 
 @dataclass(frozen=True)

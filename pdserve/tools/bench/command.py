@@ -53,6 +53,10 @@ class Benchmark:
 
 def run(config: BenchServeConfig) -> bool:
     """Measure, and report in the forms that the settings name. Returns False if no request succeeded."""
+    result: Path | str = (
+        Path(config.result_dir) / (config.result_filename or "result.json") if config.save_result else ""
+    )
+    report.check_writable(result, config.csv, config.html)
     benchmark = prepare(config)
     warm_up(benchmark)
     figures, page, ok = measure_sweep(benchmark) if config.slo_sweep else measure_once(benchmark)
@@ -72,15 +76,15 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     """
     try:
         objectives = parse_goodput(config.goodput)
-        percentiles = [float(part) for part in config.metric_percentiles.split(",")]
-        body: dict[str, Any] = json.loads(config.extra_body or "{}")
     except ValueError as error:
-        raise SetupError(f"{error}") from None
+        raise SetupError(str(error)) from None
+    percentiles, body = _percentages("--metric-percentiles", config.metric_percentiles), _body(config.extra_body)
+    if config.slo_sweep and not objectives:
+        raise SetupError("--slo-sweep needs --goodput, such as ttft:500,itl:50")
+    _sweep_shares(config)
     metrics = [name.strip() for name in config.percentile_metrics.split(",") if name.strip()]
     if wrong := [name for name in metrics if name not in METRICS]:
         raise SetupError(f"--percentile-metrics: there is no {wrong[0]!r}; there are {', '.join(METRICS)}")
-    if not all(0 <= one <= 100 for one in percentiles):
-        raise SetupError(f"--metric-percentiles must be from 0 to 100, not {config.metric_percentiles}")
     url = (config.base_url or f"http://{config.host}:{config.port}").rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise SetupError(f"--base-url must begin with http:// or https://, not {url}")
@@ -105,6 +109,35 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     )
     is_ours = model.get("owned_by") == "pdserve"
     return Benchmark(config, target, vocabulary, objectives, metrics, percentiles, is_ours)
+
+
+def _percentages(flag: str, text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [math.nan]
+    if not all(0 <= one <= 100 for one in found):
+        raise SetupError(f"{flag} must be percentages such as 90,95,99, not {text!r}")
+    return found
+
+
+def _sweep_shares(config: BenchServeConfig) -> list[float]:
+    """Return the shares of requests that must meet the SLO."""
+    found = _percentages("--sweep-attainment", config.sweep_attainment)
+    if min(found) <= 0:
+        raise SetupError(f"--sweep-attainment must be more than 0, not {config.sweep_attainment!r}")
+    return [one / 100 for one in found]
+
+
+def _body(text: str) -> dict[str, Any]:
+    """Return the fields of `--extra-body`."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise SetupError(f"--extra-body is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SetupError(f'--extra-body must be a JSON object such as {{"top_k": 5}}, not {text[:40]}')
+    return found
 
 
 def requests_of(benchmark: Benchmark, rate: float, seed: int) -> list[Request]:
@@ -159,14 +192,7 @@ def measure_once(benchmark: Benchmark) -> tuple[dict[str, Any], Callable[[], str
 def measure_sweep(benchmark: Benchmark) -> tuple[dict[str, Any], Callable[[], str], bool]:
     """Search the highest rates that meet the SLO, several times, and print them with their confidence."""
     config = benchmark.config
-    if not benchmark.objectives:
-        raise SetupError("--slo-sweep needs --goodput, such as ttft:500,itl:50")
-    try:
-        shares = [float(part) / 100 for part in config.sweep_attainment.split(",")]
-    except ValueError:
-        shares = [math.nan]
-    if not all(0 < share <= 1 for share in shares):
-        raise SetupError(f"--sweep-attainment must be percentages such as 90,95,99, not {config.sweep_attainment}")
+    shares = _sweep_shares(config)
     start = config.request_rate if math.isfinite(config.request_rate) else 1.0
     rows, trials, stopped = list[dict[str, Any]](), list[Trial](), False
     found = {share: list[float | None]() for share in shares}

@@ -104,13 +104,14 @@ class Load:
 
     def _give_up(self, request: Request, now: float) -> None:
         """Record a turn, and those after it, whose previous turn had no answer."""
-        self.on_sample(Sample(request.index, now, sent=now, ended=now, error="the previous turn failed"))
+        error = "the previous turn failed"
+        self.on_sample(Sample(request.index, now, sent=now, ended=now, error=error, key=request.key))
         for turn in self._later.get(request.index, ()):
             self._give_up(turn, now)
 
     async def _send(self, request: Request, due: float, http: HttpClient, places: asyncio.Semaphore | None) -> Sample:
         name = f"{self.target.run}-{request.index}"
-        sample = Sample(request.index, due, input_tokens=request.input_tokens, request_id=name)
+        sample = Sample(request.index, due, input_tokens=request.input_tokens, request_id=name, key=request.key)
         self.in_flight += 1
         try:
             if places is not None:

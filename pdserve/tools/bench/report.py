@@ -118,6 +118,26 @@ def details(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
+def check_writable(*paths: str | Path) -> None:
+    """Check files that a command writes at its end, before its work; empty paths name none.
+
+    Raises:
+        SetupError: one cannot be written.
+    """
+    for file in (Path(path) for path in paths if str(path)):
+        is_new = not file.exists()
+        if not is_new and not file.is_file() and not file.is_dir():
+            continue  # a pipe has one reader, which would see its end
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a"):
+                pass
+            if is_new:
+                file.unlink()
+        except OSError as error:
+            raise SetupError(f"{file} cannot be written: {reason(error)}") from None
+
+
 def write_csv(file: str, samples: Sequence[Sample], objectives: dict[str, float]) -> None:
     """Write one row per request; times in seconds."""
     names = ("index", "scheduled", "lag", "queued", "sent", "ttft", "tpot", "latency", "input_tokens", "output_tokens")

@@ -5,7 +5,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,11 @@ def read_mooncake(path: str, limit: int, scale: float, conversations: bool) -> l
 
 
 def read_azure(path: str, limit: int, scale: float) -> list[Request]:
-    """Read CSV of TIMESTAMP, ContextTokens, GeneratedTokens."""
+    """Read CSV of TIMESTAMP, ContextTokens, GeneratedTokens. Times without a zone are UTC, which has no hour twice."""
 
     def parse(index: int, row: dict[str, str]) -> Request:
-        at = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
+        time = datetime.fromisoformat(row["TIMESTAMP"])
+        at = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
         return _sized(index, at, int(row["ContextTokens"]), int(row["GeneratedTokens"]), scale)
 
     return _read(path, limit, _csv_rows, parse)

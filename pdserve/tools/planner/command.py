@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from pdserve.tools.bench.page import format_ratio
-from pdserve.tools.bench.report import write_file
+from pdserve.tools.bench.report import check_writable, write_file
 from pdserve.tools.bench.requests import counted
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner import deploy
@@ -41,6 +41,7 @@ def run(config: PlanConfig) -> int:
         The exit code: 3 if no fleet meets the SLO, 1 if measurements say that the profile is not to be relied on.
     """
     targets = load_targets(config.slo, config.slo_file)
+    check_writable(config.json, config.html, *(deploy.files_of(config.apply) if config.apply else ()))
     degrees = fitting(config) if config.gpu and config.tensor_parallel_size == "auto" else []
     with _progress() as show:
         if degrees:

@@ -190,6 +190,11 @@ def _store_values(instances: dict[str, Any], fleet: Fleet, common: Common) -> di
     return {"connector": "nixl://"} if scheme in NIXL else {}
 
 
+def files_of(folder: str) -> list[Path]:
+    """Return the files that `write` writes."""
+    return [Path(folder, name) for name in (ENV_FILE, VALUES_FILE)]
+
+
 def write(folder: str, trial: Trial, by_role: Mapping[str, int], common: Common) -> Sequence[str]:
     """Write both files into a folder, and return how they are used, a line each.
 

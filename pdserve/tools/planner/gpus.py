@@ -16,12 +16,13 @@ SCREENED = 80  # requests with which numbers of GPUs are compared
 
 
 def fitting(config: PlanConfig) -> list[int]:
-    """Return the numbers of GPUs on which an instance fits.
+    """Return the numbers of GPUs on which an instance fits, and among which its heads can be divided.
 
     Raises:
         SetupError: it fits on none.
     """
-    found = [gpus for gpus in DEGREES if estimate_of(config, gpus).kv_tokens >= LEAST_TOKENS]
+    estimates = {gpus: estimate_of(config, gpus) for gpus in DEGREES}
+    found = [gpus for gpus, one in estimates.items() if one.shape.can_divide(gpus) and one.kv_tokens >= LEAST_TOKENS]
     if not found:
         raise SetupError(f"--model {config.model} in {config.weights} does not fit on {DEGREES[-1]} x {config.gpu}")
     return found

@@ -103,6 +103,10 @@ def _read(fleet: Fleet, path: str, requests: Sequence[Request]) -> Measured:
     if not all(isinstance(one, int) and one > 0 for one in numbers):
         raise ValueError("the file is no result of `pdserve bench serve --save-result` with answers")
     rate = figures.get("request_rate")
+    if isinstance(rate, int | float) and not rate > 0:
+        raise ValueError(
+            f"its request_rate is {rate}; write one above 0, or leave it out if the load had times of its own"
+        )
     if not any(request.continues for request in requests):
         completed, inputs, outputs = numbers
         _compare("prompts", inputs / completed, [request.input_tokens for request in requests])
@@ -127,7 +131,7 @@ def compare(measured: Measured, simulate: Callable[[Fleet, float], Trial]) -> Co
     rows = [
         (label, float(figures[name]), float(measured.figures[name]))
         for label, name in names.items()
-        if isinstance(measured.figures.get(name), int | float)
+        if isinstance(value := measured.figures.get(name), int | float) and math.isfinite(value)
     ]
     return Comparison(measured, rows)
 

@@ -15,6 +15,7 @@ from pdserve.tools.planner.settings import Dimension, dimensions
 from pdserve.tools.planner.targets import ALL, Target
 from pdserve.tools.planner.tuning import tune_sizes
 from pdserve.tools.simulator.fleet import (
+    MAX_ITL_TARGET_MS,
     Fleet,
     Forecast,
     check_fits,
@@ -224,12 +225,13 @@ class Planner:
         if self._config.itl_target_ms != "auto":
             return parse_itl_targets(self._config.itl_target_ms)
         limits = [target.seconds * 1e3 for target in self._targets if target.metric == "itl"]
-        return [None, *(share * min(limits) for share in ITL_SHARES if limits)]
+        shares = [share * min(limits) for share in ITL_SHARES if limits]
+        return [None, *(one for one in shares if one <= MAX_ITL_TARGET_MS)]
 
     def _ttft_target(self) -> float | None:
         """Return a --ttft-target-ms for the SLO; None if there is none, or the settings name one for all fleets."""
         limits = [target.seconds * 1e3 for target in self._targets if target.metric == "ttft"]
-        return round(TTFT_SHARE * min(limits), 3) if limits and self._config.ttft_target_ms is None else None
+        return float(f"{TTFT_SHARE * min(limits):.6g}") if limits and self._config.ttft_target_ms is None else None
 
     def _sensitivity(self, fleet: Fleet) -> dict[str, Trial]:
         config, trials = self._config, {}

@@ -19,6 +19,7 @@ from pdserve.profile.profile import EngineFacts, Machine, Profile, StepModel, Tr
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 94, 95, 128, 192, 256)  # DistServe's model changes at 95
 CONTEXTS = (128, 512, 1024, 2048)
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048)
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # what reading another form raises
 REST = ("transfers", "swap", "start_up_s", "role_flip_s", "overheads")  # not in published files
 
 
@@ -36,7 +37,7 @@ def import_file(source: str, file: str, entry: str) -> Profile:
         profiles = readers[source](Path(file))
     except OSError as error:
         raise SetupError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (*MALFORMED, csv.Error, ArithmeticError, RecursionError) as error:
         raise SetupError(f"{file} is not a file of {source}: {type(error).__name__} {error}") from None
     if len(profiles) == 1 and not entry:
         return next(iter(profiles.values()))
@@ -129,12 +130,15 @@ def from_fleet(url: str, instance_id: str = "") -> Profile:
     try:
         with httpx.Client(headers=admin_headers(), timeout=30.0, mounts=DIRECT) as http:
             instances = http.get(f"{url.rstrip('/')}/debug/instances").raise_for_status().json()["instances"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
-        raise SetupError(f"{url} gives no /debug/instances: {error}") from None
-    found = [one for one in instances if instance_id in ("", one["instance_id"])]
-    if not found:
+        found = [one for one in instances if instance_id in ("", one["instance_id"])]
+        profiles = list(map(_of_instance, found[:1]))
+    except (httpx.HTTPError, httpx.InvalidURL, *MALFORMED) as error:
+        raise SetupError(
+            f"{url} gives no /debug/instances of a pdserve router: {type(error).__name__} {error}"
+        ) from None
+    if not profiles:
         raise SetupError(f"{url} has no instance {instance_id or 'at all'}")
-    return _of_instance(found[0])
+    return profiles[0]
 
 
 def _of_instance(one: dict[str, Any]) -> Profile:

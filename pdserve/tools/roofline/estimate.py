@@ -149,8 +149,13 @@ class Estimate:
         """Return the profile of an instance.
 
         Raises:
-            SetupError: the weights do not fit.
+            SetupError: the weights do not fit, or the heads cannot be divided.
         """
+        if not self.shape.can_divide(self.gpus):
+            raise SetupError(
+                f"the {self.shape.heads} heads of {self.shape.name} cannot be divided among {self.gpus} GPUs: give another "
+                "--tensor-parallel-size"
+            )
         if (tokens := self.kv_tokens) < BLOCK * 2:
             name = f"{self.shape.name} in {self.weights}"
             raise SetupError(f"{name} does not fit on {self.gpus} x {self.gpu}: give more by --tensor-parallel-size")

@@ -32,6 +32,7 @@ class Shape:
 
     Attributes:
         kv: its KV.
+        heads: of attention's queries, in each layer.
         dense: parameters that each token uses, without the output matrix.
         expert, experts, chosen: parameters of one expert in all layers together, experts of a layer, and those of a token.
         output: parameters of the output matrix.
@@ -44,6 +45,7 @@ class Shape:
     hidden: int
     max_model_len: int
     kv: KVSpec
+    heads: int
     dense: int
     expert: int
     experts: int
@@ -68,6 +70,11 @@ class Shape:
             return self.dense
         used: float = 1 - (1 - self.chosen / self.experts) ** tokens
         return self.dense + self.expert * self.experts * used
+
+    def can_divide(self, gpus: int) -> bool:
+        """Return whether attention can be divided among GPUs: whole heads each, of KV also one for several of them."""
+        kv_heads = [group.num_heads for group in self.kv.groups if not group.latent]
+        return self.heads % gpus == 0 and all(one % gpus == 0 or gpus % one == 0 for one in kv_heads)
 
     def kv_numbers(self, context: float) -> float:
         """Return the numbers of KV for each token of a context of this length, of which windows forget a part."""
@@ -98,7 +105,9 @@ def load(model: str) -> Shape:
     if file.is_file():
         try:
             config = json.loads(file.read_text())
-        except ValueError as error:
+        except OSError as error:
+            raise SetupError(f"--model {model}: {file} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
             raise SetupError(f"--model {model}: {file} is not JSON: {error}") from None
     else:
         known = built_in()
@@ -111,7 +120,7 @@ def load(model: str) -> Shape:
         config = known[names[key(model)]]
     try:
         return shape_of(model, config)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise SetupError(f"--model {model}: its config has no usable {error}") from None
 
 
@@ -151,6 +160,7 @@ def shape_of(name: str, config: Config) -> Shape:
         hidden=hidden,
         max_model_len=config.get("max_position_embeddings") or 4096,
         kv=kv,
+        heads=config["num_attention_heads"],
         dense=dense,
         expert=sparse * of_expert,
         experts=experts,
@@ -211,7 +221,7 @@ def kv_spec(config: Config) -> KVSpec:
     """Return the KV of a model: latent rows, heads, windows of some layers, and states of recurrent ones.
 
     Raises:
-        KeyError: layers are of another kind.
+        KeyError: layers are of another kind, or none has attention.
     """
     layers = range(config["num_hidden_layers"])
     if rank := config.get("kv_lora_rank"):
@@ -228,5 +238,7 @@ def kv_spec(config: Config) -> KVSpec:
             groups.append(KVGroup(of_kind, heads, size, window=span))
     if UNKNOWN in config or (others := set(kinds) - {*ATTENDING, *RECURRENT}):
         raise KeyError(f"kinds of layers: {UNKNOWN if UNKNOWN in config else ', '.join(sorted(others))}")
+    if not groups:
+        raise KeyError("layers with attention")
     states = {(at, "state"): _state_numbers(kind, config) for at, kind in enumerate(kinds) if kind in RECURRENT}
     return KVSpec(tuple(groups), states=states, num_without=len(states))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.errors import SetupError
-from pdserve.tools.bench.report import write_csv, write_file
+from pdserve.tools.bench.report import check_writable, write_csv, write_file
 from pdserve.tools.bench.slo import parse_goodput, thin_sentence
 from pdserve.tools.load_config import SimulateConfig
 from pdserve.tools.simulator.fleet import (
@@ -41,6 +41,7 @@ def run(config: SimulateConfig) -> None:
     except ValueError as error:
         raise SetupError(str(error)) from None
     profile, fleets = load_profile(config), parse_fleets(config)
+    check_writable(config.json, config.csv)
     console, started = Console(stderr=True), time.monotonic()
     forecasts = list[Forecast]()
     with console.status("") as status:

@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import signal
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 
 from pdserve.config import InstanceConfig, RouterConfig, parse_size
 from pdserve.errors import SetupError
+from pdserve.parent import receive_at_end
 from pdserve.profile.profile import Profile
 from pdserve.tools.bench.datasets import draw_load
 from pdserve.tools.bench.metrics import summarize
@@ -21,6 +23,7 @@ from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.bench.sweep import is_saturated
 from pdserve.tools.bench.traces import BLOCK
 from pdserve.tools.load_config import FleetConfig, parse_acceptance
+from pdserve.tools.machine import num_cores
 from pdserve.tools.roofline.estimate import MEDIAN_ERROR, WORST_ERROR, Estimate
 from pdserve.tools.roofline.shape import load as load_shape
 from pdserve.tools.simulator.breakdown import breakdown
@@ -413,13 +416,24 @@ def simulate_all(
 ) -> Iterator[Forecast]:
     """Simulate (fleet, rate) pairs side by side, and yield the forecasts in order."""
     one = partial(_simulate_pair, config, profile, objectives, limits)
-    if config.jobs == 1 or len(runs) == 1:
+    jobs = min(config.jobs or num_cores(), len(runs))
+    if jobs <= 1:
         yield from map(one, runs)
         return
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imported once, and not by each process
-    with ProcessPoolExecutor(config.jobs, context) as pool:
+    context = get_context("fork")  # new processes would import torch first, which takes as long as several runs
+    with ProcessPoolExecutor(jobs, context, _begin_worker) as pool:
         yield from pool.map(one, runs)
+
+
+def _begin_worker() -> None:
+    """Prepare a forked process, which has none of the threads of torch: it would wait for them for ever. Ctrl-C ends it
+    without a traceback."""
+    import torch
+
+    torch.set_num_threads(1)
+    receive_at_end()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def _simulate_pair(

@@ -15,19 +15,30 @@ from pdserve.errors import SetupError
 from pdserve.tools import machine
 from pdserve.tools.bench.command import prepare, progress, requests_of, warm_up
 from pdserve.tools.bench.metrics import summarize
+from pdserve.tools.bench.report import check_writable
 from pdserve.tools.bench.requests import Sample, counted
 from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.bench.workers import play
 from pdserve.tools.load_config import BenchServeConfig, BenchTuneConfig, FleetConfig, LoadConfig
 from pdserve.tools.planner.search import judge
-from pdserve.tools.planner.slo_file import load_targets
+from pdserve.tools.planner.slo_file import check_groups, load_targets
 from pdserve.tools.planner.targets import FAILED, Target, compare, thin_sentences
-from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, check_fits, load_profile, mean_rate, simulate_all
+from pdserve.tools.simulator.fleet import (
+    PERCENTILES,
+    Fleet,
+    check_fits,
+    draw_requests,
+    load_profile,
+    mean_rate,
+    simulate_all,
+)
 from pdserve.tools.tuner.candidates import Candidates, grid
 
 Measure = Callable[[Fleet, int], Sequence[Sample]]  # of a repetition, from 0; empty if Ctrl-C ended the run
 NOT_PASSED_ON = ("port", "slo", "prefill", "decode", "both")  # of UpConfig's fields: each run has its own
 TRIED = ("max_num_seqs", "max_num_batched_tokens", "block_size")
+NO_START = 3 * FAILED  # ratio of a fleet that cannot start
+FRUITLESS = 2  # first fleets, after which the search ends if none of them can start
 SHOWN = 10  # of the fleets that were not measured
 
 
@@ -38,10 +49,11 @@ def run(config: BenchTuneConfig, measure: Measure | None = None, now: Callable[[
         measure: plays the load against a fleet, by default against one that it starts.
 
     Raises:
-        SetupError: a setting is wrong, a fleet cannot start, or the file of `--state` is of another load.
+        SetupError: a setting is wrong, the first fleets cannot start, or the file of `--state` is of another load.
     """
     targets = load_targets(config.slo, config.slo_file)
     fleets = grid(config.instances, config.try_itl_target_ms, {name: getattr(config, f"try_{name}") for name in TRIED})
+    check_writable(config.state)
     tuning = Tuning(config, targets, fleets, now)
     tuning.search(measure or partial(measure_fleet, config))
     if not tuning.has_measured:
@@ -92,24 +104,40 @@ class Tuning:
         return self._candidates.ratio(self.best) <= 1
 
     def search(self, measure: Measure) -> None:
-        """Measure what is most promising, as long as another run fits into the budget; at least one fleet."""
+        """Measure what is most promising, as long as another run fits into the budget; at least one fleet.
+
+        A fleet that cannot start counts as one that fails. It is not tried again, so that others have their turn.
+
+        Raises:
+            SetupError: the first fleets cannot start.
+        """
         budget = self._config.budget
         while fleet := self._candidates.next(self._spent / budget):
             if self._candidates.measured and self._spent + self._longest > budget:
                 return
             began = self._now()
-            if not (samples := measure(fleet, self._candidates.num_runs(fleet))):
-                return
-            figures = summarize(samples, {}, METRICS, PERCENTILES, [])
-            values, _, ratio = compare(self._targets, figures, samples)
-            if failed := figures["failed"]:
-                ratio = max(ratio, FAILED * (1 + failed / len(samples)))
-            text = ", ".join(target.beside(seconds) for target, seconds in values.items())
+            try:
+                if not (samples := measure(fleet, self._candidates.num_runs(fleet))):
+                    return
+                ratio, text = self._rate(samples)
+            except SetupError as error:
+                ratio, text = NO_START, f"cannot start: {error}"
             row = {"fleet": str(fleet), "ratio": ratio, "text": text, "seconds": self._now() - began}
-            self._thin = thin_sentences({one: one.count(samples) for one in self._targets})
             self._append(row)
             self._add(fleet, row)
             print(f"{self._spent:5.0f} s: {fleet}: {text}", file=sys.stderr, flush=True)
+            few = min(FRUITLESS, len(self._candidates.forecasts))
+            if len(self._candidates.measured) >= few and self._candidates.ratio(self.best) == NO_START:
+                raise SetupError(f"none of the first {few} fleets can start; the newest: {text}")
+
+    def _rate(self, samples: Sequence[Sample]) -> tuple[float, str]:
+        """Return the ratio of the worst figure to its target, and all figures beside their targets."""
+        figures = summarize(samples, {}, METRICS, PERCENTILES, [])
+        values, _, ratio = compare(self._targets, figures, samples)
+        if failed := figures["failed"]:
+            ratio = max(ratio, FAILED * (1 + failed / len(samples)))
+        self._thin = thin_sentences({one: one.count(samples) for one in self._targets})
+        return ratio, ", ".join(target.beside(seconds) for target, seconds in values.items())
 
     def report(self) -> list[str]:
         """Return what was tried, and the best fleet with the command that starts it."""
@@ -143,6 +171,7 @@ class Tuning:
         config = fleet_config(self._config)
         profile, rate = load_profile(config), mean_rate(config)
         check_fits(config, profile)
+        check_groups(self._targets, draw_requests(config, rate))
         for forecast in simulate_all(config, profile, {}, [(fleet, rate) for fleet in fleets]):
             yield forecast.fleet, judge(self._targets, forecast).ratio
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pdserve.errors import SetupError
+from pdserve.profile.profile import Profile
 from pdserve.tools.autoscaler import command
 from pdserve.tools.autoscaler.change import Change, MadeChange
 from pdserve.tools.autoscaler.command import DecisionLog, step
@@ -100,3 +101,12 @@ def test_a_defect_ends_one_step_and_not_the_controller(
     thread.start()
     thread.join(60)
     assert steps == [0, 1] and "a pod in an unknown phase" in caplog.text
+
+
+def test_targets_of_an_api_key_are_refused(tiny_profile: Path) -> None:
+    """Routers do not tell whose requests they had, so the targets would count as met."""
+    slo = tiny_profile.parent / "slo.toml"
+    slo.write_text('[[group]]\nkey = "chat"\nslo = "ttft=1ms"\n')
+    config = AutoscaleConfig(profile=str(tiny_profile), slo_file=str(slo))
+    with pytest.raises(SetupError, match=r"the SLO of key chat: routers do not tell .*; give targets by prompt_tokens"):
+        command.make_controller(config, Profile.load(tiny_profile), can_start=False)

@@ -317,6 +317,33 @@ def test_an_instance_ends_only_if_the_others_suffice_at_the_highest_rate() -> No
     assert tight.decide(observe(1000.0)).change is None
 
 
+@pytest.mark.parametrize(("later_s", "is_remembered"), [(720, True), (1000, False)])
+def test_a_burst_is_remembered_for_a_quarter_of_an_hour_wherever_windows_begin(
+    later_s: int, is_remembered: bool
+) -> None:
+    """Bursts come minutes apart, and each would meet a fleet that has just become smaller. A window in the middle of two
+    others has all of it."""
+    rates = []
+
+    def forecast(situation: Situation, change: Change | None) -> Rating:
+        rates.append(len(situation.expected) / 40)
+        return rating(0.99, 0.5 if change is None else 0.9)
+
+    one = controller(forecast, can_start=True, most=4)
+    quiet = observe(930.0)
+    burst = [
+        replace(seen, request=replace(seen.request, at=940.0 + n / 6)) for n, seen in enumerate(quiet.requests * 4)
+    ]
+    for at in range(930, 1000, 10):
+        requests = [seen for seen in (*quiet.requests, *burst) if at - 60 < seen.at <= at]
+        one.decide(replace(quiet, at=float(at), requests=tuple(requests)))
+    for at in range(1000, 920 + later_s, 60):
+        one.decide(observe(float(at)))
+    del rates[:]
+    one.decide(observe(980.0 + later_s))
+    assert (max(rates) > 3) is is_remembered
+
+
 def test_a_started_instance_does_not_end_within_the_time_of_its_forecast() -> None:
     forecasts = {"now": promise(none=0.4, start_1_decode=0.99)}
     one = controller(lambda situation, change: forecasts["now"](situation, change), can_start=True, most=5)

@@ -17,6 +17,7 @@ from pdserve.tools.autoscaler.load import (
 )
 from pdserve.tools.autoscaler.observation import Seen, merge_traffic, parse_traffic
 from pdserve.tools.bench.requests import Request
+from pdserve.tools.planner.targets import Group, parse_targets
 
 
 def seen(at: float, output: int, ttft: float | None = 1.0, e2e: float | None = None) -> Seen:
@@ -125,3 +126,9 @@ def test_traffic_of_several_routers_is_one() -> None:
     assert refused is not None and not refused.ok
     sample = merged[1].sample(9.0)
     assert sample is not None and sample.ok and sample.ttft == pytest.approx(0.02)
+
+
+def test_what_was_seen_counts_for_targets_by_prompt_length() -> None:
+    (target,) = parse_targets("ttft.p90=500ms", Group(50, 200))
+    late = seen(0.0, 10, ttft=2.0, e2e=3.0).sample(10.0)
+    assert late is not None and target.measure({}, [late]) == 2.0

@@ -256,3 +256,12 @@ def test_accepted_drafts_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -
     text = as_text(figures | found, METRICS, [50])
     assert re.search(r"Acceptance rate \(%\): +50\.00", text) and re.search(r"Acceptance length: +3\.00", text)
     assert acceptance(before, before) is None and "Speculative" not in as_text(figures, METRICS, [50])
+
+
+def test_samples_have_the_api_keys_of_a_trace_for_targets_by_key() -> None:
+    requests = [Request(0, 2, text="a", at=0.0, key="chat"), Request(1, 2, text="b", at=0.0)]
+    requests += [Request(2, 2, text="c", after=0, at=0.0, key="chat")]
+    samples, _ = play(Server(stream), requests)
+    assert [one.key for one in samples] == ["chat", "", "chat"] and all(one.ok for one in samples)
+    samples, _ = play(Server(break_off), requests)
+    assert [one.key for one in samples] == ["chat", "", "chat"] and not any(one.ok for one in samples)

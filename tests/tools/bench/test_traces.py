@@ -1,6 +1,7 @@
 """Data sets and traces, and the text that is made of them."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,20 @@ def test_csv_traces(tmp_path: Path) -> None:
     burst = lines(tmp_path / "b", "Timestamp,Model,Request tokens,Response tokens", "5,ChatGPT,472,18", "45,x,7,0")
     (only,) = load("burstgpt", burst)
     assert (only.at, only.input_tokens, only.output_tokens) == (5.0, 472, 18)
+
+
+def test_times_of_a_trace_do_not_depend_on_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local clocks leave out an hour of a night in spring, and have one of a night in autumn twice."""
+    monkeypatch.setenv("TZ", "EST5EDT,M3.2.0,M11.1.0")
+    time.tzset()
+    try:
+        times = ["2023-03-12 01:59:30", "2023-03-12 03:00:30", "2023-11-05 01:30:00", "2023-11-05 02:30:00Z"]
+        rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{one},374,44" for one in times)]
+        at = [one.at or 0.0 for one in load("azure", lines(tmp_path / "a", *rows))]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert at[1] - at[0] == 3660 and at[3] - at[2] == 3600
 
 
 def test_a_trace_may_name_the_api_key_of_each_request(tmp_path: Path) -> None:

@@ -313,11 +313,48 @@ def test_a_result_without_any_figure_is_named(result: Callable[..., str]) -> Non
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("tensor_parallel_size", "0"), ("stretch_prompts", math.inf), ("trace_length_scale", math.inf)],
+    [("tensor_parallel_size", "0"), ("stretch_prompts", math.inf), ("trace_length_scale", math.inf), ("num_blocks", 1)],
 )
 def test_settings_that_can_never_work_are_named(setting: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} must be"):
         PlanConfig(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("model", "Qwen/Qwen3-32B"),
+        ("weights", "fp8"),
+        ("tensor_parallel_size", "auto"),
+        ("prefill_tensor_parallel_size", 2),
+        ("decode_tensor_parallel_size", 1),
+    ],
+)
+def test_a_setting_of_gpus_is_not_ignored_beside_a_profile(setting: str, value: Any) -> None:
+    """The plan would be of the profile's model, and of its ranks."""
+    with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} {value} needs --gpu"):
+        PlanConfig(**{setting: value})
+    own: dict[str, Any] = {"model": "m", setting: value}
+    assert PlanConfig(**own, gpu="h100").gpu
+
+
+@pytest.mark.parametrize("slo", ["ttft.p90=0.0008ms,itl.p99=1ms", "itl.p99=5e9s"])
+def test_an_extreme_slo_has_a_plan(slo: str, tiny_profile: Path) -> None:
+    """Targets that are derived from it may not be such that instances and routers refuse them."""
+    code = run(plan_config(tiny_profile, slo=slo, request_rate=5, instances=2))
+    assert code == (0 if "5e9" in slo else 3)
+
+
+def test_a_single_request_has_a_plan_and_a_report(tiny_profile: Path) -> None:
+    html = tiny_profile.parent / "plan.html"
+    load: dict[str, Any] = {"num_prompts": 1, "random_output_len": 1, "request_rate": 0.5}
+    assert run(plan_config(tiny_profile, slo="ttft.p90=1s,itl.p99=1s", instances=1, html=str(html), **load)) == 0
+    assert "1 both" in html.read_text()
+
+
+def test_a_measurement_at_no_rate_is_refused(result: Callable[..., str]) -> None:
+    with pytest.raises(SetupError, match=r"its request_rate is -1; write one above 0"):
+        load_measured(result(request_rate=-1), LOAD)
 
 
 def test_an_itl_target_is_one_that_routers_take() -> None:

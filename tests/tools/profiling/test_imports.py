@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from pdserve.errors import SetupError
@@ -63,7 +65,9 @@ def test_splitwise_medians_are_fitted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["distserve", "splitwise"])
-@pytest.mark.parametrize("text", ["{}x", '{"a": {"1": {}}}', '["a"]', "prompt_size\nmany"])
+@pytest.mark.parametrize(
+    "text", ["{}x", '{"a": {"1": {}}}', '["a"]', "prompt_size\nmany", "[" * 100_000, f"prompt_size\n{'9' * 200_000}"]
+)
 def test_another_file_is_refused(tmp_path: Path, source: str, text: str) -> None:
     file = tmp_path / "file"
     file.write_text(text)
@@ -84,3 +88,11 @@ def test_a_fleet_gives_its_lines() -> None:
     assert mixed == pytest.approx(0.001 + 40 * 3e-5 + 400 * 2e-7 + 100 * 2e-5 + 5000 * 3e-8)
     with pytest.raises(SetupError, match="gives no /debug/instances"):
         from_fleet("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("found", [[], ["a"], [{"instance_id": "one"}], {"one": 1}, 3])
+def test_instances_of_another_kind_of_router_are_one_line(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = httpx.Response(200, json={"instances": found}, request=httpx.Request("GET", "http://x"))
+    monkeypatch.setattr(httpx.Client, "get", lambda *_, **__: answer)
+    with pytest.raises(SetupError, match=r"gives no /debug/instances of a pdserve router|has no instance at all"):
+        from_fleet("http://x")

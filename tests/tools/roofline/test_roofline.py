@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdserve.errors import SetupError
 from pdserve.tools.load_config import PlanConfig, SimulateConfig
 from pdserve.tools.planner.command import run
-from pdserve.tools.planner.gpus import cheapest, costs, thrifty
+from pdserve.tools.planner.gpus import cheapest, costs, fitting, thrifty
 from pdserve.tools.planner.plan import Planner
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
@@ -155,8 +155,26 @@ def test_a_config_of_a_directory_is_read(tmp_path: Path) -> None:
     (other / "config.json").write_text('{"num_hidden_layers": 2}')
     with pytest.raises(SetupError, match="its config has no usable 'hidden_size'"):
         load(str(other))
+    for number, text in enumerate(
+        (json.dumps(built_in()[SMALL] | {"num_attention_heads": 0, "head_dim": 0}), "[" * 100_000)
+    ):
+        (other := tmp_path / str(number)).mkdir()
+        (other / "config.json").write_text(text)
+        with pytest.raises(SetupError, match=r"its config has no usable|is not JSON"):
+            load(str(other))
     with pytest.raises(SetupError, match="which is not downloaded, and no built-in shape; there are Qwen/"):
         load("nobody/nothing")
+
+
+def test_only_numbers_of_gpus_that_divide_the_heads_are_planned(tmp_path: Path) -> None:
+    """An instance with others refuses to start."""
+    config = built_in()[SMALL] | {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = PlanConfig(model=str(tmp_path), gpu="h100", tensor_parallel_size="auto")
+    assert fitting(plan) == [1, 2]
+    with pytest.raises(SetupError, match=r"the 14 heads of .* cannot be divided among 4 GPUs"):
+        load_profile(replace(plan, tensor_parallel_size="4"))
+    assert [load(SMALL).can_divide(gpus) for gpus in (3, 4, 8, 16, 32, 64)] == [False, True, True, True, True, False]
 
 
 @given(

@@ -87,7 +87,7 @@ def test_hopeless_fleets_are_not_measured() -> None:
 def tune(tiny_profile: Path, tmp_path: Path) -> Callable[..., tuple[list[Fleet], bool]]:
     """Return a function that tunes with made-up measurements, which take no time but that of a made-up clock."""
 
-    def tune(interrupted: int = -1, **settings: Any) -> tuple[list[Fleet], bool]:
+    def tune(interrupted: int = -1, broken: str = "", **settings: Any) -> tuple[list[Fleet], bool]:
         config = BenchTuneConfig(
             profile=str(tiny_profile),
             slo="ttft.p90=100ms",
@@ -108,6 +108,8 @@ def tune(tiny_profile: Path, tmp_path: Path) -> Callable[..., tuple[list[Fleet],
                 return []
             assert is_resumed or repetition == measured.count(fleet), "each has requests of its own"
             measured.append(fleet)
+            if broken in str(fleet) and broken:
+                raise SetupError("the pool is too small")
             slow = 0.05 if fleet.both else 0.2
             return [
                 Sample(i, float(i), sent=float(i), ended=i + slow, token_times=[i + slow], status=200) for i in range(9)
@@ -142,7 +144,7 @@ def test_an_interrupted_line_is_measured_again_and_another_load_refused(tune: An
     for settings in ({"seed": 1}, {"model": "another"}, {"max_num_seqs": 99}):
         with pytest.raises(SetupError, match="is of another load or SLO, or of other settings"):
             tune(**settings)
-    with pytest.raises(SetupError, match=r"--state .* cannot be read: Is a directory"):
+    with pytest.raises(SetupError, match="cannot be written: Is a directory"):
         tune(state=str(tmp_path))
 
 
@@ -169,3 +171,24 @@ def test_the_command_at_the_end_starts_what_was_measured(
 def test_an_interrupted_search_without_a_measurement_has_no_report(tune: Any) -> None:
     with pytest.raises(SetupError, match="interrupted before a fleet was measured"):
         tune(interrupted=0)
+
+
+def test_a_group_of_the_slo_without_requests_is_named(tune: Any, tmp_path: Path) -> None:
+    """Any fleet would meet it."""
+    (tmp_path / "slo.toml").write_text('[[group]]\nprompt_tokens = "5000.."\nslo = "ttft=1ms"\n')
+    with pytest.raises(SetupError, match="prompts of 5000 or more tokens: no request of the load is of this group"):
+        tune(slo_file=str(tmp_path / "slo.toml"))
+
+
+def test_a_fleet_that_cannot_start_does_not_end_the_search(tune: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --state the next call would begin with the same fleet, and never get beyond it."""
+    measured, _ = tune(broken="--max-num-batched-tokens 512", budget=99 * RUN_S)
+    failed = [one for one in measured if "512" in str(one)]
+    assert failed and len(set(failed)) == len(failed), "it is not tried again"
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert "--max-num-batched-tokens 256" in first and "cannot start" not in first and "were spent" in last
+
+
+def test_a_search_of_which_no_fleet_can_start_ends(tune: Any) -> None:
+    with pytest.raises(SetupError, match="none of the first 2 fleets can start; the newest: cannot start: the pool is"):
+        tune(broken="--max", budget=99 * RUN_S)

@@ -1,0 +1,28 @@
+"""Settings of `pdserve bench serve` that are wrong: one line, before a server is asked."""
+
+from typing import Any
+
+import pytest
+
+from pdserve.errors import SetupError
+from pdserve.tools.bench.command import prepare
+from pdserve.tools.load_config import BenchServeConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"extra_body": "[1]"}, r'--extra-body must be a JSON object such as \{"top_k": 5\}, not \[1\]'),
+        ({"extra_body": "{"}, "--extra-body is not JSON: "),
+        ({"extra_body": "[" * 100_000}, "--extra-body is not JSON: "),
+        ({"metric_percentiles": ""}, "--metric-percentiles must be percentages such as 90,95,99, not ''"),
+        ({"metric_percentiles": "50,nan"}, "--metric-percentiles must be percentages"),
+        ({"sweep_attainment": "0"}, "--sweep-attainment must be more than 0"),
+        ({"sweep_attainment": "90,x"}, "--sweep-attainment must be percentages"),
+        ({"slo_sweep": True}, "--slo-sweep needs --goodput"),
+        ({"goodput": "ttft"}, "--goodput: 'ttft' is no objective"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_a_server_is_asked(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SetupError, match=expected):
+        prepare(BenchServeConfig(base_url="http://127.0.0.1:9", **settings))
