@@ -30,9 +30,10 @@ from redis.retry import Retry
 from pdserve.errors import SetupError, StoreOut
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.batched import BatchedConnector
-from pdserve.kv_transfer.blocks import Incoming, Outgoing
+from pdserve.kv_transfer.blocks import Incoming, Outgoing, StreamedPart
 from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors.redis.replies import ReplyParser
+from pdserve.kv_transfer.header import HEADER_BYTES
 from pdserve.kv_transfer.url import Query, split, without_password
 
 _PIPELINE_BYTES = 1 << 20  # of blocks, per round trip of a store
@@ -44,7 +45,10 @@ _PART_BYTES = 512 << 10
 _BATCHES_AHEAD = 2
 
 # KEYS: header and pieces of a block. ARGV: the header that was found corrupt; another one is of a block stored since.
-_DELETE_IF_SAME = "return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', unpack(KEYS)) or 0"
+_DELETE_IF_SAME = (
+    f"return redis.call('GETRANGE', KEYS[1], 0, {HEADER_BYTES}) == ARGV[1] and redis.call('DEL', unpack(KEYS)) or 0"
+)
+_ABSENT, _STAYS = -2, -1  # replies of PTTL in place of milliseconds
 _OUTAGES = (redis.ConnectionError, redis.TimeoutError, OSError)
 _REJECTIONS = (redis.AuthenticationError, redis.InvalidResponse, redis.MaxConnectionsError)
 
@@ -96,7 +100,7 @@ class BlockNames:
         return f"pdserve:{{{self.hash_tag(key)}}}:{self.piece_bytes}"
 
     def _pack_load(self, name: bytes, max_payload_bytes: int) -> Iterator[bytes]:
-        yield _pack(b"GET", name)
+        yield _pack(b"GETRANGE", name, b"0", b"%d" % HEADER_BYTES)
         for piece, start in enumerate(self.starts):
             # An inclusive end: one byte more than is valid is requested, to detect a value that is too long.
             end = min(self.piece_bytes, max_payload_bytes - start)
@@ -115,17 +119,11 @@ class RedisServer:
 
     def put(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         for group in self._groups(blocks):
-            names = [self._names.of(block.key) for block in group]
-            replies = list(
-                self.call(*(("PEXPIRE", name, milliseconds) for block_names in names for name in block_names))
-            )
             absent = []
-            for block, renewed in zip(group, _in_groups(replies, len(names[0])), strict=True):
-                if self._has_error(renewed):
-                    continue
-                if all(renewed):
+            for block, is_stored in zip(group, self._renew([block.key for block in group], milliseconds), strict=True):
+                if is_stored:
                     block.present()
-                else:
+                elif is_stored is not None:
                     absent.append(block)
             self._put_group(absent, milliseconds)
 
@@ -136,9 +134,10 @@ class RedisServer:
         for header, block in zip(replies, blocks, strict=True):  # in this order, so that the replies are exhausted
             parts = islice(replies, self._names.parts)
             try:
-                if header is None:
+                content = _value(header)
+                if not len(content):
                     block.missing()
-                elif block.accept(_raise_error(header), map(_raise_error, parts)) is Outcome.CORRUPT:
+                elif block.accept(_short(content), map(_value, parts)) is Outcome.CORRUPT:
                     corrupt.append(block)
             except redis.ResponseError as error:
                 self._log_error(error)
@@ -161,15 +160,8 @@ class RedisServer:
             self._has_error([reply])
 
     def prolong(self, keys: Sequence[bytes], milliseconds: int) -> None:
-        """Let values live for `milliseconds` at least. `PEXPIRE … GT` would do so too, but only from Redis 7 on."""
         for group in self._groups(keys):
-            names = [name for key in group for name in self._names.of(key)]
-            left = list(self.call(*(("PTTL", name) for name in names)))  # negative: it is not there, or stays
-            if self._has_error(left):
-                continue
-            ending = [name for name, ms in zip(names, left, strict=True) if 0 <= ms < milliseconds]
-            if ending:
-                self._has_error(list(self.call(*(("PEXPIRE", name, milliseconds) for name in ending))))
+            self._renew(group, milliseconds)
 
     def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         """Delete blocks whose headers are still those that were read. The server compares and deletes in one step."""
@@ -209,6 +201,27 @@ class RedisServer:
             raise
         finally:
             self.pool.release(connection)
+
+    def _renew(self, keys: Sequence[bytes], milliseconds: int) -> list[bool | None]:
+        """Let blocks live for `milliseconds` at least. `PEXPIRE … GT` would do so too, but only from Redis 7 on.
+
+        Returns:
+            For each block whether all of its values are there; None: the server returned an error.
+        """
+        names = [self._names.of(key) for key in keys]
+        replies = list(self.call(*(("PTTL", name) for block_names in names for name in block_names)))
+        are_stored, ending = list[bool | None](), list[tuple[int, str]]()
+        for i, (block_names, left) in enumerate(zip(names, _in_groups(replies, len(names[0])), strict=True)):
+            are_stored.append(None if self._has_error(left) else _ABSENT not in left)
+            if are_stored[i]:
+                ends = zip(block_names, left, strict=True)
+                ending += [(i, name) for name, ms in ends if _STAYS < ms < milliseconds]
+        if ending:
+            replies = list(self.call(*(("PEXPIRE", name, milliseconds) for _, name in ending)))
+            for (i, _), reply in zip(ending, replies, strict=True):
+                if not reply or self._has_error([reply]):  # 0: it has ended meanwhile
+                    are_stored[i] = False if not reply else None
+        return are_stored
 
     def _put_group(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         commands = [command for block in blocks for command in self._set_commands(block, milliseconds)]
@@ -251,6 +264,7 @@ class RedisConnector(BatchedConnector):
         redis.ConnectionError,
         redis.TimeoutError,
         redis.ResponseError,
+        redis.InvalidResponse,
         OSError,
     )
 
@@ -357,10 +371,17 @@ def _pack(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
-def _raise_error(reply: Any) -> Any:
-    """Return a reply, or raise it if it is an error."""
+def _short(value: bytes | StreamedPart) -> bytes:
+    """Return a value that is too short to be streamed; nothing for one that is not, which the server was not asked for."""
+    return value if isinstance(value, bytes) else b""
+
+
+def _value(reply: Any) -> bytes | StreamedPart:
+    """Return a reply that is a value, or raise it if it is an error."""
     if isinstance(reply, redis.ResponseError):
         raise reply
+    if not isinstance(reply, bytes | StreamedPart):
+        raise redis.InvalidResponse(f"Redis answered {reply!r} where a value was asked for")
     return reply
 
 
