@@ -181,6 +181,11 @@ class BatchedConnector(Connector):
         """Let leases end in `lease_s` seconds at the earliest, with the capability `prolongs`."""
         raise NotImplementedError
 
+    @property
+    def last_warning(self) -> str:
+        """The latest fault, or other warning; empty before the first."""
+        return self._limited_log.last
+
     def is_sound(self, key: bytes, header: bytes, payload: Buffer | Row) -> bool:
         """Return True if a load would accept this stored value."""
         if not (self.header_format.matches(header, key) and is_intact(header, payload)):
