@@ -4,6 +4,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer import batched, blocks
 from pdserve.kv_transfer.blocks import StreamedPart
-from pdserve.kv_transfer.connector import Outcome, PoolMemory
+from pdserve.kv_transfer.connector import Capabilities, Outcome, PoolMemory
 from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, is_intact
 from pdserve.kv_transfer.rules.context import make_layout
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
+from pdserve.kv_transfer.url import Query
 
 LayoutOf = Callable[..., Layout]
 NewKeys = Callable[[int], list[bytes]]
@@ -405,3 +407,17 @@ def test_a_value_that_two_connectors_put_keeps_the_longer_lease() -> None:
     for connector in (one, other):
         connector.close()
     memory.unlink(url)
+
+
+def test_capabilities_may_depend_on_parameters_of_the_url() -> None:
+    class Sometimes(MemoryConnector):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, keeps_leases=self._keeps)
+
+        def configure(self, query: Query) -> None:
+            super().configure(query)
+            self._keeps = query.flag("keeps", True)
+
+    assert Sometimes("memory://x").capabilities.keeps_leases
+    assert not Sometimes("memory://x?keeps=0").capabilities.keeps_leases
