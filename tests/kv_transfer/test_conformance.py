@@ -108,7 +108,6 @@ def test_without_a_rule_a_broken_connector_would_pass(needed: str, try_variant: 
 
 @until_recorded
 def test_a_connector_over_tcp_passes(broken_package: Path, wire_address: str) -> None:
-    """The base of the variants that break the rules about connections."""
     reports = {one.rule: one for one in check(f"wire://{wire_address}", seconds=0.5)}
     assert not {rule: one.detail for rule, one in reports.items() if one.verdict is not Verdict.HOLDS}
 
