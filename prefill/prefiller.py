@@ -26,7 +26,7 @@ from functools import partial
 from pdserve.engine.engine import Engine
 from pdserve.engine.sequence import Sequence as TokenSequence
 from pdserve.engine.step import Accepted, StepPlan
-from pdserve.kv_transfer.connector import GrowingStore, Result
+from pdserve.kv_transfer.connector import GrowingStore, Outcome, Result
 from pdserve.lifetime import Stage
 from pdserve.prefill.layer_stores import LayerStores
 from pdserve.roles.job import InstanceContext, Job
@@ -38,12 +38,16 @@ class _StorePart:
     """A store of consecutive blocks of a prompt.
 
     Attributes:
+        first: index in the prompt of the first one.
         blocks: number of blocks.
         stored: number of leading blocks stored; None until the store has ended.
+        leased: outcomes of those whose leases have not been ended here, once the store has ended.
     """
 
+    first: int
     blocks: int
     stored: int | None = None
+    leased: list[Outcome] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -170,8 +174,8 @@ class Prefiller:
             self._engine.remove(job.seq)
             if not state.running:
                 self._transfers.cancel(state.job)
-                if not self._transfers.in_place and state.lease_s:  # in place, decode may still be reading
-                    self._transfers.end_leases(state.job.keys[: state.stored_blocks], b"")
+                if not self._transfers.in_place:  # else decode may still be reading
+                    self._end_leases(state)
             self._announce(state)
 
     def _begin_stores(self, plan: StepPlan) -> LayerStores | None:
@@ -213,7 +217,7 @@ class Prefiller:
             return
         if seq.kv.num_dropped > first:  # they have left the attention window
             self._context.count("store_skipped_blocks", len(job.keys) - first)
-            state.parts.append(_StorePart(seq.kv.num_dropped - first, 0))
+            state.parts.append(_StorePart(first, seq.kv.num_dropped - first, 0))
             state.has_gap = True
             return
         if is_complete and seq.kv.num_initial % seq.kv.block_size:
@@ -222,8 +226,8 @@ class Prefiller:
         blocks = seq.kv.blocks(first, ready)
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
-            part, keys = _StorePart(stop - start), job.keys[start:stop]
-            on_done = partial(self._on_stored, state, part, keys)
+            part, keys = _StorePart(start, stop - start), job.keys[start:stop]
+            on_done = partial(self._on_stored, state, part)
             store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
             tails: Tails = ()
             if seq.kv.tails:
@@ -238,17 +242,19 @@ class Prefiller:
             state.parts.append(part)
             state.open_stores += 1
 
-    def _on_stored(self, state: _PrefillState, part: _StorePart, keys: Sequence[bytes], result: Result) -> None:
+    def _on_stored(self, state: _PrefillState, part: _StorePart, result: Result) -> None:
         job = state.job
         part.stored = result.leading
         state.open_stores -= 1
         state.has_gap |= part.stored < part.blocks
-        if not state.running and state.lease_s:  # too late: decode will not be told of these blocks
-            self._transfers.end_leases(keys[: result.leading], result.ticket)
+        if state.lease_s:
+            part.leased = result.outcomes
         if state.has_gap:
             self._transfers.cancel(job)
-            if state.lease_s and not state.open_stores:  # decode will not be told of what is stored behind the gap
-                self._transfers.end_leases(job.keys[state.stored_blocks : state.submitted_blocks], b"")
+        if not state.running:  # too late: decode will not be told of these blocks
+            self._end_leases(state, result.ticket)
+        elif state.has_gap and not state.open_stores:
+            self._end_leases(state)
         job.record_transfer(result, self._context.now())
         for one in state.running:
             if result.ticket:
@@ -257,6 +263,16 @@ class Prefiller:
             job.report_transfers(self._engine.layout)
             job.stamp(Stage.KV_STORED, self._context.now())
         self._announce(state)
+
+    def _end_leases(self, state: _PrefillState, ticket: bytes = b"") -> None:
+        """End once each lease of what decode will not be told of: all, or what is stored behind a gap."""
+        told, ended = state.stored_blocks if state.running else 0, list[bytes]()
+        for part in state.parts:
+            kept = max(0, told - part.first)
+            for index, outcome in enumerate(part.leased[kept:], part.first + kept):
+                ended += [state.job.keys[index]] if outcome is Outcome.OK else []
+            part.leased = part.leased[:kept]
+        self._transfers.end_leases(ended, ticket)
 
     def _announce(self, state: _PrefillState) -> None:
         """Report to the router how many leading blocks decode may load or follow, and whether more will come.

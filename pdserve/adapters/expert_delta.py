@@ -27,7 +27,7 @@ _Add = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]  # expert, x, y
 _deltas: "WeakValueDictionary[int, ExpertsDelta]" = WeakValueDictionary()
 
 
-class _OfExpert(NamedTuple):
+class _RowsOfExpert(NamedTuple):
     """See `lora.GroupedRows`: of those that the loop gives to an expert."""
 
     num_rows: int
@@ -57,12 +57,12 @@ class _ExpertRows:
         self._starts_ES = torch.nn.functional.pad(counts_ES.cumsum(1), (1, 0))
         self._firsts_E = counts_ES.sum(1).cumsum(0) - self._starts_ES[:, -1]
 
-    def of(self, expert: int) -> _OfExpert | None:
+    def of(self, expert: int) -> _RowsOfExpert | None:
         """Return those of one expert; None: none has an adapter."""
         if not int(self._starts_ES[expert, -1]):
             return None
         first = int(self._firsts_E[expert])
-        return _OfExpert(int(self._counts_E[expert]), self._rows_P[first:], self._starts_ES[expert])
+        return _RowsOfExpert(int(self._counts_E[expert]), self._rows_P[first:], self._starts_ES[expert])
 
 
 class _Product:

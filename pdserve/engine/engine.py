@@ -161,10 +161,10 @@ class Engine:
         Raises:
             BadRequest: a logits processor is not installed, or refuses its arguments.
             RequestError: the adapter is not here.
-            ValueError: the prompt is empty, has a token outside the vocabulary, or could never fit.
+            ValueError: the prompt is empty, it or the output has a token outside the vocabulary, or it could never fit.
         """
         sampling, layout, tokens = request.sampling, self.layout, token_array(request.prompt)
-        self._check(tokens, request, prediction)
+        self._check(tokens, output, request, prediction)
         tokens.extend(output)
         variant = layout.model_digest, request.salt, request.adapter, request.adapter_start
         chain = key_chain(*variant, request.packed_keys)
@@ -202,7 +202,7 @@ class Engine:
         """Return the seconds that a decode step of `rows` rows takes longer than a recorded one (`step_graph.py`)."""
         return 0.0 if self.runner.graphs is None else self.runner.graphs.extra_seconds(rows)
 
-    def _check(self, prompt: Tokens, request: Request, prediction: "Tokens | None") -> None:
+    def _check(self, prompt: Tokens, output: Collection[int], request: Request, prediction: "Tokens | None") -> None:
         """Raise ValueError if a request is none that this engine could ever serve."""
         sampling, vocab_size = request.sampling, self.checkpoint.vocab_size
         if not prompt:
@@ -212,8 +212,10 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {sampling.max_tokens} output tokens are more than the "
                 f"{self.max_model_len} that fit"
             )
-        if np.frombuffer(prompt, np.uint32).max() >= vocab_size:
+        if np.frombuffer(prompt, np.uint32).max() >= vocab_size or (output and max(output) >= vocab_size):
             raise ValueError(f"token ids go from 0 to {vocab_size - 1}")
+        if output and len(output) >= sampling.max_tokens:
+            raise ValueError(f"the output has {len(output)} tokens already, and may have {sampling.max_tokens}")
         if prediction and np.frombuffer(prediction, np.uint32).max() >= vocab_size:
             raise ValueError(f"predicted token ids go from 0 to {vocab_size - 1}")
         named = (

@@ -213,7 +213,7 @@ class Sequence:
         tenant: whose request it is.
         gave_way_at: its length when it last gave way to another tenant; None if it never has.
         last_turn: the last step that computed it, among those that were too short for all sequences of its tenant.
-        overtaken: how often shorter prompts went before it when it lacked blocks.
+        overtaken: how often others went before it when it lacked blocks.
         stores_kv: its role stores its KV as it is computed; the scheduler pauses it while the store is behind.
         siblings: sequences of the same request that wait for this one's prompt, to share its KV.
         leader: the sequence for whose prompt this one waits.
@@ -327,7 +327,7 @@ class Sequence:
         self.group = BeamGroup(search, self, [self])
 
     def let_pass(self) -> None:
-        """Record that a shorter prompt goes first while this one lacks blocks."""
+        """Record that another one goes first while this one lacks blocks."""
         self.overtaken += 1
 
     def mark_for_storing(self) -> None:

@@ -322,6 +322,8 @@ class Instance:
         try:
             request = Request.unpack(message.request)
             sampling = request.sampling
+            if message.phase not in self._roles:
+                raise ValueError(f"there is no phase {message.phase}")
             if sampling.beam_width and message.phase != pb.PREFILL:
                 length = len(request.prompt) + sampling.max_tokens
                 if reason := self.engine.beams_fault(length, sampling.beam_width):
@@ -388,7 +390,13 @@ class Instance:
         self._send(link, pb.InstanceFrame(outputs=pack([Output(request_id=request_id, error=failure(error))])))
 
     def _hand_over(self, link: str, message: pb.HandOver) -> None:
-        if (job := self._jobs.get((link, message.request_id))) is not None:
+        if (job := self._jobs.get((link, message.request_id))) is None:
+            return
+        if message.first_token >= (vocab_size := self.engine.checkpoint.vocab_size):
+            error = RequestError(f"token ids go from 0 to {vocab_size - 1}", kind="rejected")
+            self._reject(link, message.request_id, error)
+            self._cancel(job)
+        else:
             self.decoder.hand_over(job, message)
 
     def _reset_cache(self, epoch: int) -> None:

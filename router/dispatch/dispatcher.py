@@ -496,15 +496,18 @@ class Dispatcher:
         log.warning("%s migrated to %s: %s", state.id, state.timeline.decode_instance, reason, extra=extra)
 
     def _place(self, states: Sequence[RequestState]) -> RequestError | None:
-        """Submit requests that wait, or return why the new ones among them would break the SLO.
+        """Submit requests that wait, or return why the new ones among them are refused.
 
         Raises:
             Unavailable: still no instance is eligible.
         """
-        if states[0].needs.left is None:
+        if states[0].needs.left is not None:
+            self._resume(states[0])
+            return None
+        try:
             return self._admit(states)
-        self._resume(states[0])
-        return None
+        except BadRequest as refusal:
+            return refusal
 
     def _select(self, states: Sequence[RequestState]) -> Selection:
         """Select instances for choices of one prompt.

@@ -7,7 +7,6 @@ one, every row of KV that a step reads with that of its tokens, and in the end n
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any, cast
@@ -17,24 +16,20 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from pdserve.adapters.slot_table import SlotTable
 from pdserve.config import InstanceConfig
 from pdserve.engine.memory.groups import pages_for
 from pdserve.engine.memory.kv_memory import pool_groups
+from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.engine.step import StepPlan
+from pdserve.errors import RequestError
 from pdserve.instance.instance import Instance
-from pdserve.keys import pack_tokens
-from pdserve.kv_transfer.connector import (
-    Capabilities,
-    Connector,
-    OperationFuture,
-    Outcome,
-    PoolMemory,
-    Result,
-    Stats,
-)
+from pdserve.keys import Tokens, pack_tokens
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, Tenant
-from tests.instance.hash_model import VOCAB, HashRunner, answer, beam_answers, layout_of, spec_of
+from tests.instance.faulty_store import FaultyStore, Lease
+from tests.instance.hash_model import BASE, VOCAB, HashRunner, Variant, answer, beam_answers, layout_of, spec_of
 from tests.outputs import outputs_of
 
 LINK = "router"
@@ -58,113 +53,6 @@ class Inbox(deque[Callable[[], None]]):
 
 
 @dataclass(eq=False)
-class Operation:
-    """An operation of a store that has not ended."""
-
-    kind: str
-    keys: list[bytes]
-    blocks: list[int]
-    future: "Future[Any]" = field(default_factory=Future)
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class FaultyStore(Connector):
-    """A store whose operations end in any order, and fail at random.
-
-    Args:
-        data: what is stored, by window and key; instances share it.
-        faults: probability that an operation fails at a block.
-    """
-
-    scheme = "faulty"
-
-    def __init__(
-        self, data: "dict[Any, npt.NDArray[np.uint8]]", rng: random.Random, faults: float, **can: bool
-    ) -> None:
-        self._data, self._rng, self._faults, self._can = data, rng, faults, can
-        self.active: list[Operation] = []
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(cancels=True, skips_hanging=True, **self._can)  # type: ignore[arg-type]
-
-    def attach(self, memory: PoolMemory) -> None:
-        self._memory = memory
-
-    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> "Future[Result]":
-        return self._begin("store", keys, block_ids)
-
-    def load(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()
-    ) -> "Future[Result]":
-        return self._begin("load", keys, block_ids)
-
-    def follow(self, keys: Sequence[bytes], block_ids: Sequence[int], *, patience_s: float) -> "Future[Result]":
-        return self._begin("follow", keys, block_ids)
-
-    def match(self, keys: Sequence[bytes]) -> "Future[int]":
-        self.active.append(operation := Operation("match", [*keys], []))
-        return operation.future
-
-    def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None: ...
-
-    def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None: ...
-
-    def stats(self) -> Stats:
-        return Stats()
-
-    def close(self) -> None: ...
-
-    def end_one(self) -> None:
-        """End some operation."""
-        if not self.active:
-            return
-        operation = self.active.pop(self._rng.randrange(len(self.active)))
-        if operation.kind == "match":
-            keys = [] if self._rng.random() < self._faults else operation.keys
-            found = (i for i, key in enumerate(keys) if self._name(key) not in self._data)
-            operation.future.set_result(next(found, len(keys)))
-            return
-        outcomes, stopped = list[Outcome](), False
-        for key, block in zip(operation.keys, operation.blocks, strict=True):
-            stopped |= operation.cancelled and self._rng.random() < 0.5
-            if stopped:
-                outcomes.append(Outcome.CANCELLED if operation.cancelled else Outcome.UNAVAILABLE)
-                continue
-            outcomes.append(self._end_block(operation.kind, key, block))
-            stopped = outcomes[-1] is Outcome.UNAVAILABLE and operation.kind != "store"
-            if outcomes[-1] is Outcome.MISSING and operation.kind == "follow":
-                outcomes += [Outcome.MISSING] * (len(operation.keys) - len(outcomes))
-                break
-        operation.future.set_result(Result(outcomes, 0.01))
-
-    def _end_block(self, kind: str, key: bytes, block: int) -> Outcome:
-        rows, fails = self._memory.rows, self._rng.random() < self._faults
-        if kind == "store":
-            if fails:
-                return self._rng.choice([Outcome.FULL, Outcome.UNAVAILABLE])
-            self._data.setdefault(self._name(key), rows[block].copy())
-            return Outcome.OK
-        if not fails and (name := self._name(key)) in self._data:
-            rows[block] = self._data[name]
-            return Outcome.OK
-        rows[block] = np.frombuffer(self._rng.randbytes(rows.shape[1]), np.uint8)
-        return self._rng.choice([Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE]) if fails else Outcome.MISSING
-
-    def _name(self, key: bytes) -> tuple[int, bytes]:
-        return self._memory.layout.window, key
-
-    def _begin(self, kind: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> "Future[Result]":
-        operation = Operation(kind, [*keys], [*block_ids])
-        operation.future = OperationFuture(operation.cancel)
-        self.active.append(operation)
-        return operation.future
-
-
-@dataclass(eq=False)
 class Ask:
     """What a client asks for, with the choices that answer it."""
 
@@ -176,6 +64,8 @@ class Ask:
     multi_turn: bool
     whole: bool
     prediction: list[int]
+    variant: Variant = BASE
+    pin: bool = False
 
 
 @dataclass(eq=False)
@@ -203,6 +93,65 @@ class Choice:
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
+@dataclass(frozen=True)
+class SomeAdapter:
+    digest: bytes
+
+
+class SlottedAdapters:
+    """Adapters, of which some have slots; see `pdserve.engine.adapters`."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = SlotTable(num_slots, lambda slot, adapter: None)
+
+    def find(self, digest: bytes) -> SomeAdapter:
+        return SomeAdapter(digest)
+
+    def acquire(self, seq: EngineSequence, *siblings: EngineSequence) -> bool:
+        return self._slots.acquire(seq, *siblings)
+
+    def release(self, seq: EngineSequence) -> None:
+        self._slots.release(seq)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        slots: dict[int, EngineSequence] = {}
+        for seq in plan.counts:
+            if seq.adapter is not None:
+                other = slots.setdefault(self._slots.slot_of(seq), seq)
+                assert seq.adapter == other.adapter, "two adapters have one slot"
+
+    def check_end(self) -> None:
+        assert not self._slots.is_used, "a slot is held"
+
+
+class LateMasks:
+    """A grammar that allows everything, whose masks come late, and which fails at random; see `GrammarConstraint`."""
+
+    follower = None
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self._is_late, self._num_tokens = rng, True, -1
+        self.failure: RequestError | None = None
+
+    def sibling(self) -> "LateMasks":
+        return LateMasks(self._rng)
+
+    @property
+    def is_late(self) -> bool:
+        self._is_late &= self.failure is None and self._rng.random() < 0.8
+        return self._is_late
+
+    def follow(self, output: Tokens) -> None:
+        if len(output) != self._num_tokens:
+            self._num_tokens, self._is_late = len(output), True
+            if self._rng.random() < 0.01:
+                self.failure = RequestError("too late", kind="invalid_grammar")
+
+    def try_out(self, drafts: list[int]) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class World:
     """Two instances, their store, and a small router: the settings and all that happens follow from a seed.
 
@@ -217,7 +166,20 @@ class World:
         self._rng = rng = random.Random(seed)
         self._meddles, self._now = meddles, 0.0
         self._block_size = rng.choice([1, 2, 3, 4, 16, 16])
-        windows = rng.choice([(None,), (None,), (None,), (5,), (17,), (40,), (None, 7), (40, 10), (None, 20, 5)])
+        windows = rng.choice(
+            [
+                (None,),
+                (None, None),
+                (None, None),
+                (5,),
+                (17, 17),
+                (40, 40),
+                (None, 7),
+                (40, 10),
+                (None, 20, 5),
+                (None, 9, None),
+            ]
+        )
         self._spec = spec_of(windows, rng.choice([0, 0, 2, 50]))
         self._eos = frozenset(rng.choice([(), (0,), (0, 1, 2)]))
         self._max_len = rng.choice([30, 60, 120])
@@ -225,8 +187,17 @@ class World:
         self._lag = rng.choice([0.0, 0.5, 0.9])  # probability that frames to the router wait
         self._itl_target = rng.choice([None, None, 20.0])
         self._can = {"follows": rng.random() < 0.6, "prolongs": rng.random() < 0.5}
+        if (how := rng.random()) < 0.2:
+            self._can |= {"in_place": True, "follows": False}
+        elif how < 0.6:
+            self._can["stores_growing"] = True
+        self._undecided = None
+        if not self._spec.states:
+            self._undecided = rng.choice([None, None, 0.0, 0.1])
+        self._has_adapters, self._has_grammars = self._undecided is None and rng.random() < 0.4, rng.random() < 0.3
         self._prefixes = [self._some_tokens(rng.randrange(1, 50)) for _ in range(3)]
         self._data: dict[Any, npt.NDArray[np.uint8]] = {}
+        self._leased: dict[bytes, Lease] = {}
         self._stores: list[FaultyStore] = []
         self._frames: deque[tuple[int, pb.InstanceFrame]] = deque()
         self._choices: dict[str, Choice] = {}
@@ -275,9 +246,12 @@ class World:
             instance.run_once(wait=False)
             assert instance.engine.pool.num_held == instance.engine.pool.num_promised == 0
             instance.engine.pool.check_integrity()
+            if self._has_adapters:
+                cast("Any", instance.engine.adapters).check_end()
             scheduler = instance.engine.scheduler
             self.counts += Counter(preemptions=scheduler.num_preemptions, swaps=scheduler.swap_space.num_swaps)
             self.counts["drafts"] += runner.num_accepted
+            self.counts["launched"] += runner.pipeline.num_launched if runner.pipeline else 0
 
     def _new_instance(self, at: int) -> Instance:
         rng, size = self._rng, self._block_size
@@ -297,21 +271,28 @@ class World:
             speculate=rng.choice(["off", "ngram", "suffix"]),
             speculative_tokens=rng.choice([1, 4, 16]),
         )
-        runner = HashRunner(self._spec, size, num_pages, host, self._eos, rng.choice([0.0005, 0.02]))
+        runner = HashRunner(self._spec, size, num_pages, host, self._eos, rng.choice([0.0005, 0.02]), self._undecided)
         self._runners.append(runner)
 
         def send(link: str, frame: pb.InstanceFrame) -> None:
             self._frames.append((at, frame))
 
         def connect(url: str) -> FaultyStore:
-            self._stores.append(FaultyStore(self._data, rng, self._faults, **self._can))
+            self._stores.append(
+                FaultyStore(self._data, self._leased, rng, self._faults, lambda: self._now, **self._can)
+            )
             return self._stores[-1]
 
-        with mock.patch("pdserve.instance.instance.connect", connect):
+        runner.variant_of = lambda request_id: self._choices[request_id].ask.variant
+        small = mock.patch("pdserve.roles.transfers.MIN_RANGE_BYTES", 4)
+        with mock.patch("pdserve.instance.instance.connect", connect), small:
             inbox: Any = Inbox()
             instance = Instance(config, send, runner=cast("Any", runner), inbox=inbox, now=lambda: self._now)
         instance.engine.pool.message_ends = frozenset(rng.choice([(), (1,), (1, 2)]))
         runner.is_warm = True
+        if self._has_adapters:
+            instance.engine.adapters = cast("Any", SlottedAdapters(rng.randrange(1, 4)))
+        instance.engine._constraint = lambda sampling, tenant: cast("Any", LateMasks(rng))  # type: ignore[method-assign]
         return instance
 
     def _some_tokens(self, count: int, kinds: int = VOCAB) -> list[int]:
@@ -333,13 +314,15 @@ class World:
             max_tokens=min(rng.choice([1, 2, 3, 8, 20, 50]), self._max_len - len(prompt)),
             temperature=0.0 if width else 1.0,
             ignore_eos=rng.random() < 0.5,
+            grammar="anything" if self._has_grammars and not width and rng.random() < 0.5 else "",
             **fields,
         )
         if width:
             seeds, most = seeds[:1], len(prompt) + sampling.max_tokens
             if any(instance.engine.beams_fault(most, width) for instance in self.instances):
                 return
-        prediction = answer(prompt, sampling, seeds[0], self._eos) if rng.random() < 0.3 and not width else []
+        variant = self._some_variant(prompt)
+        prediction = answer(prompt, sampling, seeds[0], self._eos, variant) if rng.random() < 0.3 and not width else []
         for at in rng.sample(range(len(prediction)), len(prediction) // 4):
             prediction[at] = rng.randrange(VOCAB)
         ask = Ask(
@@ -351,8 +334,10 @@ class World:
             rng.random() < 0.5,
             rng.random() < 0.3,
             prediction,
+            variant,
+            rng.random() < 0.05,
         )
-        decode, prefill = rng.sample([0, 1], 2)
+        decode, prefill = self._some_instances()
         is_split = rng.random() < 0.75 and (sampling.max_tokens > 1 or bool(width))
         self._submit(
             [
@@ -360,6 +345,17 @@ class World:
                 for i, seed in enumerate(seeds)
             ]
         )
+
+    def _some_instances(self) -> list[int]:
+        """Return one to decode and one to prefill. Where KV is read in place, no pool waits for one that waits for it."""
+        return [1, 0] if self._can.get("in_place") else self._rng.sample([0, 1], 2)
+
+    def _some_variant(self, prompt: list[int]) -> Variant:
+        rng = self._rng
+        if not self._has_adapters or rng.random() < 0.4:
+            return Variant(rng.choice(["", "", "salt"]))
+        start = rng.choice([0, 16, self._block_size, rng.randrange(len(prompt))])
+        return Variant("", bytes([rng.randrange(4)]) * 16, start if start < len(prompt) else 0)
 
     def _submit(self, choices: list[Choice]) -> None:
         """Send choices of one prompt to their instances, decode first."""
@@ -373,6 +369,10 @@ class World:
             priority=ask.priority,
             multi_turn=ask.multi_turn,
             whole=ask.whole,
+            salt=ask.variant.salt,
+            adapter=ask.variant.adapter,
+            adapter_start=ask.variant.start,
+            pin=ask.pin,
         )
         message = pb.Submit(request_id=first.id, request=request.pack(), output=first.tokens)
         for one in others:
@@ -408,7 +408,7 @@ class World:
             self.instances[choice.prefill].cancel(LINK, choice.id)
         elif dice < 0.2 and not choice.ask.sampling.beam_width:
             self._end(choice, "migrations")
-            decode, prefill = self._rng.sample([0, 1], 2)
+            decode, prefill = self._some_instances()
             left = choice.ask.sampling.max_tokens - len(choice.tokens)
             is_split = left > 1 and self._rng.random() < 0.6
             moved = Choice(choice.ask, choice.id + "#", choice.seed, prefill if is_split else None, decode)
@@ -422,7 +422,8 @@ class World:
         choice = self._choices.get(output.request_id)
         if choice is None or choice.is_over:
             return
-        if output.error is not None and output.error.kind != "too_few_answers":
+        has_failed = output.error is not None and output.error.kind == "invalid_grammar"
+        if output.error is not None and output.error.kind != "too_few_answers" and not has_failed:
             raise Wrong(f"{choice}: {output.error}")
         if at == choice.prefill:
             if choice.is_final:
@@ -432,8 +433,8 @@ class World:
             choice.answers = [[*one.token_ids] for one in output.hypotheses]
         choice.tokens += output.token_ids
         if output.finish_reason or output.error is not None:
-            self._end(choice, "answers")
-            self._check(choice)
+            self._end(choice, "failures" if has_failed else "answers")
+            self._check(choice, len(choice.tokens) if has_failed else None)
 
     def _hand_over(self, choice: Choice, output: Output) -> None:
         """Tell decode how far prefill is."""
@@ -443,6 +444,7 @@ class World:
         message = pb.HandOver(request_id=choice.id)
         if stored is not None:
             message.num_blocks, message.coming, message.final = stored.num_blocks, stored.coming, stored.final
+            message.tickets.extend(stored.tickets)
             choice.is_final = stored.final
         if output.token_ids:
             message.first_token = output.token_ids[0]
@@ -454,12 +456,16 @@ class World:
         for at in choice.holders:
             self.instances[at].cancel(LINK, choice.id)  # without effect where it has ended
 
-    def _check(self, choice: Choice) -> None:
+    def _check(self, choice: Choice, num_tokens: int | None) -> None:
+        """Raise Wrong if an answer is not the right one, or its first `num_tokens`."""
         ask = choice.ask
         found: Any = choice.tokens
-        right: Any = answer(ask.prompt, ask.sampling, choice.seed, self._eos) if not ask.sampling.beam_width else None
-        if right is None:
-            right, found = beam_answers(ask.prompt, ask.sampling, self._eos), choice.answers
+        right: Any
+        of = ask.variant
+        if not ask.sampling.beam_width:
+            right = answer(ask.prompt, ask.sampling, choice.seed, self._eos, of)[:num_tokens]
+        else:
+            right, found = beam_answers(ask.prompt, ask.sampling, self._eos, of), choice.answers
             right = right if len(right) == ask.sampling.num_answers else None
         if found != right:
             raise Wrong(f"{choice}: it is {found} instead of {right}")

@@ -109,6 +109,33 @@ def test_what_no_router_may_send_ends_the_request_with_an_error(
     assert driver.run()[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"output": [1, 2**32 - 1]}, "token ids go from 0"),
+        ({"output": [1, 2, 3]}, "the output has 3 tokens already, and may have 3"),
+        ({"phase": 7}, "there is no phase 7"),
+    ],
+)
+def test_submissions_that_no_router_may_send(driver: Driver, fields: dict[str, Any], message: str) -> None:
+    (output,) = driver.run(**fields)
+    assert output.error is not None and output.error.kind == "rejected" and message in output.error.message
+    assert driver.run()[-1].finish_reason == "length"
+
+
+def test_a_first_token_outside_of_the_vocabulary_ends_the_request_with_an_error(driver: Driver) -> None:
+    driver.instance.hand_over(
+        "router", pb.HandOver(request_id="r", final=True, first_token=10**6)
+    )  # it comes too early
+    driver.instance.submit("router", pb.Submit(request_id="r", phase=pb.DECODE, request=packed()))
+    driver.instance.hand_over("router", pb.HandOver(request_id="r", final=True, first_token=10**6))
+    while driver.instance.num_jobs or not driver.frames:
+        driver.instance.run_once(wait=False)
+    (error,) = [one.error for frame in driver.frames for one in outputs_of(frame) if one.error is not None]
+    assert error.kind == "rejected" and "token ids go from 0" in error.message
+    assert driver.run()[-1].finish_reason == "length"
+
+
 def test_a_heartbeat_tells_how_many_blocks_each_key_holds(driver: Driver) -> None:
     instance, sampling = driver.instance, {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
     for request_id, tenant in (("a", [171, 1.0]), ("b", [205, 1.0]), ("c", [0, 1.0])):

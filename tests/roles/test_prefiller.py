@@ -46,6 +46,20 @@ def test_nothing_is_stored_after_a_block_that_could_not_be(instance: Instance) -
     prefill.check_nothing_is_held()
 
 
+def test_leases_of_a_cancelled_prompt_end_once_each(instance: Instance) -> None:
+    """Another prompt may have leased the same blocks."""
+    prefill = instance()
+    job = prefill.submit(pb.PREFILL, PROMPT, 4)
+    prefill.step()
+    prefill.step()
+    prefill.prefiller.cancel(job)
+    prefill.end(1)
+    prefill.end(good=1, then=Outcome.FULL)
+    prefill.run()
+    assert sorted(prefill.store.released) == sorted([job.keys[0], *job.keys[2:4]])
+    prefill.check_nothing_is_held()
+
+
 def test_leases_of_blocks_behind_one_that_could_not_be_stored_end(instance: Instance) -> None:
     prefill = instance()
     job = prefill.submit(pb.PREFILL, PROMPT, 4)
@@ -54,7 +68,7 @@ def test_leases_of_blocks_behind_one_that_could_not_be_stored_end(instance: Inst
     prefill.end(good=1, then=Outcome.FULL)
     assert not prefill.store.released
     prefill.end()
-    assert prefill.store.released == job.keys[1:4], "decode ends the lease of the first block alone"
+    assert prefill.store.released == job.keys[2:4], "decode ends the lease of the first block, and the second has none"
     prefill.run()
     prefill.check_nothing_is_held()
 

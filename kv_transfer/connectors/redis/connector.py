@@ -48,7 +48,6 @@ _BATCHES_AHEAD = 2
 _DELETE_IF_SAME = (
     f"return redis.call('GETRANGE', KEYS[1], 0, {HEADER_BYTES}) == ARGV[1] and redis.call('DEL', unpack(KEYS)) or 0"
 )
-_ABSENT, _STAYS = -2, -1  # replies of PTTL in place of milliseconds
 _OUTAGES = (redis.ConnectionError, redis.TimeoutError, OSError)
 _REJECTIONS = (redis.AuthenticationError, redis.InvalidResponse, redis.MaxConnectionsError)
 
@@ -119,11 +118,15 @@ class RedisServer:
 
     def put(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         for group in self._groups(blocks):
+            names = [self._names.of(block.key) for block in group]
+            found = self._prolong([name for block_names in names for name in block_names], milliseconds)
             absent = []
-            for block, is_stored in zip(group, self._renew([block.key for block in group], milliseconds), strict=True):
-                if is_stored:
+            for block, of_block in zip(group, _in_groups(found, len(names[0])), strict=True):
+                if self._has_error(of_block):
+                    continue
+                if all(of_block):
                     block.present()
-                elif is_stored is not None:
+                else:
                     absent.append(block)
             self._put_group(absent, milliseconds)
 
@@ -160,8 +163,9 @@ class RedisServer:
             self._has_error([reply])
 
     def prolong(self, keys: Sequence[bytes], milliseconds: int) -> None:
+        """Let values live for `milliseconds` at least."""
         for group in self._groups(keys):
-            self._renew(group, milliseconds)
+            self._has_error(self._prolong([name for key in group for name in self._names.of(key)], milliseconds))
 
     def delete_corrupt(self, blocks: Sequence[Incoming]) -> None:
         """Delete blocks whose headers are still those that were read. The server compares and deletes in one step."""
@@ -202,26 +206,18 @@ class RedisServer:
         finally:
             self.pool.release(connection)
 
-    def _renew(self, keys: Sequence[bytes], milliseconds: int) -> list[bool | None]:
-        """Let blocks live for `milliseconds` at least. `PEXPIRE … GT` would do so too, but only from Redis 7 on.
+    def _prolong(self, names: Sequence[str], milliseconds: int) -> list[Any]:
+        """Let values live for `milliseconds` at least, and return which are there; or error replies.
 
-        Returns:
-            For each block whether all of its values are there; None: the server returned an error.
+        `PEXPIRE … GT` would do so too, but only from Redis 7 on.
         """
-        names = [self._names.of(key) for key in keys]
-        replies = list(self.call(*(("PTTL", name) for block_names in names for name in block_names)))
-        are_stored, ending = list[bool | None](), list[tuple[int, str]]()
-        for i, (block_names, left) in enumerate(zip(names, _in_groups(replies, len(names[0])), strict=True)):
-            are_stored.append(None if self._has_error(left) else _ABSENT not in left)
-            if are_stored[i]:
-                ends = zip(block_names, left, strict=True)
-                ending += [(i, name) for name, ms in ends if _STAYS < ms < milliseconds]
-        if ending:
-            replies = list(self.call(*(("PEXPIRE", name, milliseconds) for _, name in ending)))
-            for (i, _), reply in zip(ending, replies, strict=True):
-                if not reply or self._has_error([reply]):  # 0: it has ended meanwhile
-                    are_stored[i] = False if not reply else None
-        return are_stored
+        found = list(self.call(*(("PTTL", name) for name in names)))  # -2: it is not there, -1: it stays
+        ending = [at for at, left in enumerate(found) if not isinstance(left, Exception) and 0 <= left < milliseconds]
+        found = [left if isinstance(left, Exception) else left != -2 for left in found]
+        replies = self.call(*(("PEXPIRE", names[at], milliseconds) for at in ending)) if ending else ()
+        for at, reply in zip(ending, replies, strict=True):
+            found[at] = reply
+        return found
 
     def _put_group(self, blocks: Sequence[Outgoing], milliseconds: int) -> None:
         commands = [command for block in blocks for command in self._set_commands(block, milliseconds)]

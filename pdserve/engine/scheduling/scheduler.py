@@ -13,6 +13,7 @@ are at most half as long as what is left of it (for longer ones, sharing costs m
 first. So short prompts do not wait for long ones, and long ones take at most twice their time, however many short ones come.
 
 A prompt begins once the pool has room for all of it. It takes its blocks as it is computed; the others are promised to it.
+Others go before one that lacks blocks `MAX_OVERTAKEN` times at most: shorter ones, and later ones before a hand-over.
 
 When a running sequence needs a block and none is free, the running sequence of the highest rank is preempted. Its blocks are
 copied to host memory if there is room and copying takes less time than computing them again; otherwise they are recomputed
@@ -58,7 +59,7 @@ from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 
 Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
 Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
-MAX_OVERTAKEN = 64  # how often shorter prompts go before one that lacks blocks
+MAX_OVERTAKEN = 64  # how often others go before one that lacks blocks
 _RANK, _FIRST = attrgetter("rank"), itemgetter(0)
 _NO_COPY = SwappedKV(0, 0, [])  # of a sequence that was not swapped
 
@@ -278,9 +279,14 @@ class Scheduler:
             num_coming: leading tokens that nobody computes here, see `BlockPool.match`.
 
         Returns:
-            False if the pool has too few blocks; nothing was taken.
+            False if the pool has too few blocks, or a hand-over that lacks them was overtaken too often; nothing was taken.
         """
         assert not seq.kv.block_ids
+        overtaken = self.unreserved
+        if overtaken is not None and (overtaken is seq or self.order()(overtaken) >= self.order()(seq)):
+            overtaken = None
+        if overtaken is not None and overtaken.overtaken >= MAX_OVERTAKEN:
+            return False
         claimed = self._claimed_before(seq) if respect_queue and self.waiting else 0
         hits = self.pool.match(seq.kv.full_keys()[first_block:max_hit_blocks], first_block, num_coming)
         self.pool.hold(hits)
@@ -297,6 +303,8 @@ class Scheduler:
             now = max(0, stop - first_block - len(hits))
             seq.kv.take_blocks(first_block, hits, self.pool.allocate(now))
             seq.kv.promise(self.pool, needed - now)
+        if overtaken is not None:
+            overtaken.let_pass()
         self.prefix_queries += len(seq.kv.tokens) - first_block * self.pool.block_size
         self.prefix_hits += (seq.kv.num_registered - first_block) * self.pool.block_size
         return True

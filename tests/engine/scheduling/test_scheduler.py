@@ -111,6 +111,22 @@ def test_a_prompt_that_lacks_blocks_is_overtaken_a_limited_number_of_times() -> 
     assert second.overtaken == 64 and first not in sched.running
 
 
+def test_a_hand_over_that_lacks_blocks_is_overtaken_a_limited_number_of_times() -> None:
+    """It waits outside of the queues, behind prompts that come for ever, of which some are always here."""
+    sched = scheduler(24, budget=32)  # blocks of 4 tokens
+    waiting = sequence("handed over", [1] * 80)
+    for step in range(400):
+        short = sequence(str(step), [1000 + step] * 8, 8)
+        short.rank = 1 + step
+        sched.add(short)
+        run_step(sched)
+        sched.unreserved = waiting
+        if step > 8 and sched.reserve(waiting, 0, 81, respect_queue=True):
+            assert waiting.overtaken == 64
+            return
+    raise AssertionError("it gets no room")
+
+
 def test_long_prompt_is_chunked_beside_decoding_sequences() -> None:
     sched = scheduler(64, budget=8)
     short, long = sequence("short", [1, 2, 3]), sequence("long", list(range(20)))

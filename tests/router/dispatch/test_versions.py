@@ -76,3 +76,17 @@ def test_a_stream_with_a_new_field_does_not_move_to_an_instance_that_does_not_kn
     cluster.fleet.deregister(new, "test")
     assert not old.requests
     assert state.machine.is_over is not bool(settings), "it waits for one that knows it, if it may"
+
+
+def test_a_request_that_waits_is_refused_by_the_first_instance_that_does_not_know_its_field(
+    make_cluster: type[Cluster],
+) -> None:
+    """Others that wait are served: neither the instance nor the router is to blame."""
+    cluster = make_cluster(no_instance_timeout=30.0)
+    new, old = cluster.open("new", sampling=NEW_FIELD), cluster.open("old")
+    instance = cluster.join("both", "both")
+    cluster.fleet.on_joined(instance)
+    assert [*instance.requests] == [old.id]
+    with pytest.raises(BadRequest, match="no attached instance knows min_p yet"):
+        new.take()
+    cluster.advance(1.0)

@@ -44,8 +44,9 @@ def test_blocks_are_stored_in_pieces(
     assert instance.store(keys, [0, 1]).leading == instance.load(keys, [4, 5]).leading == 2
 
 
-def test_a_prolonged_block_does_not_end_earlier(
-    start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+@pytest.mark.parametrize("how", ["prolonged", "stored"])
+def test_a_block_does_not_end_earlier_than_before(
+    start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys, how: str
 ) -> None:
     """Another instance may have leased it for longer, or may keep blocks for longer, or for ever."""
     server = start_redis()
@@ -57,8 +58,11 @@ def test_a_prolonged_block_does_not_end_earlier(
             client.expire(name, 1000)
         client.persist(names[1][0])
         client.expire(names[1][1], 1)
-        instance.connector.prolong(keys, lease_s=300)
-        instance.match(keys)  # behind it, by the only worker
+        if how == "stored":
+            assert instance.store(keys[:2], [0, 1], lease_s=300).leading == 2
+        else:
+            instance.connector.prolong(keys, lease_s=300)
+            instance.match(keys)  # behind it, by the only worker
         assert all(client.pttl(name) > 900_000 for name in names[0])
         assert client.pttl(names[1][0]) == -1 and 200_000 < client.pttl(names[1][1]) <= 300_000
 
