@@ -109,10 +109,6 @@ class BatchedConnector(Connector):
         self.timeout = query.seconds("timeout", DEFAULT_TIMEOUT_S)
         self.threads = query.count("threads", 2)
         self.codec_name = query.choice("codec", list(CODECS), "none")
-        if self.in_place and self.codec_name != "none":
-            raise SetupError(
-                f"{self.scheme}:// reads pools in place and supports no codec; remove codec= from the URL."
-            )
         self._queue: queue.SimpleQueue[Operation[Any] | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._watchdog = _Watchdog(self.scheme)
@@ -126,6 +122,10 @@ class BatchedConnector(Connector):
         self.__growing: set[GrowingOperation] = set()
         self.__own = [getattr(self, name) for name in _OWN_ATTRIBUTES]
         self.configure(query)
+        if self.in_place and self.codec_name != "none":  # asked for here, since capabilities may depend on parameters
+            raise SetupError(
+                f"{self.scheme}:// reads pools in place and supports no codec; remove codec= from the URL."
+            )
         query.done()
 
     # Hooks. All except `configure`, `open` and `shut` run on worker threads.
@@ -180,6 +180,11 @@ class BatchedConnector(Connector):
     def prolong_many(self, keys: Sequence[bytes], lease_s: float) -> None:
         """Let leases end in `lease_s` seconds at the earliest, with the capability `prolongs`."""
         raise NotImplementedError
+
+    @property
+    def last_warning(self) -> str:
+        """The latest fault, or other warning; empty before the first."""
+        return self._limited_log.last
 
     def is_sound(self, key: bytes, header: bytes, payload: Buffer | Row) -> bool:
         """Return True if a load would accept this stored value."""

@@ -21,6 +21,7 @@ from pdserve.kv_transfer import registry
 from pdserve.kv_transfer.connector import API_VERSION, Connector, Outcome
 from pdserve.kv_transfer.rules import behaviour, blocks, connections, evictions, leases, operations, processes
 from pdserve.kv_transfer.rules.context import Broken, NotChecked, RuleContext, new_keys
+from pdserve.kv_transfer.rules.outage import NO_SUCCESS
 from pdserve.kv_transfer.url import without_password
 
 Rule = Callable[[RuleContext], str]
@@ -46,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     leases.release,
     behaviour.deadline,
     connections.refused_operations,
+    connections.attaching,
     connections.resumption,
     connections.stalled_value,
     connections.silent_connections,
@@ -57,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     operations.concurrent_operations,
     operations.large_operations,
     operations.random_loads,
+    operations.deleted_blocks,
     behaviour.caller_never_waits,
     behaviour.counts,
     behaviour.content_stays,
@@ -165,6 +168,8 @@ def _run(rule: Rule, context: RuleContext) -> tuple[Verdict, str]:
         return ""
 
     verdict, detail = _judge(lambda: evictions.run(rule, context))
+    if verdict is Verdict.BROKEN and (Outcome.UNAVAILABLE in detail or NO_SUCCESS in detail):
+        detail = "; ".join([detail, *(f"a connector said: {text}" for text in context.last_warnings())])
     close_verdict, close_detail = _judge(close)
     if close_verdict is Verdict.HOLDS or verdict is Verdict.BROKEN:
         return verdict, detail

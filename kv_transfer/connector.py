@@ -132,6 +132,7 @@ class Capabilities:
         keeps_leases: the store does not evict a block before its lease ends. Only the conformance kit reads it.
         skips_hanging: the connector has circuit breakers of its own, so instances put none in front of it.
         relayable: the conformance kit may connect it to a relay in place of the `host:port` in its URL.
+        one_process: blocks are found only in the process that stored them, as of a store for tests. Only the kit reads it.
         codec: name of the codec of stored blocks, one of `codec.CODECS`.
         gpu_memory: `attach` also takes pools in a GPU's memory, as `PoolMemory.gpu`.
     """
@@ -145,6 +146,7 @@ class Capabilities:
     keeps_leases: bool = True
     skips_hanging: bool = False
     relayable: bool = True
+    one_process: bool = False
     codec: str = "none"
     gpu_memory: bool = False
 

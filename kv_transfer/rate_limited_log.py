@@ -13,9 +13,13 @@ class RateLimitedLog:
     """Logs the first warning of each kind at once, then at most one a minute with a count of those suppressed.
 
     A store that is down must not fill the disk with log lines.
+
+    Attributes:
+        last: the latest warning, logged or not.
     """
 
     def __init__(self, name: str) -> None:
+        self.last = ""
         self._name = name
         self._lock = threading.Lock()
         self._last_logged: dict[str, float] = {}
@@ -23,7 +27,7 @@ class RateLimitedLog:
 
     def warning(self, text: str, kind: str | None = None) -> None:
         """Log `text`, limited per `kind` (by default the text itself)."""
-        kind = kind or text
+        self.last, kind = text, kind or text
         now = time.monotonic()
         with self._lock:
             if now - self._last_logged.get(kind, -_INTERVAL_S) < _INTERVAL_S:

@@ -10,11 +10,13 @@ end (AWS_*, …). Only corrupt blocks are ever deleted: give the bucket a lifecy
 import contextlib
 import errno
 import uuid
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import fsspec  # type: ignore[import-untyped]  # it has no stubs
 
 from pdserve.errors import SetupError
+from pdserve.kv_transfer.connector import Capabilities
 from pdserve.kv_transfer.header import HEADER_BYTES
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
 from pdserve.kv_transfer.url import Query
@@ -31,6 +33,10 @@ class FsspecConnector(ThreadedConnector):
     scheme: ClassVar[str] = "fsspec"
     # Each back end raises the exceptions of its client library. None of them may end a request.
     faults = (Exception,)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, one_process=self._protocol == "memory")
 
     def configure(self, query: Query) -> None:
         scheme, _, rest = self.url.partition("?")[0].partition("://")

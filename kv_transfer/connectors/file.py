@@ -11,7 +11,8 @@ owner of what it writes) or of root are blocks.
 
 Blocks are evicted only if `max_bytes` or `max_age` (seconds since the last use) is given: least recently used files first,
 never one with a lease. Several instances may evict at the same time; a reader that has opened a file can still read it.
-A time further ahead than any lease comes from a clock that was wrong: such a file has no lease, and goes first.
+A time further ahead than any lease comes from a clock that was wrong: such a file has no lease, and goes first. Hosts that
+share a store need clocks that agree to a few seconds: by as much as they differ, a lease ends earlier or later.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ from pdserve.kv_transfer.url import Query, split
 
 log = logging.getLogger(__name__)
 
+_MAX_AHEAD_S = MAX_LEASE_S + 60.0  # of a lease, on a host whose clock is behind
 STALE_TEMP_AGE_S = 600.0  # the writer of an older temporary file is considered dead
 _SWEEP_INTERVAL_S = 60.0
 _NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
@@ -213,7 +215,7 @@ class FileConnector(BatchedConnector):
             return False
         now = time.time()
         try:
-            if mtime < now + lease_s or mtime > now + MAX_LEASE_S:
+            if mtime < now + lease_s or mtime > now + _MAX_AHEAD_S:
                 _set_mtime(path, now + lease_s)
         except FileNotFoundError:
             return False
@@ -293,7 +295,7 @@ class Evictor:
         `max_bytes`."""
         self.remove_stale_files(f"{self._root}/tmp")
         now = time.time()
-        files = sorted(self._files(), key=lambda file: (file.mtime <= now + MAX_LEASE_S, file.mtime))
+        files = sorted(self._files(), key=lambda file: (file.mtime <= now + _MAX_AHEAD_S, file.mtime))
         total_bytes = sum(file.size for file in files)
         for file in files:
             if _is_leased(file.mtime, now):
@@ -309,7 +311,7 @@ class Evictor:
         """Remove temporary files of dead writers. Their mtime is that of the last write, or later by a lease."""
         now = time.time()
         for file in self._list_files(folder):
-            if not now - STALE_TEMP_AGE_S <= file.mtime <= now + MAX_LEASE_S:
+            if not now - STALE_TEMP_AGE_S <= file.mtime <= now + _MAX_AHEAD_S:
                 self._succeeds(_unlink, file.path)
 
     def _run(self) -> None:
@@ -352,7 +354,7 @@ class Evictor:
 
 def _is_leased(mtime: float, now: float) -> bool:
     """Return True for the time of a lease: in the future, and not so far that a clock must have been wrong."""
-    return now < mtime <= now + MAX_LEASE_S
+    return now < mtime <= now + _MAX_AHEAD_S
 
 
 def _warn_if_others_may_write(folder: str, owners: set[int]) -> None:

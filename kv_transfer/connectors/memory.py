@@ -39,7 +39,7 @@ class MemoryConnector(ThreadedConnector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, follows=True)
+        return replace(super().capabilities, follows=True, one_process=True)
 
     def configure(self, query: Query) -> None:
         self._size = query.size("size", 1 << 30)
@@ -50,10 +50,12 @@ class MemoryConnector(ThreadedConnector):
     def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
         value = b"".join((header, payload))
         with self._store.lock:
+            # Another connector may have stored it since `renew`, for longer.
+            lease_end = max(self._store.leases.get(name, 0.0), time.monotonic() + lease_s)
             self._remove(name)
             self._make_room(len(value))
             self._store.values[name] = value
-            self._store.leases[name] = time.monotonic() + lease_s
+            self._store.leases[name] = lease_end
             self._store.bytes += len(value)
 
     def renew(self, name: str, lease_s: float) -> bool:

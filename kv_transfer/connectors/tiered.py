@@ -147,6 +147,7 @@ class TieredConnector(Connector):
                 f"{without_password(url)!r}: a tier with codec={lossy[0]} needs the same codec on all tiers."
             )
         self._stats = Stats()
+        self._limited_log = RateLimitedLog(self.scheme)
         self._in_flight: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -163,6 +164,7 @@ class TieredConnector(Connector):
             prolongs=any(front.prolongs for front in fronts),
             skips_hanging=True,
             relayable=all(front.relayable for front in fronts),
+            one_process=all(front.one_process for front in fronts),
             codec=fronts[0].codec,
         )
 
@@ -393,8 +395,11 @@ class TieredConnector(Connector):
         while missing := [tier for tier in self._tiers if not tier.attached]:
             await asyncio.sleep(_ATTACH_RETRY_S)
             for tier in missing:
-                if await asyncio.to_thread(self._try_to_attach, tier) is None:
-                    log.warning("%s is attached now", tier.name)
+                try:
+                    if await asyncio.to_thread(self._try_to_attach, tier) is None:
+                        log.warning("%s is attached now", tier.name)
+                except Exception as error:  # noqa: BLE001 - of one tier, which is tried again, as are the others
+                    self._limited_log.warning(f"{tier.name}: {type(error).__name__}: {error}", kind=tier.name)
 
 
 def _log_exception(task: asyncio.Task[None]) -> None:

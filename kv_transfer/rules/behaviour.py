@@ -1,6 +1,6 @@
 """Rules about the connector's effects on its caller and process: blocking, timeouts, cancellation, counters, clean-up."""
 
-import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from pdserve.kv_transfer.rules.context import (
     KiB,
     MiB,
     RuleContext,
+    count_open_files,
     expect,
     expect_outcomes,
     new_keys,
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 def caller_never_waits(context: RuleContext) -> str:
-    """Calls of store, load, match and release return while the store hangs, and do their work on other threads.
+    """Calls return while the store hangs, those of release and prolong, too, and do their work on other threads.
 
     No durations are measured. The store resumes when all calls have returned, or after the kit's wait limit if one of them
     has not. A connector that supports `timeout` gets one longer than that limit. Any other connector may give up earlier by
@@ -57,6 +58,9 @@ def caller_never_waits(context: RuleContext) -> str:
                 gave_up.append(_has_given_up(stores[-1]) or _has_given_up(loads[-1]))
                 matches.append(_call_while_hanging(outage, "match", partial(pool.connector.match, keys[:1])))
                 _call_while_hanging(outage, "release", partial(pool.connector.release, keys[1:2]))
+            if pool.connector.capabilities.prolongs:
+                prolong = partial(pool.connector.prolong, keys[:1], lease_s=60.0, tickets=pool.tickets(keys[:1]))
+                _call_while_hanging(outage, "prolong", prolong)
         outage.calling_thread = None
         seen = "futures that were unavailable already when each call returned"
         expect(not all(gave_up), "store and load to return before they give up on a store that hangs", seen)
@@ -142,7 +146,7 @@ def deadline(context: RuleContext) -> str:
     with simulated_outage(context, TIMEOUT_S) as outage:
         pool = outage.pool
         keys = new_keys(2)
-        outage.expect_usable(keys, "the store to be used")
+        outage.require_usable(keys)
         first_rows = pool.rows[10:12].copy()
         hanging_s = _expect_unavailable_while_hanging(context, outage, keys)
         outage.gone.set()
@@ -245,6 +249,7 @@ def counts(context: RuleContext) -> str:
     allowed = ({"store": moved, "load": size} for moved in ((0, size) if context.tickets else (size,)))
     expect(stats.bytes in allowed, f"{size} bytes each way", stats.bytes)
     expect(stats.failures == {("load", Outcome.MISSING): 2}, "2 missing in load", stats.failures)
+    expect(min(stats.seconds.values()) > 0, "the seconds of stores and loads to be counted", stats.seconds)
     stats.blocks["store"] = 99
     expect(pool.connector.stats().blocks["store"] == 3, "a snapshot", "counters that the caller can change")
     return ""
@@ -270,18 +275,28 @@ def content_stays(context: RuleContext) -> str:
 
 
 def clean_close(context: RuleContext) -> str:
-    """`close` leaves no thread and no open file behind, and can be called twice."""
-    _use_and_close(context)  # libraries open some files once per process
-    threads, files = set(threading.enumerate()), _count_open_files()
+    """`close` leaves nothing behind, no thread, file or setting of the process, and can be called twice."""
+    _expect_time_outs_of_others_to_stay(context)  # libraries open some files once per process
+    threads, files = set(threading.enumerate()), count_open_files()
     for _ in range(3):
         _use_and_close(context)
-    wait_until(lambda: not _new_threads(threads) and _count_open_files() <= files)
+    wait_until(lambda: not _new_threads(threads) and count_open_files() <= files)
     left = _new_threads(threads)
     expect(not left, "no thread to be left after close", ", ".join(sorted(left)))
-    expect(
-        _count_open_files() <= files, f"{files} open files as before", f"{_count_open_files()} after three more uses"
-    )
+    expect(count_open_files() <= files, f"{files} open files as before", f"{count_open_files()} after three more uses")
     return "" if files else "open files not checked: there is no /proc"
+
+
+def _expect_time_outs_of_others_to_stay(context: RuleContext) -> None:
+    """Use a connector, and expect it not to change the time-out of every new socket of the process."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)
+    try:
+        _use_and_close(context)
+        seen = f"socket.setdefaulttimeout({socket.getdefaulttimeout()})"
+        expect(socket.getdefaulttimeout() is None, "sockets of others to keep their time-outs", seen)
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def _use_and_close(context: RuleContext) -> None:
@@ -296,11 +311,3 @@ def _use_and_close(context: RuleContext) -> None:
 
 def _new_threads(before: set[threading.Thread]) -> set[str]:
     return {thread.name for thread in set(threading.enumerate()) - before}
-
-
-def _count_open_files() -> int:
-    """Return the number of open files of this process; 0 where there is no /proc."""
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except FileNotFoundError:
-        return 0

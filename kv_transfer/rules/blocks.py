@@ -23,14 +23,16 @@ from pdserve.kv_transfer.rules.context import (
     expect_ok,
     expect_outcomes,
     format_size,
+    interrupted_threads,
     new_keys,
     noting_refusal,
     summarize,
     wait_until,
 )
-from pdserve.kv_transfer.rules.tampering import tamper
+from pdserve.kv_transfer.rules.tampering import cut_off, tamper
 
-SIZES = (4 * KiB, 64 * KiB, 1_835_008, 8 * MiB)  # the third is a block of Qwen3-0.6B
+SIZES = (4 * KiB, 4 * KiB + 8, 64 * KiB, 1_835_008, 8 * MiB)  # the fourth is a block of Qwen3-0.6B
+AWKWARD_BYTES = b"\0\t\n\r /\\\xff"  # that end a text, separate words or folders, or are no text
 
 
 def round_trip(context: RuleContext) -> str:
@@ -102,11 +104,19 @@ def missing(context: RuleContext) -> str:
 
 
 def similar_keys(context: RuleContext) -> str:
-    """Keys that differ in one byte, wherever it is, are those of different blocks."""
-    pool, (key,) = context.attach(blocks=2 * KEY_BYTES + 2), new_keys(1)
-    changed = [key[:i] + bytes([key[i] ^ 1]) + key[i + 1 :] for i in range(KEY_BYTES)]
-    pool.must_store([key, *changed], range(KEY_BYTES + 1))
-    pool.must_load([key, *changed], range(KEY_BYTES + 1, 2 * KEY_BYTES + 2), pool.rows[: KEY_BYTES + 1])
+    """Keys of any bytes that differ in one byte, wherever it is, are those of different blocks, also when one is deleted."""
+    (key,) = new_keys(1)
+    keys = [key, *(key[:i] + bytes([key[i] ^ 1]) + key[i + 1 :] for i in range(KEY_BYTES))]
+    for byte in AWKWARD_BYTES:
+        equal = bytes([byte]) * (KEY_BYTES - 1)
+        keys += [equal + b"k", equal + b"l", b"k" + equal, b"l" + equal]
+    pool = context.attach(blocks=2 * len(keys))
+    pool.must_store(keys, range(len(keys)))
+    pool.must_load(keys, range(len(keys), len(pool.rows)), pool.rows[: len(keys)])
+    if not context.tickets:
+        for connector in batched_connectors(pool.connector):
+            connector.delete_many(keys[:1])
+        pool.must_load(keys[1:], range(len(keys) + 1, len(pool.rows)), pool.rows[1 : len(keys)])
     return ""
 
 
@@ -119,13 +129,18 @@ def stored_again(context: RuleContext) -> str:
     pool.must_store(keys, range(4))
     context.require_shared_store()
     pool.must_load(keys, range(8, 12), pool.rows[:4])
-    for lease_s in (600.0, 0.0):
+    expect_count(pool.match(keys), 4, "4 stored keys to match")
+    for lost, lease_s in ((range(3), 600.0), (range(1, 4), 0.0)):
+        pool.connector.parts()  # waits for blocks that are still being copied
+        lost_keys, target_rows = [keys[i] for i in lost], range(8, 11)
         for connector in connectors:
-            connector.delete_many(keys[:3])
-        found = sum(other.match([key]) for key in keys[:3])
+            connector.delete_many(lost_keys)
+        found = sum(other.match([key]) for key in lost_keys)
         if found:
             raise NotChecked(f"{found} of 3 blocks are still there after another connector of this URL deleted them")
-        pool.may_load(keys, range(8, 12), list(pool.rows[:4]))
+        loaded = pool.may_load(lost_keys, target_rows, [pool.rows[i] for i in lost])
+        matched = pool.match(lost_keys)
+        expect(loaded > 0 or matched == 0, "lost blocks, which no load finds, not to match", f"{matched} that do")
         pool.must_store(keys, range(4), lease_s)
         other.must_load(keys, range(8, 12), pool.rows[:4])
     return ""
@@ -170,7 +185,9 @@ def concurrent_stores(context: RuleContext) -> str:
 
 def whole_blocks(context: RuleContext) -> str:
     """A block that is being stored is either complete or missing to other connectors."""
-    source, target = context.attach(256 * KiB, 32), context.attach(256 * KiB, 32)
+    with interrupted_threads(0.001):
+        source = context.attach(256 * KiB, 32)
+    target = context.attach(256 * KiB, 32)
     keys, done, loaded = new_keys(32), threading.Event(), 0
 
     def write() -> None:
@@ -182,10 +199,12 @@ def whole_blocks(context: RuleContext) -> str:
 
     def read() -> None:
         nonlocal loaded
-        last = False
-        while not last:
-            last = done.is_set()
-            loaded = target.may_load(keys, range(32), list(source.rows), leased=True)
+        while loaded < 32 and not done.is_set():
+            next_ones = range(loaded, min(loaded + 2, 32))  # one of them is being stored
+            loaded += target.may_load(
+                [keys[i] for i in next_ones], next_ones, [source.rows[i] for i in next_ones], leased=True
+            )
+        loaded = target.may_load(keys, range(32), list(source.rows), leased=True)
 
     run_concurrently([write, read])
     expect_count(loaded, 32, "all 32 blocks to load at the end")
@@ -193,7 +212,7 @@ def whole_blocks(context: RuleContext) -> str:
 
 
 def flipped_bytes(context: RuleContext) -> str:
-    """A block whose bytes changed in the store is reported, and only that block; storing it again repairs it."""
+    """A block that changed in the store, or is cut off, is reported, and only that one; storing it again repairs it."""
     pool = context.attach()
     payload_bytes = pool.payload_bytes(1)
     for offset in (0, payload_bytes // 2, payload_bytes - 1):
@@ -203,6 +222,18 @@ def flipped_bytes(context: RuleContext) -> str:
         first, changed, last = pool.load(keys, [8, 9, 10]).outcomes
         expect(changed is not Outcome.OK, f"a block with byte {offset} changed to be reported", "ok")
         expect_ok([first, last], "the neighbouring blocks to be loaded")
+        pool.must_store(keys, [0, 1, 2])
+        pool.must_load(keys, [8, 9, 10], pool.rows[:3])
+    for length in (0, payload_bytes // 2):
+        keys = new_keys(3)
+        pool.must_store(keys, [0, 1, 2])
+        if not cut_off(pool, keys[1], length):
+            return "values that are cut off were not tried: there are no hooks"
+        pool.rows[9] = 0
+        first, cut, last = pool.load(keys, [8, 9, 10]).outcomes
+        if cut is Outcome.OK:  # the rest of it is still where it was
+            pool.must_equal(9, pool.rows[1])
+        expect_ok([first, last], "the neighbouring blocks of one that is cut off to be loaded")
         pool.must_store(keys, [0, 1, 2])
         pool.must_load(keys, [8, 9, 10], pool.rows[:3])
     return ""

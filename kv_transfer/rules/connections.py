@@ -1,20 +1,26 @@
 """Rules about a connector's connections to its store: which hang, stop in the middle of an answer, or deliver it slowly."""
 
+import time
 from concurrent.futures import Future
 
-from pdserve.kv_transfer.connector import Outcome, Result
+from pdserve.errors import SetupError
+from pdserve.kv_transfer.cancellation import run_until
+from pdserve.kv_transfer.connector import Outcome, PoolMemory, Result
+from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.rules.behaviour import TIMEOUT_S, TURNS
 from pdserve.kv_transfer.rules.context import (
     WAIT_LIMIT_S,
     AttachedPool,
+    Broken,
     NotChecked,
     RuleContext,
     expect,
     expect_count,
     new_keys,
+    random_rows,
     summarize,
 )
-from pdserve.kv_transfer.rules.outage import relayed_outage, simulated_outage
+from pdserve.kv_transfer.rules.outage import Outage, relayed_outage, simulated_outage
 
 HELD_LOADS = 4  # at once, so that all connections of a connector with the default number of threads are used
 
@@ -23,7 +29,7 @@ def resumption(context: RuleContext) -> str:
     """If the store hangs and then resumes on the same connections, late answers do no harm and the store is used again."""
     with simulated_outage(context, TIMEOUT_S) as outage:
         pool, keys = outage.pool, new_keys(2 + TURNS)
-        outage.expect_usable(keys[:2], "the store to be used")
+        outage.require_usable(keys[:2])
         context.register_keys(pool.layout, keys)
         with outage.hanging():
             calls = list[tuple[str, Future[Result]]]()
@@ -41,11 +47,11 @@ def refused_operations(context: RuleContext) -> str:
     """If the store is gone or hangs, blocks are unavailable: a store or load calls none of them missing, full or corrupt."""
     with simulated_outage(context, TIMEOUT_S) as outage:
         pool, keys = outage.pool, new_keys(3)
+        outage.require_usable(keys[:2])
         for state, begin, end in (
             ("gone", outage.gone.set, outage.gone.clear),
             ("hanging", outage.responsive.clear, outage.responsive.set),
         ):
-            outage.expect_usable(keys[:2], "the store to be used")
             context.register_keys(pool.layout, keys)
             begin()
             try:
@@ -57,14 +63,48 @@ def refused_operations(context: RuleContext) -> str:
                     expect(set(seen) == {Outcome.UNAVAILABLE}, expected, summarize(seen))
             finally:
                 end()
+            outage.expect_usable(keys[:2], "the store to be used again")
         return outage.method
+
+
+def attaching(context: RuleContext) -> str:
+    """If the store is gone or hangs, `attach` ends, by a SetupError that says so."""
+    with relayed_outage(context, TIMEOUT_S) as (outage, _):
+        outage.require_usable(new_keys(2))
+        for state, begin, end in (
+            ("is gone", outage.gone.set, outage.gone.clear),
+            ("hangs", outage.responsive.clear, outage.responsive.set),
+        ):
+            begin()
+            try:
+                _expect_refusal(outage, state)
+            finally:
+                end()
+    return ""
+
+
+def _expect_refusal(outage: Outage, state: str) -> None:
+    """Expect a new connector not to attach."""
+    connector, layout = connect(outage.url), outage.pool.layout
+    limit = outage.pool.limit_s
+    memory = PoolMemory(random_rows(1, layout.block_bytes), layout)
+    try:
+        has_ended = run_until(time.monotonic() + limit, lambda: connector.attach(memory), "conformance-attach")
+    except SetupError:
+        return
+    except Exception as error:
+        seen = f"{type(error).__name__}: {error}"
+        raise Broken(f"expected attach to raise SetupError while the store {state}, saw {seen}") from error
+    expect(has_ended, f"attach to end while the store {state}", f"it wait for more than {limit:g} s")
+    connector.close()
+    raise Broken(f"expected attach to raise SetupError while the store {state}, saw it succeed")
 
 
 def stalled_value(context: RuleContext) -> str:
     """If an answer stops in the middle of a value, the load ends within the timeout; after a cut the store is used again."""
     with relayed_outage(context, TIMEOUT_S) as (outage, relay):
         pool, keys = outage.pool, new_keys(2)
-        outage.expect_usable(keys, "the store to be used")
+        outage.require_usable(keys)
         relay.stall_after(pool.payload_bytes(10) // 2)
         future = pool.start_load(keys[:1], [4])
         seen = pool.wait_transfer(future, "load while its value has stopped half-way", 1).outcomes[0]
@@ -81,7 +121,7 @@ def silent_connections(context: RuleContext) -> str:
     """A connection over which nothing comes any more is given up: the store is used again over new ones."""
     with relayed_outage(context, TIMEOUT_S) as (outage, relay):
         pool, keys = outage.pool, new_keys(2)
-        outage.expect_usable(keys, "the store to be used")
+        outage.require_usable(keys)
         _load_at_once(pool, keys)  # opens as many connections as the connector uses
         relay.silence()
         _load_at_once(pool, keys)
@@ -101,7 +141,7 @@ def byte_by_byte(context: RuleContext) -> str:
     """Answers that come byte by byte mean the same as those that come at once."""
     with relayed_outage(context, 2 * WAIT_LIMIT_S, override=True) as (outage, relay):
         pool, keys = outage.pool, new_keys(3)
-        outage.expect_usable(new_keys(2), "the store to be used")
+        outage.require_usable(new_keys(2))
         relay.byte_by_byte = True
         for _ in range(2):  # the second store finds the blocks
             pool.must_store(keys[:2], [0, 1])

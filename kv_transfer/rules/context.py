@@ -6,6 +6,8 @@ rule) or `NotChecked` (the rule cannot be checked from outside). Nothing here de
 
 import contextlib
 import os
+import random
+import threading
 import time
 import uuid
 from collections import Counter
@@ -29,6 +31,7 @@ KiB, MiB = 1 << 10, 1 << 20
 # never happen; no machine is slow or busy enough to exceed them.
 GRACE_S = 30.0  # for a future, beyond the connector's own timeout
 WAIT_LIMIT_S = 30.0  # for everything else
+PAUSE_SHARE, PAUSE_S = 1 / 16, 5e-5  # of all calls and returns in a thread; long enough for another one to run
 
 EVICTS_LEASED = "the connector declares that its store evicts leased blocks too (keeps_leases = False)"
 
@@ -129,6 +132,11 @@ class AttachedPool:
     def timeout(self) -> float:
         return self.connector.capabilities.timeout_s
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which what was to end by the timeout never will."""
+        return self.timeout + GRACE_S
+
     def store(self, keys: Sequence[bytes], ids: Sequence[int], lease_s: float = 600.0) -> Result:
         self.context.register_keys(self.layout, keys)
         result = self.wait_transfer(self.connector.store(keys, ids, lease_s=lease_s), "store", len(keys))
@@ -219,7 +227,7 @@ class AttachedPool:
 
     def wait(self, future: "Future[T]", call: str) -> T:
         """Return the future's result, and expect it within the timeout and without an exception."""
-        limit = self.timeout + GRACE_S
+        limit = self.limit_s
         self.context.call = call
         try:
             return future.result(limit)
@@ -321,6 +329,11 @@ class RuleContext:
                 self.delete_blocks(pool)
             pool.close()
 
+    def last_warnings(self) -> list[str]:
+        """Return the latest warning of each connector, such as the fault because of which its blocks are unavailable."""
+        connectors = [one for pool in self._pools for one in batched_connectors(pool.connector)]
+        return list(dict.fromkeys(one.last_warning for one in connectors if one.last_warning))
+
     def delete_blocks(self, pool: AttachedPool) -> bool:
         """Delete the blocks stored in this pool's namespace. Returns False if the connector cannot delete.
 
@@ -335,6 +348,30 @@ class RuleContext:
             with contextlib.suppress(Exception):
                 pool.connector.release(keys, tickets=pool.tickets(keys))
         return bool(connectors)
+
+
+@contextmanager
+def interrupted_threads(pause_s: float = PAUSE_S) -> Iterator[None]:
+    """Interrupt the threads that are started in the body at random calls and returns, where others may run then."""
+
+    def pause(*_: object) -> None:
+        if random.random() < PAUSE_SHARE:
+            time.sleep(pause_s)
+
+    before = threading.getprofile()
+    threading.setprofile(pause)
+    try:
+        yield
+    finally:
+        threading.setprofile(before)
+
+
+def count_open_files() -> int:
+    """Return the number of open files of this process; 0 where there is no /proc."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:
+        return 0
 
 
 def summarize(outcomes: Sequence[Outcome]) -> str:

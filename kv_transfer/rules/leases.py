@@ -1,7 +1,7 @@
 """Rules about leases and eviction: how long blocks stay, and what a full store does."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.header import Row
@@ -12,6 +12,7 @@ from pdserve.kv_transfer.rules.context import (
     MiB,
     NotChecked,
     RuleContext,
+    batched_connectors,
     expect,
     format_size,
     new_keys,
@@ -77,11 +78,10 @@ def longer_lease(context: RuleContext) -> str:
 def _store_with_two_leases(pool: AttachedPool, renew: Callable[[list[bytes]], None]) -> list[bytes]:
     """Store rows 0 to 3 with a short lease, have that renewed, and wait for the end of the short one."""
     keys = new_keys(4)
-    started = time.monotonic()
     pool.must_store(keys, range(4), SHORT_LEASE_S)
     pool.context.require_shared_store()
     renew(keys)
-    time.sleep(max(0.0, started + SHORT_LEASE_S + 0.1 - time.monotonic()))
+    time.sleep(SHORT_LEASE_S + 0.1)
     return keys
 
 
@@ -104,7 +104,12 @@ def prolonged_lease(context: RuleContext) -> str:
     connector = filler.pool.connector
     if not connector.capabilities.prolongs:
         raise NotChecked("the connector does not declare `prolongs`")
-    filler.store_with_two_leases(lambda keys: connector.prolong(keys, lease_s=LEASE_S))
+
+    def prolong(keys: list[bytes]) -> None:
+        connector.prolong(keys, lease_s=LEASE_S)
+        connector.prolong(keys[2:], lease_s=SHORT_LEASE_S)  # must not shorten the other
+
+    filler.store_with_two_leases(prolong)
     prolonged = filler.stored[:]
     filler.fill()
     for _ in filler.store_batches(len(filler.stored) // 2 * MiB):
@@ -117,20 +122,27 @@ def prolonged_lease(context: RuleContext) -> str:
 
 
 def leases_under_pressure(context: RuleContext) -> str:
-    """A full store refuses new blocks instead of evicting leased ones, also those whose first lease was shorter."""
+    """A full store refuses new blocks instead of evicting leased ones, also those whose first or last lease was shorter."""
     filler = _Filler(context, lease_s=LEASE_S)
-    filler.store_with_two_leases(lambda keys: filler.pool.must_store(keys, range(4), LEASE_S))
+
+    def store_again(keys: list[bytes]) -> None:
+        filler.pool.must_store(keys, range(4), LEASE_S)
+        filler.pool.must_store(keys[2:], range(2, 4), SHORT_LEASE_S)
+
+    filler.store_with_two_leases(store_again)
     filler.fill()
     filler.require_space()
+    filler.load_all(filler.refused)
     kept = filler.load_all()
     total = len(filler.stored)
     _expect_leased(context, kept, total, f"all {total} leased blocks to stay in a full store", f"{kept} left")
+    filler.expect_space_after_deletion()
     filler.pool.connector.release(filler.stored)
     return f"full at {format_size(len(filler.stored) * MiB)}"
 
 
 def capacity(context: RuleContext) -> str:
-    """A full store evicts blocks or refuses new ones; the blocks that it keeps are correct."""
+    """A full store evicts blocks or refuses new ones, and keeps correct ones; the space of deleted ones is used again."""
     filler = _Filler(context, lease_s=0.0)
     filler.fill()
     for _ in filler.store_batches(len(filler.stored) // 2 * MiB):
@@ -138,6 +150,7 @@ def capacity(context: RuleContext) -> str:
     kept = filler.load_all()
     filler.require_space()
     expect(kept > 0, "some blocks to be left in a full store", "none")
+    filler.expect_space_after_deletion()
     return f"full at about {format_size(kept * MiB)}"
 
 
@@ -149,11 +162,16 @@ def _expect_leased(context: RuleContext, seen: int, count: int, expected: str, s
 
 
 class _Filler:
-    """Stores distinct blocks of 1 MiB until the store refuses or has evicted one."""
+    """Stores distinct blocks of 1 MiB until the store refuses or has evicted one.
+
+    Attributes:
+        stored, refused: keys of blocks by the outcome of their store.
+    """
 
     def __init__(self, context: RuleContext, lease_s: float) -> None:
         self.pool: AttachedPool = context.attach(MiB, 2 * BATCH)
         self.stored: list[bytes] = []
+        self.refused: list[bytes] = []
         self._lease_s = lease_s
         self._give_up_at = time.monotonic() + max(FILL_TIME_LIMIT_S, 10 * context.seconds)
         self._base_rows = self.pool.rows[:BATCH].copy()
@@ -195,15 +213,27 @@ class _Filler:
             allowed = (Outcome.OK, Outcome.FULL)
             valid = all(outcome in allowed for outcome in outcomes)
             expect(valid, "each block stored or refused as full", summarize(outcomes))
-            self.stored += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
+            for key, outcome in zip(keys, outcomes, strict=True):
+                (self.stored if outcome is Outcome.OK else self.refused).append(key)
             self._stored_bytes += BATCH * MiB
             yield outcomes
 
-    def load_all(self) -> int:
-        """Load all stored blocks, and expect each to be correct or missing. Returns the number of correct ones."""
-        kept = 0
-        for start in range(0, len(self.stored), BATCH):
-            keys = self.stored[start : start + BATCH]
+    def expect_space_after_deletion(self) -> None:
+        """Delete what was stored, where the connector can delete, and expect some blocks to be stored again."""
+        self.pool.connector.parts()  # waits for blocks that are still being copied
+        connectors = batched_connectors(self.pool.context.attach(MiB, 1).connector)
+        for connector in connectors:
+            connector.delete_many(self.stored)
+        count = min(BATCH, len(self.stored)) if connectors else 0
+        seen = self.pool.store(new_keys(count), range(count), self._lease_s).outcomes
+        expected = f"{count} blocks to be stored after {len(self.stored)} were deleted from a full store"
+        expect(seen == [Outcome.OK] * count, expected, summarize(seen))
+
+    def load_all(self, keys: Sequence[bytes] | None = None) -> int:
+        """Load all stored blocks, or these, and expect each to be correct or missing. Returns the number of correct ones."""
+        kept, all_keys = 0, self.stored if keys is None else keys
+        for start in range(0, len(all_keys), BATCH):
+            keys = all_keys[start : start + BATCH]
             seen = self.pool.load(keys, range(BATCH, BATCH + len(keys))).outcomes
             for row, (key, outcome) in enumerate(zip(keys, seen, strict=True), BATCH):
                 if outcome is Outcome.OK:

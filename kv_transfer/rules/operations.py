@@ -3,9 +3,8 @@
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -17,18 +16,24 @@ from pdserve.kv_transfer.rules.context import (
     Lost,
     NotChecked,
     RuleContext,
+    batched_connectors,
+    count_open_files,
     expect,
     expect_count,
+    interrupted_threads,
     new_keys,
 )
 from pdserve.kv_transfer.rules.outage import with_parameter
 
 AT_ONCE, BLOCKS, TURNS = 16, 2, 8  # stores and as many loads under way, blocks of each, and how often
 THREADS, TIMEOUT_S = 4, 20  # of the connector, if the URL does not set them; no busy machine holds up a load for longer
-PAUSE_SHARE, PAUSE_S = 1 / 16, 5e-5  # of all calls and returns in a thread; long enough for another one to run
 LARGE = ((128, 64 * KiB), (512, 4 * KiB))  # blocks of an operation, and their length
+LARGE_TIMEOUT_S = 100  # unless the URL sets one: a store may take 50 ms for each call, of which a block needs two
 LOADS, DISTINCT = 5000, 64
 LOADS_TIME_LIMIT_S = 100.0  # for all loads from a slow store
+WARM_LOADS = LOADS // 10  # after which a connector has all the threads and files that it needs
+MAX_MORE = 64  # threads or files in the loads after these, which other code of this process may need
+DELETED, DELETE_TURNS = 8, 12
 
 
 def _busy_url(context: RuleContext) -> str:
@@ -38,7 +43,7 @@ def _busy_url(context: RuleContext) -> str:
 def concurrent_operations(context: RuleContext) -> str:
     """Stores, loads and matches that are under way at once on one connector do not interfere with each other."""
     url, half = _busy_url(context), AT_ONCE * BLOCKS
-    with _interrupted_threads():
+    with interrupted_threads():
         pool = context.attach(64 * KiB, 2 * half, url=url)
         contents, previous = pool.rows[:half].copy(), list[list[bytes]]()
         for _ in range(TURNS):
@@ -93,32 +98,22 @@ def _rows(start: int, operation: int) -> range:
     return range(start + operation * BLOCKS, start + (operation + 1) * BLOCKS)
 
 
-@contextmanager
-def _interrupted_threads() -> Iterator[None]:
-    """Interrupt the threads that are started in the body at random calls and returns, where others may run then."""
-
-    def pause(*_: object) -> None:
-        if random.random() < PAUSE_SHARE:
-            time.sleep(PAUSE_S)
-
-    before = threading.getprofile()
-    threading.setprofile(pause)
-    try:
-        yield
-    finally:
-        threading.setprofile(before)
-
-
 def large_operations(context: RuleContext) -> str:
     """A store, load or match of 128 or 512 blocks does with each what one of a single block does."""
+    url = with_parameter(context, "timeout", str(LARGE_TIMEOUT_S))
     for count, block_bytes in LARGE:
-        source, target = context.attach(block_bytes, count), context.attach(block_bytes, count)
+        source, target = (context.attach(block_bytes, count, url=url) for _ in range(2))
         source_rows, target_rows = (np.random.permutation(count).tolist() for _ in range(2))
         keys, contents = new_keys(count), source.rows[source_rows]
         source.must_store(keys, source_rows)
         matched = target.match(keys)
         expect_count(matched, 0 if context.tickets else count, f"{count} keys to match")
         target.must_load(keys, target_rows, contents)
+        gap = count * 3 // 4 + 1
+        matched = target.match([*keys[:gap], *new_keys(1), *keys[gap + 1 :]])
+        expect_count(
+            matched, 0 if context.tickets else gap, f"{gap} leading keys of {count}, the next one being missing"
+        )
         wanted = [key if i % 3 else new_keys(1)[0] for i, key in enumerate(keys)]
         expected = [Outcome.OK if i % 3 else Outcome.MISSING for i in range(count)]
         target.rows[:] = 0
@@ -137,17 +132,52 @@ def _expect_outcomes(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -
         expect(seen is right, f"block {i} of {len(outcomes)} to be {right}", seen, error)
 
 
+def deleted_blocks(context: RuleContext) -> str:
+    """A block that another connector deletes while it is loaded is complete or missing."""
+    url = _busy_url(context)
+    with interrupted_threads():
+        pool, other = context.attach(64 * KiB, 3 * DELETED, url=url), context.attach(64 * KiB, 1, url=url)
+        connectors = batched_connectors(other.connector)
+        if not connectors:
+            raise NotChecked("the connector has no hooks through which another one could delete a block")
+        for turn in range(DELETE_TURNS):
+            keys = new_keys(DELETED)
+            pool.must_store(keys, range(DELETED))
+            context.require_shared_store()
+            pool.rows[DELETED:] = 0
+            loads = [pool.connector.load(keys, range(DELETED, 2 * DELETED))]
+            loads += [pool.connector.load([key], [2 * DELETED + i]) for i, key in enumerate(keys)]
+            for key in keys[:: 1 if turn % 2 else -1]:
+                for connector in connectors:
+                    connector.delete_many([key])
+            seen = [outcome for load in loads for outcome in pool.wait(load, "load").outcomes]
+            for row, outcome in enumerate(seen, DELETED):
+                allowed = (Outcome.OK, Outcome.MISSING)
+                expect(outcome in allowed, "a block that is deleted meanwhile to be complete or missing", outcome)
+                if outcome is Outcome.OK:
+                    pool.must_equal(row, pool.rows[row % DELETED])
+    return ""
+
+
 def random_loads(context: RuleContext) -> str:
     """Of 5,000 loads in random order, several of them under way at once, each loads its block."""
     url = _busy_url(context)
     pool, keys = context.attach(blocks=DISTINCT + AT_ONCE, url=url), new_keys(DISTINCT)
     pool.must_store(keys, range(DISTINCT))
     context.require_shared_store()
+    in_use = (0, 0)
     give_up_at = time.monotonic() + max(LOADS_TIME_LIMIT_S, 10 * context.seconds)
     for done in range(0, LOADS, AT_ONCE):
         if time.monotonic() > give_up_at:
             raise NotChecked(f"the store is too slow: {done} loads in {LOADS_TIME_LIMIT_S:g} s")
+        if done <= WARM_LOADS:
+            in_use = threading.active_count(), count_open_files()
         _load_at_once(pool, keys, random.choices(range(DISTINCT), k=AT_ONCE))
+    now_in_use = threading.active_count(), count_open_files()
+    for what, before, now in zip(("threads", "open files"), in_use, now_in_use, strict=True):
+        expect(
+            now <= before + MAX_MORE, f"the {before} {what} after {WARM_LOADS} loads to be enough", f"{now} at the end"
+        )
     return ""
 
 

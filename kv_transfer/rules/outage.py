@@ -33,7 +33,10 @@ from pdserve.kv_transfer.rules.context import (
 )
 from pdserve.kv_transfer.rules.relay import Relay
 
-_HOOKS = ("put_many", "get_many", "contains_many", "delete_many", "release_many")
+_HOOKS = ("put_many", "get_many", "contains_many", "delete_many", "release_many", "prolong_many")
+
+
+NO_SUCCESS = "no successful operation"
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Outage:
         responsive: clear it to make the store hang.
         gone: set it to make the store disappear.
         relay: what the connector is connected to, with the first method.
+        url: of that relay.
         calling_thread: hooks called in this thread are recorded in `hooks_in_caller`, and do not hang.
     """
 
@@ -53,6 +57,7 @@ class Outage:
     responsive: threading.Event
     gone: threading.Event
     relay: Relay | None = None
+    url: str = ""
     calling_thread: threading.Thread | None = None
     hooks_in_caller: list[str] = field(default_factory=list)
 
@@ -70,13 +75,18 @@ class Outage:
 
         The first may still use a connection that was cut, and on a busy machine the timeout that was set is short.
         """
-        pool, all_ok = self.pool, [Outcome.OK] * 2
+        expect(wait_until(lambda: self._is_usable(keys)), expected, NO_SUCCESS)
+        self.pool.must_equal(12, self.pool.rows[10])
 
-        def is_usable() -> bool:
-            return pool.store(keys, [10, 11]).outcomes == all_ok and pool.load(keys, [12, 13]).outcomes == all_ok
+    def require_usable(self, keys: list[bytes]) -> None:
+        """Raise `NotChecked` if the store does not succeed before the outage either: it may be slower than the timeout."""
+        if not wait_until(lambda: self._is_usable(keys)):
+            limit = f"{self.pool.timeout:g} s, the timeout of this rule unless the URL has one"
+            raise NotChecked(f"no store and load of two blocks ended within {limit}")
 
-        expect(wait_until(is_usable), expected, "no successful operation")
-        pool.must_equal(12, pool.rows[10])
+    def _is_usable(self, keys: list[bytes]) -> bool:
+        all_ok = [Outcome.OK] * 2
+        return self.pool.store(keys, [10, 11]).outcomes == self.pool.load(keys, [12, 13]).outcomes == all_ok
 
 
 @contextmanager
@@ -228,7 +238,7 @@ def _outage_by_relay(
         if relay.relayed_bytes < pool.layout.block_bytes:
             yield None
             return
-        yield Outage(pool, "held up and cut by a relay", responsive, gone, relay)
+        yield Outage(pool, "held up and cut by a relay", responsive, gone, relay, relay_url)
     finally:
         responsive.set()
         gone.clear()

@@ -29,6 +29,17 @@ def tamper(pool: AttachedPool, key: bytes, offset: int) -> None:
         raise NotChecked(f"the connector has nothing to tamper with at offset {offset}") from None
 
 
+def cut_off(pool: AttachedPool, key: bytes, length: int) -> bool:
+    """Leave the first `length` bytes of a stored payload, through hooks. Returns False where there are none."""
+
+    def cut(value: bytearray) -> None:
+        del value[HEADER_BYTES + length :]
+
+    if pool.tickets([key]):
+        return False
+    return any([_rewrite(connector, key, cut) for connector in batched_connectors(pool.connector)])
+
+
 def _tamper(pool: AttachedPool, key: bytes, offset: int) -> None:
     with contextlib.suppress(NotImplementedError):
         pool.connector.tamper(key, offset)
@@ -36,7 +47,11 @@ def _tamper(pool: AttachedPool, key: bytes, offset: int) -> None:
     if pool.tickets([key]):
         _change_row(pool, key, offset)
     elif connectors := batched_connectors(pool.connector):
-        changed = [_rewrite(connector, key, offset) for connector in connectors]
+
+        def flip(value: bytearray) -> None:
+            value[HEADER_BYTES + offset] ^= 0xFF
+
+        changed = [_rewrite(connector, key, flip) for connector in connectors]
         expect(any(changed), "a block that was stored to be in the store", "none")
     else:
         raise NotChecked("the connector has no method tamper(key, offset), so its bytes cannot be accessed")
@@ -98,13 +113,13 @@ class _ForgedBlock:
         self.outcome = outcome
 
 
-def _rewrite(connector: BatchedConnector, key: bytes, offset: int) -> bool:
+def _rewrite(connector: BatchedConnector, key: bytes, change: Callable[[bytearray], None]) -> bool:
     """Read a value through the hooks and write it back changed. Returns False if the store does not have the block."""
     captured = _CapturedBlock(key)
     connector.get_many(cast("list[Incoming]", [captured]))
     if captured.value is None:
         return False
-    captured.value[HEADER_BYTES + offset] ^= 0xFF
+    change(captured.value)
     forged = _ForgedBlock(key, captured.value)
     connector.delete_many([key])
     connector.put_many(cast("list[Outgoing]", [forged]), 600.0)

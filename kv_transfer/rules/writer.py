@@ -5,7 +5,8 @@ out    {"pid": 0, "what": "pid", "value": 123}          forked
        {"pid": 123, "what": "ready", "value": null}     attached; starts to store on SIGUSR1
        {"pid": 123, "what": "pass", "value": 0}         begins this pass
        {"pid": 123, "what": "outcomes", "value": [..]}  all passes stored
-       {"pid": 123, "what": "tickets", "value": [..]}   in hex; with tickets, the writer stays alive until the next SIGUSR1
+       {"pid": 123, "what": "warnings", "value": [..]}  that its connector has logged last
+       {"pid": 123, "what": "tickets", "value": [..]}   in hex; the writer keeps its connector until the next SIGUSR1
        {"pid": 123, "what": "refused", "value": ".."}   could not attach
        {"pid": 123, "what": "error", "value": ".."}     raised an exception
        {"pid": 123, "what": "dead", "value": null}      ended, for any reason
@@ -23,7 +24,7 @@ from typing import Any
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.registry import connect, connector_class, installed
-from pdserve.kv_transfer.rules.context import make_layout, stamp
+from pdserve.kv_transfer.rules.context import batched_connectors, make_layout, stamp
 from pdserve.kv_transfer.rules.processes import BLOCK_BYTES, COUNT, key_of, rows_of
 
 
@@ -50,12 +51,14 @@ def write(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) ->
         result = connector.store(keys, range(COUNT), lease_s=lease_s).result()
         outcomes = [*outcomes[-COUNT:], *result.outcomes]
         tickets = [*tickets[-1:], *([result.ticket.hex()] if result.ticket else [])]
+    send(os.getpid(), "outcomes", outcomes)
+    said = [one.last_warning for one in batched_connectors(connector) if one.last_warning]
+    send(os.getpid(), "warnings", said)
+    send(os.getpid(), "tickets", tickets)
+    while os.getppid() == parent and signal.sigtimedwait({signal.SIGUSR1}, 0.5) is None:
+        pass
     if not tickets:
         connector.close()  # stored blocks stay available
-    send(os.getpid(), "outcomes", outcomes)
-    send(os.getpid(), "tickets", tickets)
-    while tickets and os.getppid() == parent and signal.sigtimedwait({signal.SIGUSR1}, 0.5) is None:
-        pass
 
 
 def run(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) -> None:

@@ -259,7 +259,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 # The conformance kit.
 
 Install = Callable[[Path, str, Path, dict[str, str]], None]
-BROKEN_NAMES = ("pdserve_broken", "pdserve_broken_clients", "pdserve_broken_habits")
+BROKEN_NAMES = ("pdserve_broken", "pdserve_broken_clients", "pdserve_broken_habits", "pdserve_broken_stores")
 
 
 def load_module(file: str, name: str) -> ModuleType:

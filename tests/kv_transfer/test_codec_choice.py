@@ -1,16 +1,17 @@
 """The choice of `?codec=auto`: alone, with made-up times, and behind a connector over a slow and a fast link."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pdserve.keys import Layout
-from pdserve.kv_transfer.codec import Auto, Undecodable
+from pdserve.kv_transfer.codec import CODECS, Auto, Undecodable
 from pdserve.kv_transfer.codec_choice import CodecChoice
 from pdserve.kv_transfer.connector import Outcome, PoolMemory
 from pdserve.kv_transfer.header import Buffer
-from pdserve.kv_transfer.threaded import ThreadedConnector
+from pdserve.kv_transfer.threaded import Full, ThreadedConnector
 
 LAYOUT = Layout(
     model_fingerprint="a", num_layers=4, num_kv_heads=4, head_dim=128, block_size=32, dtype="float16", itemsize=2
@@ -55,12 +56,15 @@ class Link(ThreadedConnector):
 
     scheme = "link"
     bytes_per_s = 0.0
+    full_after = 1 << 30  # values
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.values: dict[str, bytes] = {}
 
     def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        if len(self.values) >= self.full_after:
+            raise Full
         if self.bytes_per_s:
             time.sleep(len(payload) / self.bytes_per_s)
         self.values[name] = header + payload
@@ -102,6 +106,39 @@ def test_blocks_are_compressed_where_the_link_is_slow(bytes_per_s: float, filled
             assert one.load(keys[-1:], [BLOCKS]).result(600).outcomes == [Outcome.CORRUPT]
     finally:
         one.close()
+
+
+def test_a_store_that_was_cut_short_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is that of other bytes: blocks that were there already cost none, and those without space cost it in vain."""
+    one = Link("link://?codec=auto")
+    rows = np.random.default_rng(1).integers(0, 256, (BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+    one.attach(PoolMemory(rows, LAYOUT))
+    recorded: list[int] = []
+    monkeypatch.setattr(one.codec, "record", lambda codec, num_blocks, seconds: recorded.append(num_blocks))
+    try:
+        keys = [bytes([i]) * 16 for i in range(2 * BLOCKS)]
+        assert one.store(keys[:BLOCKS], range(BLOCKS), lease_s=60).result(600).leading == BLOCKS
+        one.full_after = BLOCKS + 3
+        outcomes = one.store(keys[BLOCKS:], range(BLOCKS), lease_s=60).result(600).outcomes
+        assert outcomes == [Outcome.OK] * 3 + [Outcome.FULL] * (BLOCKS - 3)
+    finally:
+        one.close()
+    assert recorded == [BLOCKS]
+
+
+def test_a_payload_as_long_as_a_block_is_the_block() -> None:
+    """So a compressed one must be shorter, also with its number before it."""
+    layout = replace(LAYOUT, num_layers=1, num_kv_heads=1, head_dim=8, block_size=4)
+    auto, alone = Auto(layout), CODECS["zstd"](layout)
+    chosen = next(codec for codec in (auto.choose(1 << 20) for _ in range(9)) if codec.name == "zstd")
+    row, lengths = np.random.default_rng(1).integers(1, 256, layout.block_bytes, dtype=np.uint8), set[int]()
+    for zeros in range(60):
+        row[len(row) - zeros :] = 0
+        payload = chosen.encode(row)
+        lengths.add(len(alone.encode(row)))
+        np.testing.assert_array_equal(auto.decode(payload.tobytes()), row)
+        np.testing.assert_array_equal(alone.decode(alone.encode(row).tobytes()), row)
+    assert {len(row) - 2, len(row) - 1, len(row)} <= lengths, "the boundary was met"
 
 
 @pytest.mark.parametrize("number", [0, 3, 255])

@@ -1,11 +1,13 @@
 """The environment of conformance rules: what a rule leaves in a store."""
 
+import time
 import uuid
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from pdserve.kv_transfer.conformance import Verdict, rules_named, try_rule
 from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.forwarding import ForwardingConnector
 from pdserve.kv_transfer.rules import context
@@ -20,6 +22,22 @@ def test_a_store_is_not_left_full_where_nothing_can_be_deleted(monkeypatch: pyte
         rules = RuleContext(url, 0.1)
         rules.attach().must_store(new_keys(16), range(16), must_fit=True)
         rules.close()
+    memory.unlink(url)
+
+
+@pytest.mark.parametrize("rule", ["deadline", "resumption", "refused-operations"])
+def test_a_store_slower_than_the_timeout_of_a_rule_is_not_broken(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, url = memory.MemoryConnector.put, f"memory://test-{uuid.uuid4().hex}"
+
+    def put_late(self: memory.MemoryConnector, *value: Any) -> None:
+        time.sleep(0.3)
+        put(self, *value)
+
+    monkeypatch.setattr(memory.MemoryConnector, "put", put_late)
+    monkeypatch.setattr(context, "WAIT_LIMIT_S", 0.1)
+    report = try_rule(rules_named([rule])[0], url)
+    assert report.verdict is Verdict.NOT_CHECKED and "the timeout of this rule" in report.detail, report.detail
+    assert try_rule(rules_named([rule])[0], f"{url}?timeout=5").verdict is Verdict.HOLDS
     memory.unlink(url)
 
 

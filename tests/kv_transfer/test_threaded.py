@@ -2,7 +2,9 @@
 
 import logging
 import threading
+import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer import batched, blocks
 from pdserve.kv_transfer.blocks import StreamedPart
-from pdserve.kv_transfer.connector import Outcome, PoolMemory
+from pdserve.kv_transfer.connector import Capabilities, Outcome, PoolMemory
+from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, is_intact
+from pdserve.kv_transfer.rules.context import make_layout
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
+from pdserve.kv_transfer.url import Query
 
 LayoutOf = Callable[..., Layout]
 NewKeys = Callable[[int], list[bytes]]
@@ -384,3 +389,35 @@ def test_close_waits_for_shut_until_its_deadline(
     assert ended.is_set() != hangs and ("background work still waits" in caplog.text) == hangs
     resume.set()
     assert ended.wait(60)
+
+
+def test_a_value_that_two_connectors_put_keeps_the_longer_lease() -> None:
+    """Both have found it missing before, so none has renewed it."""
+    url = f"memory://test-{uuid.uuid4().hex}?size=10KiB"
+    one, other = MemoryConnector(url), MemoryConnector(url)
+    for connector in (one, other):
+        connector.attach(PoolMemory(np.zeros((1, 4096), np.uint8), make_layout(4096)))
+    header, payload = bytes(64), memoryview(bytes(4096))
+    one.put("a", header, payload, 600.0)
+    other.put("a", header, payload, 0.0)
+    other.put("b", header, payload, 600.0)
+    with pytest.raises(Full):
+        other.put("c", header, payload, 600.0)
+    assert one.contains("a") and one.contains("b")
+    for connector in (one, other):
+        connector.close()
+    memory.unlink(url)
+
+
+def test_capabilities_may_depend_on_parameters_of_the_url() -> None:
+    class Sometimes(MemoryConnector):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, keeps_leases=self._keeps)
+
+        def configure(self, query: Query) -> None:
+            super().configure(query)
+            self._keeps = query.flag("keeps", True)
+
+    assert Sometimes("memory://x").capabilities.keeps_leases
+    assert not Sometimes("memory://x?keeps=0").capabilities.keeps_leases

@@ -18,6 +18,8 @@ _NOTIFICATION: Final = struct.Struct("<8sQ")  # magic, lease id; one bit per ent
 _NOTIFICATION_MAGIC: Final = b"pdserveR"
 _PROLONGATION: Final = struct.Struct("<8sQd")  # magic, lease id, seconds
 _PROLONGATION_MAGIC: Final = b"pdserveP"
+_MAX_ROWS: Final = 1 << 22  # of a peer's pool: a reader makes descriptors of all of them
+_ADDRESSES: Final = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ def unpack_ticket(raw: bytes) -> Ticket:
     start = _TICKET.size + name_bytes + metadata_bytes
     if magic != _TICKET_MAGIC or len(raw) != start + count * ENTRY.size or kind not in (b"DRAM", b"VRAM"):
         raise ValueError("not a ticket")
+    if rows > _MAX_ROWS or base + rows * block_bytes > _ADDRESSES:
+        raise ValueError(f"no pool has {rows} rows of {block_bytes} bytes at {base:#x}")
+    if not lease_s >= 0:
+        raise ValueError(f"a lease of {lease_s} seconds")
     name, metadata = raw[_TICKET.size : _TICKET.size + name_bytes], raw[start - metadata_bytes : start]
     owner = PeerPool(name, metadata, base, block_bytes, rows, kind.decode(), device)
     entries = list(ENTRY.iter_unpack(memoryview(raw)[start:]))

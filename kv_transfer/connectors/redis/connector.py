@@ -30,9 +30,10 @@ from redis.retry import Retry
 from pdserve.errors import SetupError, StoreOut
 from pdserve.keys import KEY_BYTES
 from pdserve.kv_transfer.batched import BatchedConnector
-from pdserve.kv_transfer.blocks import Incoming, Outgoing
+from pdserve.kv_transfer.blocks import Incoming, Outgoing, StreamedPart
 from pdserve.kv_transfer.connector import Capabilities, Outcome
 from pdserve.kv_transfer.connectors.redis.replies import ReplyParser
+from pdserve.kv_transfer.header import HEADER_BYTES
 from pdserve.kv_transfer.url import Query, split, without_password
 
 _PIPELINE_BYTES = 1 << 20  # of blocks, per round trip of a store
@@ -44,7 +45,9 @@ _PART_BYTES = 512 << 10
 _BATCHES_AHEAD = 2
 
 # KEYS: header and pieces of a block. ARGV: the header that was found corrupt; another one is of a block stored since.
-_DELETE_IF_SAME = "return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', unpack(KEYS)) or 0"
+_DELETE_IF_SAME = (
+    f"return redis.call('GETRANGE', KEYS[1], 0, {HEADER_BYTES}) == ARGV[1] and redis.call('DEL', unpack(KEYS)) or 0"
+)
 _OUTAGES = (redis.ConnectionError, redis.TimeoutError, OSError)
 _REJECTIONS = (redis.AuthenticationError, redis.InvalidResponse, redis.MaxConnectionsError)
 
@@ -96,7 +99,7 @@ class BlockNames:
         return f"pdserve:{{{self.hash_tag(key)}}}:{self.piece_bytes}"
 
     def _pack_load(self, name: bytes, max_payload_bytes: int) -> Iterator[bytes]:
-        yield _pack(b"GET", name)
+        yield _pack(b"GETRANGE", name, b"0", b"%d" % HEADER_BYTES)
         for piece, start in enumerate(self.starts):
             # An inclusive end: one byte more than is valid is requested, to detect a value that is too long.
             end = min(self.piece_bytes, max_payload_bytes - start)
@@ -134,9 +137,10 @@ class RedisServer:
         for header, block in zip(replies, blocks, strict=True):  # in this order, so that the replies are exhausted
             parts = islice(replies, self._names.parts)
             try:
-                if header is None:
+                content = _value(header)
+                if not len(content):
                     block.missing()
-                elif block.accept(_raise_error(header), map(_raise_error, parts)) is Outcome.CORRUPT:
+                elif block.accept(_short(content), map(_value, parts)) is Outcome.CORRUPT:
                     corrupt.append(block)
             except redis.ResponseError as error:
                 self._log_error(error)
@@ -256,6 +260,7 @@ class RedisConnector(BatchedConnector):
         redis.ConnectionError,
         redis.TimeoutError,
         redis.ResponseError,
+        redis.InvalidResponse,
         OSError,
     )
 
@@ -362,10 +367,17 @@ def _pack(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
-def _raise_error(reply: Any) -> Any:
-    """Return a reply, or raise it if it is an error."""
+def _short(value: bytes | StreamedPart) -> bytes:
+    """Return a value that is too short to be streamed; nothing for one that is not, which the server was not asked for."""
+    return value if isinstance(value, bytes) else b""
+
+
+def _value(reply: Any) -> bytes | StreamedPart:
+    """Return a reply that is a value, or raise it if it is an error."""
     if isinstance(reply, redis.ResponseError):
         raise reply
+    if not isinstance(reply, bytes | StreamedPart):
+        raise redis.InvalidResponse(f"Redis answered {reply!r} where a value was asked for")
     return reply
 
 

@@ -18,6 +18,10 @@ from pdserve.kv_transfer.blocks import StreamedPart
 
 _BUFFER_BYTES: Final = 4096  # read-ahead, copied once more; also the longest line
 _STREAMED_BYTES: Final = 1024  # values longer than this are read into place
+# Of what a reply may announce, since memory is reserved by it: Redis's own limit of a value, then those within an array.
+_MAX_VALUE_BYTES: Final = 512 << 20
+_MAX_ITEM_BYTES: Final = 1 << 20
+_MAX_ITEMS: Final = 1024
 
 Reply = bytes | StreamedPart | int | None | list[Any] | Exception
 
@@ -88,23 +92,25 @@ class ReplyParser(BaseParser):
         elif not self._poll(self._socket().gettimeout()):
             raise TimeoutError("timed out")
 
-    def _read(self, complete: bool = False) -> Reply:
-        """Parse one reply. `complete`: return large values as bytes, too."""
+    def _read(self, is_item: bool = False) -> Reply:
+        """Parse one reply, or an item of an array, which is no array itself and whose values are returned as bytes."""
         line = self._read_line()
         kind, rest = line[:1], line[1:]
         match kind:
             case b"$":
-                return self._read_value(int(rest), complete) if rest != b"-1" else None
-            case b"*":
-                return [self._read(complete=True) for _ in range(int(rest))] if rest != b"-1" else None
+                length = _parse_length(line, _MAX_ITEM_BYTES if is_item else _MAX_VALUE_BYTES)
+                return None if length is None else self._read_value(length, is_item)
+            case b"*" if not is_item:
+                count = _parse_length(line, _MAX_ITEMS)
+                return None if count is None else [self._read(is_item=True) for _ in range(count)]
             case b":":
-                return int(rest)
+                return _parse_number(line)
             case b"+":
                 return rest
             case b"-":
                 error: Exception = BaseParser.parse_error(rest.decode(errors="replace"))
                 return error
-        raise redis.InvalidResponse(f"Redis sent an invalid reply: {line[:40]!r}")
+        raise _invalid(line)
 
     def _read_line(self) -> bytes:
         while (at := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
@@ -115,9 +121,9 @@ class ReplyParser(BaseParser):
         self._start = at + 2
         return line
 
-    def _read_value(self, length: int, complete: bool) -> bytes | StreamedPart:
+    def _read_value(self, length: int, is_item: bool) -> bytes | StreamedPart:
         self._value = value = _Value(self, length)
-        if length > _STREAMED_BYTES and not complete:
+        if length > _STREAMED_BYTES and not is_item:
             return value
         content = bytes(value)
         self._end_value()
@@ -165,6 +171,25 @@ class _Value(StreamedPart):
 
     def wait(self) -> None:
         self._parser.wait()
+
+
+def _parse_length(line: bytes, maximum: int) -> int | None:
+    """Return the length that a line announces; None for a reply that is null."""
+    length = _parse_number(line)
+    if not -1 <= length <= maximum:
+        raise _invalid(line)
+    return None if length < 0 else length
+
+
+def _parse_number(line: bytes) -> int:
+    try:
+        return int(line[1:])
+    except ValueError:
+        raise _invalid(line) from None
+
+
+def _invalid(line: bytes) -> redis.InvalidResponse:
+    return redis.InvalidResponse(f"Redis sent an invalid reply: {line[:40]!r}")
 
 
 def _check_open(count: int) -> int:

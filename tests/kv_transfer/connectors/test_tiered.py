@@ -20,6 +20,7 @@ from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import PROBE_KEY, Outcome, Stats
 from pdserve.kv_transfer.connectors import memory, tiered
 from pdserve.kv_transfer.connectors.file import FileConnector
+from pdserve.kv_transfer.connectors.redis.connector import RedisConnector
 from pdserve.kv_transfer.connectors.tiered import TieredConnector
 
 Attach = Callable[..., Any]
@@ -325,6 +326,35 @@ def test_a_tier_unreachable_at_start_is_used_once_it_is_reachable(
         time.sleep(0.05)
     assert instance.load(keys, [8, 9]).leading == 2
     assert attach(server.url).match(keys) == 2
+
+
+def test_a_tier_whose_attach_raises_is_tried_again(
+    fast: str,
+    start_redis: StartRedis,
+    attach: Attach,
+    new_keys: NewKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tiered, "_ATTACH_RETRY_S", 0.1)
+    server = start_redis()
+    server.kill()
+    attach(f"tiered://{server.url},{fast}")
+    failed = threading.Event()
+
+    def fail(self: RedisConnector, name: str, error: Exception) -> None:
+        failed.set()
+        raise ValueError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisConnector, "_fail_to_open", fail)
+        assert failed.wait(60)
+    server.start()
+    give_up = time.monotonic() + 60
+    while "tiered/1/redis is attached now" not in caplog.text:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    assert "ValueError: a defect" in caplog.text
 
 
 def test_attach_fails_if_no_tier_is_reachable(start_redis: StartRedis, attach: Attach) -> None:

@@ -1,6 +1,8 @@
 """Tests of `redis://` with a real server."""
 
 import os
+import socketserver
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -63,6 +65,71 @@ def test_a_block_does_not_end_earlier_than_before(
             instance.match(keys)  # behind it, by the only worker
         assert all(client.pttl(name) > 900_000 for name in names[0])
         assert client.pttl(names[1][0]) == -1 and 200_000 < client.pttl(names[1][1]) <= 300_000
+
+
+def test_a_store_does_not_end_a_longer_lease(
+    start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    """An instance may have prolonged the block, while another one stores it with the shortest of leases."""
+    server = start_redis()
+    instance, keys = attach(f"{server.url}?ttl=0.5&threads=1", layout_of(32768), blocks=8), new_keys(2)
+    instance.store(keys, [0, 1])
+    instance.connector.prolong(keys, lease_s=300)
+    assert instance.store(keys, [0, 1], lease_s=0.0).leading == 2
+    with closing(redis.Redis.from_url(server.url)) as client:
+        assert all(client.pttl(name) > 200_000 for name in client.keys("*"))
+        client.delete(*client.keys(f"*{keys[0].hex()}*:0"))
+        assert instance.store(keys, [0, 1]).leading == 2, "a part was evicted"
+        assert instance.load(keys, [4, 5]).leading == 2
+
+
+@pytest.mark.parametrize("length", [10, 65, 5000])
+def test_any_value_in_place_of_a_header_is_corrupt(
+    length: int, start_redis: StartRedis, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+) -> None:
+    server = start_redis()
+    instance, keys = attach(server.url, layout_of(32768), blocks=8), new_keys(3)
+    instance.store(keys, [0, 1, 2])
+    with closing(redis.Redis.from_url(server.url)) as client:
+        (name,) = [name for name in client.keys(f"*{keys[1].hex()}*") if client.strlen(name) == 64]
+        client.set(name, bytes(length))
+        assert instance.load(keys, [4, 5, 6]).outcomes == [Outcome.OK, Outcome.CORRUPT, Outcome.OK]
+        assert not client.exists(name)
+    assert instance.store(keys, [0, 1, 2]).leading == instance.load(keys, [4, 5, 6]).leading == 3
+
+
+# In place of a value, number or status: none of these may end the future of an operation by an exception.
+NO_REPLIES = [b"HTTP/1.1 400\r\n", b"$abc\r\n", b"$-5\r\n", b"$99999999999\r\n", b":x\r\n", b"*1\r\n" * 5000]
+
+
+class NoRedis(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+    block_on_close = False
+
+
+@pytest.mark.parametrize("reply", NO_REPLIES, ids=lambda reply: str(reply[:8]))
+def test_a_server_that_is_no_redis_is_unavailable(
+    reply: bytes, start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+) -> None:
+    server, keys = start_redis(), new_keys(2)
+    instance = attach(f"{server.url}?timeout=2", blocks=8)
+    server.kill()
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while self.request.recv(1 << 16):
+                self.request.sendall(reply)
+
+    with NoRedis(("127.0.0.1", server.port), Handler) as other:
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            assert instance.load(keys, [4, 5]).outcomes == [Outcome.UNAVAILABLE] * 2
+            assert instance.store(keys, [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
+            assert instance.match(keys) == 0
+            with pytest.raises(SetupError, match="No Redis answers"):
+                attach(server.url)
+        finally:
+            other.shutdown()
 
 
 def test_instances_with_different_piece_sizes_do_not_share_blocks(

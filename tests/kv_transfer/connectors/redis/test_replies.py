@@ -78,6 +78,15 @@ def test_truncated_and_invalid_streams() -> None:
         read(b"-ERR max number of clients reached\r\n", [], 1)
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [b"$x", b"$-2", b"$1000000000", b"*x", b"*-2", b"*2000", b"*1\r\n*1\r\n:1", b"*1\r\n$2000000", b":", b":1.5"],
+)
+def test_a_length_is_checked_before_memory_is_reserved(reply: bytes) -> None:
+    with pytest.raises(redis.InvalidResponse, match="an invalid reply"):
+        read(reply + b"\r\n", [], 1)
+
+
 def test_an_unread_value_is_skipped() -> None:
     client, server = socket.socketpair()
     client.settimeout(60.0)
