@@ -206,7 +206,10 @@ def _build(openmp: Path) -> Path:
     version = _run_compiler(command, "--version")
     for part in (sources_hash(), version, cpu_features(), " ".join(FLAGS), str(openmp)):
         key.update(part.encode() + b"\0")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve" / "kernels"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve" / "kernels"
+    except RuntimeError as error:
+        raise BuildError("this user has no home directory; XDG_CACHE_HOME may name a folder for caches") from error
     target = folder / f"paged-{key.hexdigest()}.so"
     try:
         if not target.exists():

@@ -108,6 +108,21 @@ esac
     assert len(calls.read_text().splitlines()) == len(native.SOURCES) and said.count("compiling the kernels") == 1
 
 
+@pytest.mark.usefixtures("unbuilt_library")
+def test_a_user_without_a_home_is_told_of_caches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that runs as an arbitrary user id."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert select_kernel("auto", CPU) is reference
+    assert "this user has no home directory; XDG_CACHE_HOME may name a folder for caches" in caplog.text
+
+
 def is_running(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
