@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pdserve.config import UpConfig
-from pdserve.tools.bench.report import write_file
+from pdserve.tools.bench.report import check_files, write_file
 from pdserve.tools.load_config import BenchLatencyConfig, BenchThroughputConfig, OfflineConfig
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -28,6 +28,7 @@ def run(config: BenchLatencyConfig | BenchThroughputConfig) -> None:
     from pdserve.offline.llm import LLM
     from pdserve.offline.params import SamplingParams
 
+    check_files(config.output_json)
     names = {one.name for one in fields(UpConfig)} - {"port"}
     settings = {name: getattr(config, name) for name in names}
     with LLM(**settings) as llm:

@@ -53,6 +53,8 @@ class Benchmark:
 
 def run(config: BenchServeConfig) -> bool:
     """Measure, and report in the forms that the settings name. Returns False if no request succeeded."""
+    result = str(Path(config.result_dir) / (config.result_filename or "result.json")) if config.save_result else ""
+    report.check_files(result, config.html, config.csv)
     benchmark = prepare(config)
     warm_up(benchmark)
     figures, page, ok = measure_sweep(benchmark) if config.slo_sweep else measure_once(benchmark)

@@ -133,6 +133,19 @@ def write_csv(file: str, samples: Sequence[Sample], objectives: dict[str, float]
         raise SetupError(f"{file} cannot be written: {reason(error)}") from None
 
 
+def check_files(*names: str) -> None:
+    """Raise SetupError unless the named files can be written: what they will hold may take hours. Empty names are none."""
+    for file in map(Path, filter(None, names)):
+        is_new = not file.exists()
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("a").close()
+            if is_new:
+                file.unlink()
+        except OSError as error:
+            raise SetupError(f"{file} cannot be written: {reason(error)}") from None
+
+
 def write_file(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from pdserve.tools.bench.page import format_ratio
-from pdserve.tools.bench.report import write_file
+from pdserve.tools.bench.report import check_files, write_file
 from pdserve.tools.bench.requests import counted
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner import deploy
@@ -40,6 +40,7 @@ def run(config: PlanConfig) -> int:
     Returns:
         The exit code: 3 if no fleet meets the SLO, 1 if measurements say that the profile is not to be relied on.
     """
+    check_files(config.json, config.html, f"{config.apply}/{deploy.VALUES_FILE}" if config.apply else "")
     targets = load_targets(config.slo, config.slo_file)
     degrees = fitting(config) if config.gpu and config.tensor_parallel_size == "auto" else []
     with _progress() as show:

@@ -29,6 +29,7 @@ from pdserve.profile.profile import (
     groups_of,
 )
 from pdserve.settings import shared_settings
+from pdserve.tools.bench.report import check_files
 from pdserve.tools.machine import num_cores, processor
 from pdserve.tools.profiling import deployment, imports
 
@@ -65,6 +66,8 @@ def run(config: ProfileConfig, start: Start) -> bool:
     """
     if config.compare and not config.from_fleet:
         raise SetupError("--compare needs --from-fleet")
+    if not config.compare:
+        check_files(config.output)
     if config.from_fleet:
         profile = imports.from_fleet(config.from_fleet)
     elif config.import_source is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.errors import SetupError
-from pdserve.tools.bench.report import write_csv, write_file
+from pdserve.tools.bench.report import check_files, write_csv, write_file
 from pdserve.tools.bench.slo import parse_goodput, thin_sentence
 from pdserve.tools.load_config import SimulateConfig
 from pdserve.tools.simulator.fleet import (
@@ -40,6 +40,7 @@ def run(config: SimulateConfig) -> None:
         objectives = parse_goodput(config.goodput)
     except ValueError as error:
         raise SetupError(str(error)) from None
+    check_files(config.json, config.csv)
     profile, fleets = load_profile(config), parse_fleets(config)
     console, started = Console(stderr=True), time.monotonic()
     forecasts = list[Forecast]()
