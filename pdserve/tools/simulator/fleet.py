@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 from pdserve.config import InstanceConfig, RouterConfig, parse_size
@@ -418,8 +418,14 @@ def simulate_all(
         return
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imported once, and not by each process
+    others = active_children()
     with ProcessPoolExecutor(config.jobs, context) as pool:
-        yield from pool.map(one, runs)
+        try:
+            yield from pool.map(one, runs)
+        except BaseException:  # such as Ctrl-C: what is being simulated would go on, and be waited for
+            for process in set(active_children()).difference(others):
+                process.terminate()
+            raise
 
 
 def _simulate_pair(
