@@ -107,5 +107,5 @@ def test_a_report_in_a_file_is_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_the_demo_fits_into_the_shared_memory_of_a_container(
     free: int, is_enough: bool, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     assert report()["/dev/shm"] == (is_enough, f"{detail} free")
