@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -136,9 +137,10 @@ def library() -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, a compiler error, no OpenMP runtime of torch, or no writable cache directory.
     """
+    openmp = _torch_openmp()  # first, so that the library finds it loaded
+    path = _prebuilt() or _build(openmp)
     try:
-        openmp = _torch_openmp()  # first, so that the library finds it loaded
-        loaded = ctypes.CDLL(str(_prebuilt() or _build(openmp)))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(str(error)) from error
     for name, types in _ARGUMENT_TYPES.items():
@@ -204,14 +206,21 @@ def _build(openmp: Path) -> Path:
     version = _run_compiler(command, "--version")
     for part in (sources_hash(), version, cpu_features(), " ".join(FLAGS), str(openmp)):
         key.update(part.encode() + b"\0")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve" / "kernels"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve" / "kernels"
+    except RuntimeError as error:
+        raise BuildError("this user has no home directory; XDG_CACHE_HOME may name a folder for caches") from error
     target = folder / f"paged-{key.hexdigest()}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            if not target.exists():
-                log.info("compiling the kernels for this processor, once: a minute or two")
-                compile_library(target, FLAGS)
+    try:
+        if not target.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder):
+                if not target.exists():
+                    log.info("compiling the kernels for this processor, once: a minute or two")
+                    compile_library(target, FLAGS)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BuildError(f"{folder} cannot be written: {why}; XDG_CACHE_HOME may name a folder that can") from error
     return target
 
 
@@ -234,16 +243,31 @@ def compile_library(target: Path, flags: list[str]) -> None:
         BuildError: no compiler, a compiler error, or no OpenMP runtime of torch.
     """
     command, openmp = _compiler_or_error(), _torch_openmp()
-    with tempfile.TemporaryDirectory(dir=target.parent) as build:
+    with tempfile.TemporaryDirectory(dir=target.parent) as build, _compilers(build) as group:
         library_file = Path(build) / "library.so"
         objects = [f"{build}/{source.stem}.o" for source in SOURCES]
         calls = [(command, *flags, "-c", str(one), "-o", made) for one, made in zip(SOURCES, objects, strict=True)]
         with ThreadPoolExecutor(MAX_COMPILERS) as threads:
-            list(threads.map(lambda call: _run_compiler(*call), calls))
+            try:
+                list(threads.map(lambda call: _run_compiler(*call, folder=build, group=group), calls))
+            except BaseException:  # Ctrl-C, or one has failed
+                os.killpg(group, signal.SIGKILL)
+                raise
         # Linked without -fopenmp, which would add the compiler's own runtime.
         libraries = (str(openmp), "-Wl,-z,defs", "-lm")
-        _run_compiler(command, "-shared", *objects, *libraries, "-o", str(library_file))
+        _run_compiler(command, "-shared", *objects, *libraries, "-o", str(library_file), folder=build, group=group)
         os.replace(library_file, target)
+
+
+@contextmanager
+def _compilers(folder: str) -> Iterator[int]:
+    """Yield a process group for compilers. If this process ends before them, however it does, so do they, and the folder."""
+    end = 'read _; trap "" TERM; kill 0; rm -rf "$0"; kill -KILL 0'
+    with subprocess.Popen(["/bin/sh", "-c", end, folder], stdin=subprocess.PIPE, process_group=0) as watcher:
+        try:
+            yield watcher.pid
+        finally:
+            watcher.kill()
 
 
 def _compiler_or_error() -> str:
@@ -255,8 +279,12 @@ def _compiler_or_error() -> str:
     raise BuildError(reason)
 
 
-def _run_compiler(*command: str) -> str:
-    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run_compiler(*command: str, folder: str | None = None, group: int | None = None) -> str:
+    """Return what a compiler prints; its temporary files are in `folder`, and it is in a process group."""
+    environment = os.environ | ({"TMPDIR": folder} if folder else {})
+    completed = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, process_group=group
+    )
     if completed.returncode != 0:
         errors = [line for line in completed.stderr.splitlines() if "error" in line or "undefined" in line]
         reason = (errors or [f"exit code {completed.returncode}"])[0].strip()

@@ -383,6 +383,7 @@ class ServingConfig(ControlConfig):
         "seconds after which a client that sends nothing of its body or reads nothing of its answer is disconnected",
         60.0,
         above=0,
+        most=86_400,
     )
     policy: str = flag(
         "routing policy for P and D", "auto", choices=POLICY_NAMES, plugins=POLICIES_GROUP, group="Routing"

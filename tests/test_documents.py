@@ -320,6 +320,19 @@ def test_what_workflows_run_exists() -> None:
                     check_make([target])
 
 
+def test_on_an_index_the_links_of_the_readme_lead_to_the_repository(tmp_path: Path) -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["package"]["steps"]
+    [script] = [step["run"] for step in steps if step.get("name", "").startswith("Links of README.md")]
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    environment = os.environ | {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v1"}
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=True)
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)\s]+)\)", prose(readme))
+    base = "https://github.com/owner/name"
+    assert len(links) > 15 and all("://" in link for _, link in links)
+    assert ("!", f"{base}/raw/v1/docs/live-page.png") in links and ("", f"{base}/blob/v1/docs/slo.md") in links
+
+
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_workflows_are_valid(schema: str) -> None:
     pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed: pip install -e '.[docs]'")

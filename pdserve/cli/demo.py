@@ -46,7 +46,7 @@ def demo(config: UpConfig) -> None:
 
     def on_line(line: str) -> None:
         log.append(line)
-        if "compiling" in line:
+        if "compiling" in line or "falls back" in line:  # why it takes long
             console.print(_text(line), style="dim", soft_wrap=True)
 
     with deployment_of(config, on_line) as deployment:

@@ -17,6 +17,8 @@ from pdserve.cli.gpus import nvidia_smi
 from pdserve.cores import num_cores
 
 NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
+DEMO_SHM_BYTES = 16 << 20  # with which the demo runs, as in a container of Docker's 64 MiB
+FILE_WIDTH = 160  # columns of a report that is written to a file
 GROUPS = {  # by capability of the default kernel
     "sinks": "attention sinks",
     "latent": "latent rows",
@@ -62,8 +64,10 @@ def doctor() -> None:
     for finding in findings:
         mark = "[green]✓[/green]" if finding.found else "[yellow]–[/yellow]"
         table.add_row(mark, finding.component, finding.detail, finding.needed_for)
-    Console().print(table)
-    Console().print(f"\n{verdict(findings)}", highlight=False)
+    console = Console()
+    console = console if console.is_terminal else Console(width=FILE_WIDTH)
+    console.print(table)
+    console.print(f"\n{verdict(findings)}", highlight=False)
 
 
 def _version(package: str) -> str | None:
@@ -209,7 +213,8 @@ def _shared_memory() -> Finding:
     if not os.path.isdir("/dev/shm"):
         return Finding("/dev/shm", False, "missing", "shm://; use file:// or redis:// instead")
     free = shutil.disk_usage("/dev/shm").free
-    return Finding("/dev/shm", free > 64 << 20, f"{free / 2**30:.1f} GiB free", "shm:// between instances on one host")
+    detail = f"{free / 2**30:.1f} GiB free" if free >= 1 << 30 else f"{free >> 20} MiB free"
+    return Finding("/dev/shm", free >= DEMO_SHM_BYTES, detail, "shm:// between instances on one host")
 
 
 def _redis() -> Finding:

@@ -94,3 +94,18 @@ def test_every_extra_of_the_package_has_a_row() -> None:
 def test_verdict(missing: tuple[str, ...], sentence: str) -> None:
     names = ("/dev/shm", "attention: cpu", "attention: reference")
     assert sentence in doctor.verdict([doctor.Finding(name, name not in missing, "", "") for name in names])
+
+
+def test_a_report_in_a_file_is_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    package = doctor.Finding("mooncake-transfer-engine-non-cuda", True, "0.3.13", "mooncake://, with libibverbs1")
+    monkeypatch.setattr(doctor, "collect_findings", lambda: [package])
+    doctor.doctor()
+    assert "✓ │ mooncake-transfer-engine-non-cuda │ 0.3.13 │ mooncake://, with libibverbs1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("free", "is_enough", "detail"), [(64 << 20, True, "64 MiB"), (1 << 20, False, "1 MiB")])
+def test_the_demo_fits_into_the_shared_memory_of_a_container(
+    free: int, is_enough: bool, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    assert report()["/dev/shm"] == (is_enough, f"{detail} free")

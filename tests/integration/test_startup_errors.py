@@ -177,6 +177,7 @@ def starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--connector", "pigeon://"], "There is no connector for pigeon://; installed schemes: "),
         (["up", "--connector", "shm://kv?sizes=1GiB"], "sizes"),
         (["router", "--cors-origins", "https://a.example,not a url"], "--cors-origins: 'not a url' is not an origin"),
+        (["router", "--client-timeout-seconds", "inf"], "-seconds must be more than 0 and at most 86400, not inf"),
         (["up", "--port", "0"], "--port must be from 1 to 65535, not 0"),
         (["simulate", "--think-time", "inf"], "--think-time must be from 0 to 86400, not inf"),  # it would never end
         (["plan", "--busy-threads", "inf"], "--busy-threads must be from 0 to 10000, not inf"),

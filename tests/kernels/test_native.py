@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from pdserve.kernels import native, prebuilt, reference
 from pdserve.kernels.attention import select_kernel
+from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 
@@ -33,7 +35,9 @@ def test_unwritable_cache_is_reported(
     (unbuilt_library / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(unbuilt_library / "file"))
     assert select_kernel("auto", CPU) is reference
-    assert len(caplog.records) == 1 and "file" in caplog.text
+    [record] = caplog.records
+    reason = "/pdserve/kernels cannot be written: Not a directory; XDG_CACHE_HOME may name a folder that can"
+    assert f"{unbuilt_library}/file{reason}" in record.getMessage()
 
 
 @pytest.mark.until_recorded("kernels/native.py", "kernels/prebuilt.py", "tests/kernels/test_native.py")
@@ -102,6 +106,46 @@ esac
     said = "".join(process.communicate(timeout=600)[1] for process in builds)
     assert [process.returncode for process in builds] == [0, 0], said
     assert len(calls.read_text().splitlines()) == len(native.SOURCES) and said.count("compiling the kernels") == 1
+
+
+@pytest.mark.usefixtures("unbuilt_library")
+def test_a_user_without_a_home_is_told_of_caches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that runs as an arbitrary user id."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert select_kernel("auto", CPU) is reference
+    assert "this user has no home directory; XDG_CACHE_HOME may name a folder for caches" in caplog.text
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_compilers_end_with_the_process_that_started_them(signum: signal.Signals, tmp_path: Path) -> None:
+    """So do the processes in which g++ compiles, and their files."""
+    compiler, pids, cache = tmp_path / "c++", tmp_path / "pids", tmp_path / "pdserve" / "kernels"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 600 &\necho $! >>{pids}\nwait\n')
+    compiler.chmod(0o755)
+    code = "import os, signal; signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))\n"
+    code += "from pdserve.kernels import native; native.library()"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment.pop(prebuilt.VARIABLE, None)
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL) as build:
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == native.MAX_COMPILERS)
+        compilers = pids.read_text().split()
+        build.send_signal(signum)
+    wait_until(lambda: not any(map(is_running, compilers)), seconds=60)
+    wait_until(lambda: not list(cache.iterdir()), seconds=60)
 
 
 @pytest.mark.slow

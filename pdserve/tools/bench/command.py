@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import sys
 import time
 import uuid
@@ -27,7 +28,7 @@ from pdserve.tools.bench.requests import Request, counted, failures
 from pdserve.tools.bench.run_page import run_page, sweep_page
 from pdserve.tools.bench.server import acceptance, find_model, read_breakdown, read_drafts
 from pdserve.tools.bench.slo import METRICS, is_good, mean_interval, parse_goodput, wilson
-from pdserve.tools.bench.sweep import Search, Trial, is_saturated
+from pdserve.tools.bench.sweep import Search, Trial, is_saturated, is_short
 from pdserve.tools.bench.vocabulary import Vocabulary, load_vocabulary
 from pdserve.tools.bench.workers import Run, play
 from pdserve.tools.load_config import BenchServeConfig
@@ -196,6 +197,7 @@ def measure_sweep(benchmark: Benchmark) -> tuple[dict[str, Any], Callable[[], st
     start = config.request_rate if math.isfinite(config.request_rate) else 1.0
     rows, trials, stopped = list[dict[str, Any]](), list[Trial](), False
     found = {share: list[float | None]() for share in shares}
+    bounds = set[float]()  # shares of which a rate is only a bound
     for repetition in range(config.sweep_repetitions):
         search = Search(start, shares, config.sweep_tolerance)
         while not stopped and (rate := search.next_rate()) is not None:
@@ -208,10 +210,14 @@ def measure_sweep(benchmark: Benchmark) -> tuple[dict[str, Any], Callable[[], st
             break
         for share in shares:
             found[share].append(search.highest(share))
+            bounds |= {share} if search.is_open(share) else set()
         start = search.highest(min(shares)) or start
     base = _base(benchmark) | {"goodput": benchmark.objectives, "sweep": rows, "interrupted": stopped}
-    figures = base | {"highest_rates": [_highest(share, rates) for share, rates in found.items()]}
-    figures["warnings"] = sorted({row["client_bottleneck"] for row in rows if row["client_bottleneck"]})
+    highest = [_highest(share, rates) | {"at_least": share in bounds} for share, rates in found.items()]
+    figures = base | {"highest_rates": highest}
+    figures["warnings"] = _alike([row["client_bottleneck"] for row in rows if row["client_bottleneck"]])
+    if bounds:
+        figures["warnings"].insert(0, f"{config.num_prompts} requests are too few for such rates; raise --num-prompts")
     found_rates = [_sentence(one) for one in figures["highest_rates"]]
     print(f"{' Highest rate that meets the SLO ':=^50}", *found_rates, sep="\n")
     print(*(f"WARNING: {one}" for one in figures["warnings"]), sep="\n")
@@ -227,10 +233,10 @@ def _try_rate(benchmark: Benchmark, rate: float, number: int) -> tuple[dict[str,
     requests = requests_of(benchmark, rate, seed)
     with progress(f"{rate:.3g} requests/s", len(requests)) as show:
         played = play(requests, target, config.client_processes, show)
-    saturated = is_saturated(played.samples, config.warmup_requests)
+    saturated, short = is_saturated(played.samples, config.warmup_requests), is_short(played.samples)
     played.samples = counted(played.samples, config.warmup_requests)
     good = sum(is_good(sample, benchmark.objectives) for sample in played.samples)
-    trial = Trial(rate, good, len(played.samples), saturated)
+    trial = Trial(rate, good, len(played.samples), saturated, short)
     low, high = wilson(trial.good, trial.total)
     row = _figures(benchmark, played) | asdict(trial) | {"attainment": trial.attainment, "attainment_95": [low, high]}
     if not played.stopped:
@@ -251,7 +257,16 @@ def _sentence(row: dict[str, Any]) -> str:
     if row["mean_rate"] is None:
         return f"{label:<30} {'not measured' if not row['rates'] else 'not at any rate tried, in some repetition'}"
     spread = f" ± {row['half_interval_95']:.2g} (95 %)" if row["half_interval_95"] is not None else ""
-    return f"{label:<30} {row['mean_rate']:.3g} requests/s{spread}, {len(row['rates'])} repetitions"
+    bound = "at least " if row["at_least"] else ""
+    return f"{label:<30} {bound}{row['mean_rate']:.3g} requests/s{spread}, {len(row['rates'])} repetitions"
+
+
+def _alike(warnings: list[str]) -> list[str]:
+    """Return one of those that differ in numbers only, with how many there were."""
+    kinds: dict[str, list[str]] = {}
+    for one in warnings:
+        kinds.setdefault(re.sub(r"[\d.]+", "", one), []).append(one)
+    return [f"{of[0]}{f' (so in {len(of)} runs)' if len(of) > 1 else ''}" for of in kinds.values()]
 
 
 def _base(benchmark: Benchmark) -> dict[str, Any]:

@@ -50,12 +50,16 @@ class Axis:
 
 
 def axis(values: Sequence[float], most: float | None = None, room: float = ROOM_Y) -> Axis:
-    """Return an axis from 0, or from the lowest value if the span is small beside it, to `most` or beyond the highest."""
+    """Return an axis from 0, or from the lowest value if the span is small beside it, to `most` or beyond the highest.
+
+    Whole numbers have whole ticks.
+    """
     low, high = min(values), max(values)
     low = 0.0 if low >= 0 and high > 0 and high - low > 0.1 * high else low
     high = most if most is not None else high + room * (high - low or abs(high) or 1.0)
     step = 10 ** math.floor(math.log10((high - low) / TICKS))
     step *= min((factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= TICKS + 2), default=10)
+    step = max(step, 1.0) if all(float(one).is_integer() for one in values) else step
     first = math.ceil(low / step)
     return Axis(low, high, tuple(number * step for number in range(first, math.floor(high / step + 1e-9) + 1)))
 

@@ -106,7 +106,7 @@ def sweep_chart(trials: Sequence[Trial], targets: Sequence[float]) -> str:
         x, y = [rate for rate, _ in chosen], [share for _, share in chosen]
         labels = [f"{rate:.3g} requests/s: {share:.1f} %" for rate, share in chosen]
         curves.append(Curve(x, y, name, colour, labels=labels))
-    return plot("% of requests that are good", curves, "requests/s", at_y=[100 * one for one in targets], most_y=103)
+    return plot("% of requests that are good", curves, "requests/s", at_y=[100 * one for one in targets], most_y=100)
 
 
 def _limit(seconds: float | None) -> list[float]:

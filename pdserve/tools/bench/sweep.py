@@ -18,12 +18,17 @@ MIN_GROWTH = 4  # requests
 
 @dataclass(frozen=True)
 class Trial:
-    """A run at one rate."""
+    """A run at one rate.
+
+    Attributes:
+        short: half of the requests were still under way when the last was sent: a higher rate is hardly another load.
+    """
 
     rate: float
     good: int
     total: int
     saturated: bool = False
+    short: bool = False
 
     @property
     def attainment(self) -> float:
@@ -58,6 +63,10 @@ class Search:
         missed = self._lowest_missing(share)
         return max((one.rate for one in self.trials if one.meets(share) and one.rate < missed), default=None)
 
+    def is_open(self, share: float) -> bool:
+        """Return whether the highest rate that met a share only bounds the server's, since the run was too short."""
+        return any(one.short and one.rate == self.highest(share) for one in self.trials)
+
     def next_rate(self) -> float | None:
         if not self.trials:
             return self.start
@@ -67,7 +76,7 @@ class Search:
                 if missed > self.start / STEP**MAX_STEPS:
                     return missed / STEP
             elif math.isinf(missed):
-                if met < self.start * STEP**MAX_STEPS:
+                if met < self.start * STEP**MAX_STEPS and not self.is_open(share):
                     return met * STEP
             elif missed / met > 1 + self.tolerance:
                 return math.sqrt(met * missed)
@@ -75,6 +84,12 @@ class Search:
 
     def _lowest_missing(self, share: float) -> float:
         return min((one.rate for one in self.trials if not one.meets(share)), default=math.inf)
+
+
+def is_short(samples: Sequence[Sample]) -> bool:
+    """Return True if half of the requests were still under way when the last one was to be sent."""
+    ends = sorted(sample.ended for sample in samples)
+    return bool(ends) and max(sample.scheduled for sample in samples) < ends[len(ends) // 2]
 
 
 def is_saturated(samples: Sequence[Sample], warmup: int = 0) -> bool:

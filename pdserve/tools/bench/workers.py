@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 
 import uvloop
@@ -51,7 +52,8 @@ def play(requests: Sequence[Request], target: Target, processes: int, on_samples
             ours, theirs = context.Pipe()
             own = replace(target, max_concurrency=_part(target.max_concurrency, len(shares), number))
             child = context.Process(target=work, args=(theirs, share, own), daemon=True)
-            child.start()
+            with _blocked_interrupts():
+                child.start()
             theirs.close()
             connections.append(ours)
             children.append(child)
@@ -70,6 +72,17 @@ def play(requests: Sequence[Request], target: Target, processes: int, on_samples
             child.kill()
     run.samples.sort(key=lambda sample: sample.index)
     return run
+
+
+@contextmanager
+def _blocked_interrupts() -> Iterator[None]:
+    """Within this context, block SIGINT, as a process that is started inherits: it shall not end while it imports."""
+    resource_tracker.ensure_running()  # which would unblock it, when the first process is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect(connections: Sequence[Connection], run: Run, on_samples: Callable[[Run], None]) -> None:

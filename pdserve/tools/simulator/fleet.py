@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 from pdserve.config import InstanceConfig, RouterConfig, parse_size
@@ -421,8 +421,14 @@ def simulate_all(
         yield from map(one, runs)
         return
     context = get_context("fork")  # new processes would import torch first, which takes as long as several runs
+    others = active_children()
     with ProcessPoolExecutor(jobs, context, _begin_worker) as pool:
-        yield from pool.map(one, runs)
+        try:
+            yield from pool.map(one, runs)
+        except BaseException:  # such as Ctrl-C: what is being simulated would go on, and be waited for
+            for process in set(active_children()).difference(others):
+                process.terminate()
+            raise
 
 
 def _begin_worker() -> None:

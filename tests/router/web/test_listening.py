@@ -1,9 +1,13 @@
 """The listening socket."""
 
 import asyncio
+import errno
 import socket
 
+import pytest
+
 from pdserve.config import RouterConfig
+from pdserve.errors import SetupError
 from pdserve.router.web.listening import listen
 
 
@@ -25,3 +29,12 @@ def test_small_writes_leave_at_once() -> None:
             return await asyncio.wait_for(accepted, 60)
 
     assert asyncio.run(scenario()) != 0
+
+
+def test_a_machine_without_ipv6_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", without)
+    with pytest.raises(SetupError, match=r"cannot listen on ::1:80: Address family not supported by protocol; choose"):
+        listen(RouterConfig(host="::1", port=80))

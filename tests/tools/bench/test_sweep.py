@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.bench.slo import is_good, mean_interval, parse_goodput, wilson
-from pdserve.tools.bench.sweep import Search, Trial, is_saturated
+from pdserve.tools.bench.sweep import Search, Trial, is_saturated, is_short
 
 
 def sample(*times: float, sent: float = 0.0, status: int = 200) -> Sample:
@@ -61,6 +61,20 @@ def test_the_search_asks_for_no_rate_above_a_saturated_one() -> None:
         assert rate < 8.0
         search.add(Trial(rate, 100, 100))
     assert search.highest(0.9) == pytest.approx(8.0, rel=0.1)
+
+
+def test_the_search_ends_where_the_load_is_too_short_to_tell_rates_apart() -> None:
+    search = Search(1.0, (0.9, 0.99), 0.1)
+    while (rate := search.next_rate()) is not None:
+        search.add(Trial(rate, 100, 100, short=rate > 6))
+    assert search.highest(0.9) == 8.0 and search.is_open(0.9) and search.is_open(0.99)
+    missing = Search(4.0, (0.9,), 0.1, [Trial(8.0, 10, 100, short=True), Trial(4.0, 100, 100)])
+    assert not missing.is_open(0.9) and missing.next_rate() is not None
+
+
+def test_a_load_is_short_if_half_of_it_is_under_way_at_its_end() -> None:
+    assert not is_short([sample(i / 10 + 0.4, sent=i / 10) for i in range(10)])
+    assert is_short([sample(i / 10 + 0.6, sent=i / 10) for i in range(10)]) and not is_short([])
 
 
 def test_a_server_that_never_meets_the_slo_ends_the_search() -> None:
