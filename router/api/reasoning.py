@@ -27,7 +27,8 @@ def reasoning_state(body: ChatBody, prompt: list[int], tokenizer: Tokenizer) -> 
         return ReasoningState.ABSENT
     if body.continue_final_message:
         content = body.messages[-1].content
-        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+        parts = content if isinstance(content, list) else ()
+        text = content if isinstance(content, str) else "\n".join(part.get("text", "") for part in parts)
         last_open, last_close = (max(map(text.rfind, tags)) for tags in (parser.OPEN, parser.CLOSE))
         return ReasoningState.OPEN if last_open > last_close else ReasoningState.CLOSED
     end = tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)

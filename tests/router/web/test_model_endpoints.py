@@ -41,6 +41,17 @@ def test_tokenize_and_back(client: Client, tokenizer: Tokenizer) -> None:
     assert client.post("/detokenize", {"model": "demo", "tokens": ids}).json() == {"prompt": text}
 
 
+def test_the_text_of_few_tokens_may_be_too_long(
+    client: Client, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.web.model_endpoints.MAX_TEXT", 1000)
+    [longest] = [one for one in [max(range(tokenizer.vocab_size), key=tokenizer.text_length)]]
+    most = 1000 // tokenizer.text_length(longest)
+    assert len(client.post("/detokenize", {"tokens": [longest] * most}).json()["prompt"]) <= 1000
+    refused = client.post("/detokenize", {"tokens": [longest] * (most + 1)})
+    assert refused.status_code == 400 and "at most 1000 are returned at once" in refused.text
+
+
 def test_tokenize_a_chat(client: Client, tokenizer: Tokenizer) -> None:
     answer = client.post("/tokenize", CHATTING).json()
     assert answer["tokens"] == tokenizer.render_chat(CHATTING["messages"])
