@@ -75,7 +75,10 @@ MESSAGE_NO_OPS: NoOps = {
     "cache_control": (ANY,),
     "function_call": (),
     "parsed": (ANY,),  # by OpenAI's library, as `parsed_arguments` below
+    "provider_specific_fields": (ANY,),  # by LiteLLM, which repeats there what it does not know of an answer
+    "reasoning_details": (ANY,),  # of other servers, beside `reasoning`
     "refusal": (),
+    "thinking_blocks": (ANY,),  # by LiteLLM, beside `reasoning_content`
 }
 
 
@@ -190,7 +193,7 @@ class CompletionBody(SamplingBody):
 
 
 class CalledFunction(Body):
-    no_ops: ClassVar = {"parsed_arguments": (ANY,)}
+    no_ops: ClassVar = {"parsed_arguments": (ANY,), "provider_specific_fields": (ANY,)}
 
     name: str
     arguments: str | Object[Any] | None = None  # an object as some other servers return it
@@ -198,6 +201,8 @@ class CalledFunction(Body):
 
 class ToolCall(Body):
     """A call in an earlier message, of which clients may have lost what does not matter."""
+
+    no_ops: ClassVar = {"extra_content": (ANY,), "provider_specific_fields": (ANY,)}  # as in messages, and by Gemini
 
     id: str | None = None
     type: Literal["function"] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -125,6 +126,36 @@ def test_an_unknown_field_of_a_nested_object_is_named_or_ignored(
     client = make_client(make_app(tokenizer, unknown_fields="ignore"))
     assert client.post(path, body).status_code == 200
     assert metrics.ignored_fields._value.get() == 1
+
+
+def test_answers_come_back_as_litellm_keeps_them(
+    make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend,
+    reasoning_tokenizer: Tokenizer,
+) -> None:  # fmt: skip
+    """What its providers for OpenAI's and vLLM's API send of a conversation with a call, by their source."""
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=4096, common_model_len=4096)
+    text = '<think>\nHm.\n</think>\n\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    backend.generates([*reasoning_tokenizer.encode(text, add_special_tokens=False), 0], "stop")
+    client = make_client(make_app(reasoning_tokenizer))
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+    body: dict[str, Any] = {"model": "demo", "tools": tools, "tool_choice": "auto", "parallel_tool_calls": True}
+    [choice] = client.post(CHAT, {**body, "messages": [HI]}).json()["choices"]
+    message = choice["message"]
+    unknown = {name: message.pop(name) for name in ("reasoning", "refusal")}
+    [call] = message["tool_calls"]
+    kept: dict[str, Any] = {
+        **message,
+        "tool_calls": [{**call, "index": 0, "provider_specific_fields": None, "extra_content": {"google": {}}}],
+        "function_call": None,
+        "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": ""}],
+        "provider_specific_fields": {**unknown, "reasoning_content": message["reasoning_content"]},
+    }
+    result = {"role": "tool", "name": "f", "content": "2", "tool_call_id": call["id"]}
+    for answer in (kept, {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."}):
+        assert client.post(CHAT, {**body, "messages": [HI, answer, result]}).status_code == 200
+    _, first, second = (request.prompt for request in backend.requests)
+    assert first == second and "Hm." in reasoning_tokenizer.decode(first)
 
 
 @pytest.mark.parametrize("kind", ["thinking", "reasoning"])
