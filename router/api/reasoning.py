@@ -51,7 +51,7 @@ def reasoning_span(
     """
     budget, parser = body.thinking_token_budget, tokenizer.parsers.reasoning
     if budget is not None and not 0 <= budget <= MAX_BUDGET:
-        message = f"thinking_token_budget must be from 0 to {MAX_BUDGET}, not {budget}"
+        message = f"thinking_token_budget must be from 0 to {MAX_BUDGET}, or -1 for any number, not {budget}"
         raise InvalidParameter("thinking_token_budget", message)
     if budget is not None and (parser is None or not _are_tokens(parser, tokenizer)):
         reason = "this model does not reason" if parser is None else "this model's tokenizer has no tokens that end it"
