@@ -375,8 +375,9 @@ class _Worker:
         connection = self._connection
         with suppress(OSError):  # the worker has died, or hangs
             self._send(spec.encode())
-            deadline = time.monotonic() + elapsed_s
-            while not select.select([connection], [], [], QUICK_LOAD_S)[0] and time.monotonic() < deadline:
+            deadline, readable = time.monotonic() + elapsed_s, select.poll()
+            readable.register(connection, select.POLLIN)
+            while not readable.poll(QUICK_LOAD_S * 1e3) and time.monotonic() < deadline:
                 if cpu_seconds(pid) >= QUICK_LOAD_S:
                     lower(pid)
                     break
