@@ -16,7 +16,7 @@ from pdserve.errors import Conflict, NotFound, Overloaded, RequestError, Unavail
 from pdserve.output import Failure, Moved, Output, Predicted, Sources, Stored, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, TokenLogprobs
-from pdserve.router.dispatch.dispatcher import MAX_RETRIES, p99
+from pdserve.router.dispatch.dispatcher import FREE_MIGRATIONS, MAX_RETRIES, p99
 from pdserve.router.dispatch.handover import State
 from pdserve.router.dispatch.request_state import RequestState
 from pdserve.router.routed_request import RoutedRequest
@@ -511,6 +511,22 @@ def test_repeated_migrations_need_retry_budget(make_cluster: type[Cluster]) -> N
     cluster.dispatcher._retry_budget = MAX_RETRIES
     cluster.open("more")
     assert b"pdserve_retry_budget 100.0" in cluster.dispatcher._metrics.text(), "and no more than the most"
+
+
+def test_migrations_with_a_token_between_need_no_budget_up_to_eight(make_cluster: type[Cluster]) -> None:
+    """Faults that come often cost a stream time. One that outlives too many of them may be their cause."""
+    cluster = make_cluster("both")
+    cluster.dispatcher._retry_budget = 0.0
+    state = cluster.open(max_tokens=20)
+    for number in range(FREE_MIGRATIONS + 1):
+        here = state.final_instance
+        cluster.deliver(here, state.id, token_ids=[number + 1])
+        cluster.join(f"both-{number + 1}", "both")
+        cluster.fleet.deregister(here, "test")
+        assert len(state.timeline.migrations) == number + 1
+        assert state.machine.is_over == (number == FREE_MIGRATIONS)
+    with pytest.raises(Unavailable, match=r"the budget for repeated migrations is exhausted"):
+        cluster.tokens(state)
 
 
 EVENTS = st.lists(
