@@ -17,10 +17,29 @@ def lower_session() -> None:
     session, and between sessions theirs.
     """
     assert os.getsid(0) == os.getpid(), "it would lower the priority of others, too"
+    _lower_session_of(SESSION)
+
+
+def lower(pid: int) -> None:
+    """Let others run before another process of ours, which leads its session. No effect if it has ended."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid) + NICENESS)
+        _lower_session_of(Path(f"/proc/{pid}/autogroup"))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of another process; 0 if it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _lower_session_of(session: Path) -> None:
     for _ in range(TRIES):
         with suppress(FileNotFoundError, PermissionError):  # Linux does not group, or a container hides it
             try:
-                SESSION.write_text(str(NICENESS))
+                session.write_text(str(NICENESS))
             except BlockingIOError:
                 time.sleep(0.1)
                 continue

@@ -1,10 +1,9 @@
 """Structured output through llguidance: tokens that would break a grammar are masked.
 
-A grammar arrives as a specification (`grammars/specification.py`) and is compiled in another process, within limits. Its
-masks are computed in another one, too (`grammars/mask_worker.py`), since one that takes too long can only be stopped there. A
-sequence asks for its next mask as soon as it has a token, and no step has it before the mask is there: a slow grammar delays
-nobody else. The allowed tokens are a function of the output alone, so a sequence may be preempted or migrate to another
-instance.
+A grammar arrives as a specification (`grammars/specification.py`). A process of its own (`grammars/mask_worker.py`) compiles
+it within limits, and computes its masks, since what takes too long can only be stopped there. A sequence asks for its next
+mask as soon as it has a token, and no step has it before the mask is there: a slow grammar delays nobody else. The allowed
+tokens are a function of the output alone, so a sequence may be preempted or migrate to another instance.
 
 Shape legend: R rows with a grammar, V vocabulary, W 32-bit words of a bit mask over the vocabulary.
 """
@@ -145,7 +144,7 @@ class GrammarBackend:
         with self._lock:
             del self._running[key]
             if compiled.exception() is None:
-                self._loaded.put(key, compiled, len(compiled.result().grammar))
+                self._loaded.put(key, compiled, len(compiled.result().spec))
 
     def _compile_next(self) -> None:
         with self._lock:
@@ -155,7 +154,7 @@ class GrammarBackend:
             if waiting:
                 self._queued[tenant] = waiting  # behind the others
         try:
-            loaded = LoadedGrammar(self._compiler, self._compiler.compile(spec), tenant)
+            loaded = LoadedGrammar(self._compiler, spec, tenant)
         except RequestError as error:
             compiled.set_exception(error)
         except Exception as error:

@@ -18,7 +18,6 @@ import gc
 import json
 import os
 import random
-import re
 import resource
 import signal
 import socket
@@ -28,17 +27,14 @@ import time
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pdserve.grammars.limits import MAX_MASK_CPU_S, CompileLimits, mask_budget_s
-from pdserve.grammars.mask_worker import new_matcher, serve_masks
-from pdserve.grammars.specification import lark_grammar
+from pdserve.grammars.mask_worker import build_matcher, encoded_message, serve_masks
 from pdserve.grammars.vocabulary import Vocabulary
 from pdserve.priority import NICENESS, lower_session
 
 READY, COMPILE, MASKS = b"r", b"c", b"m"
 STARTED, OK, ERROR = b".", b"+", b"-"
 LENGTH_BYTES = 4
-MAX_MESSAGE_CHARS = 1000
 TRIAL_TOKENS = 64
-TOO_COMPLEX = ("too big", "too large", "too many", "too complex", "too deeply", "fuel", "limit", "panic")
 
 
 class Loaded:
@@ -81,7 +77,7 @@ def _run_mask_worker(connection: socket.socket, loaded: Loaded, limits: CompileL
         os.setsid()
         _limit_memory(limits)
         with contextlib.suppress(ConnectionError):
-            serve_masks(connection, loaded.tokenizer, limits.cpu_s)
+            serve_masks(connection, loaded.tokenizer, loaded.special, limits.cpu_s)
     finally:
         os._exit(0)
 
@@ -115,25 +111,12 @@ def _limit_memory(limits: CompileLimits) -> None:
 def _compile(spec: bytes, loaded: Loaded) -> tuple[bytes, bytes]:
     """Return OK and the grammar, or ERROR and a message; both empty if the grammar exceeds a limit."""
     try:
-        grammar = lark_grammar(json.loads(spec), loaded.special)
-        matcher = new_matcher(loaded.tokenizer, grammar)
+        grammar, matcher = build_matcher(spec, loaded.tokenizer, loaded.special)
     except MemoryError:
         return b"", b""
     except ValueError as error:
-        return ERROR, str(error)[:MAX_MESSAGE_CHARS].encode(errors="replace")
-    if matcher.is_error():
-        message = _message(matcher.get_error())
-        if any(sign in message for sign in TOO_COMPLEX):
-            return b"", b""
-        return ERROR, message[:MAX_MESSAGE_CHARS].encode(errors="replace")
+        return ERROR, encoded_message(error)
     return (OK, grammar.encode()) if _follows_within_budget(matcher, loaded.vocab_size) else (b"", b"")
-
-
-def _message(error: str) -> str:
-    """Return what is wrong by an error of llguidance, without the place in the Lark grammar, which is not the client's."""
-    lines = error.split("\n   1 | ")[0].splitlines()
-    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    return re.sub(r"^(?:at )?\d+\(\d+\): ", "", reason.rpartition("failed to compile JSON schema: ")[2])
 
 
 def _follows_within_budget(matcher: LLMatcher, vocab_size: int) -> bool:

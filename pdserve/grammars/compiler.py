@@ -38,9 +38,9 @@ class GrammarCompiler:
     def __init__(
         self, model: str, vocab_size: int, eos_token_ids: Collection[int], limits: CompileLimits | None = None
     ) -> None:
-        self._limits = limits or CompileLimits()
+        self.limits = limits or CompileLimits()
         eos = json.dumps(sorted(eos_token_ids))
-        self._arguments = [model, str(vocab_size), eos, json.dumps(asdict(self._limits))]
+        self._arguments = [model, str(vocab_size), eos, json.dumps(asdict(self.limits))]
         self._lock = threading.Lock()
         self._server: _CompileServer | None = None
         self.is_closed = False
@@ -62,23 +62,27 @@ class GrammarCompiler:
             RequestError: the compile server does not start.
         """
         check_grammar(spec)
-        limit_s = self._limits.elapsed_s + GRACE_S
+        limit_s = self.limits.elapsed_s + GRACE_S
         status, content = self._ask(lambda server: server.answer(spec, limit_s))
         if status == OK:
             return content
         if status == ERROR:
-            raise BadRequest(f"the grammar cannot be used: {content.decode().strip()}", kind="invalid_grammar")
-        log.info("a grammar of %d characters was rejected: compiling it exceeds a limit", len(spec))
-        message = f"the grammar is too expensive to compile; simplify it. The limits are {self._limits}"
-        raise GrammarTooComplex(message, kind="invalid_grammar")
+            raise invalid_grammar(content)
+        raise self.too_complex(spec)
 
-    def fork_mask_worker(self) -> socket.socket:
-        """Return the connection of a new mask worker, which ends when the connection is closed.
+    def too_complex(self, spec: str) -> GrammarTooComplex:
+        """Return the error for a specification that exceeds a limit."""
+        log.info("a grammar of %d characters was rejected: compiling it exceeds a limit", len(spec))
+        message = f"the grammar is too expensive to compile; simplify it. The limits are {self.limits}"
+        return GrammarTooComplex(message, kind="invalid_grammar")
+
+    def fork_mask_worker(self) -> tuple[socket.socket, int]:
+        """Return the connection and the process id of a new mask worker, which ends when the connection is closed.
 
         Raises:
             RequestError: the compile server does not start.
         """
-        return self._ask(lambda server: server.connect(MASKS))
+        return self._ask(lambda server: server.mask_worker())
 
     def _ask(self, ask: "Callable[[_CompileServer], T | None]") -> T:
         """Return what the server answers, or another one if it has died since the last grammar."""
@@ -111,6 +115,11 @@ class GrammarCompiler:
             server = self._server
         server.wait_until_ready()  # not under the lock: `close` must not wait for it
         return server
+
+
+def invalid_grammar(message: bytes) -> BadRequest:
+    """Return the error for a specification that the compile server has found invalid."""
+    return BadRequest(f"the grammar cannot be used: {message.decode().strip()}", kind="invalid_grammar")
 
 
 def start_process(descriptor: int, arguments: list[str]) -> "subprocess.Popen[bytes]":
@@ -166,6 +175,22 @@ class _CompileServer:
                 ours.close()
                 raise
         return ours
+
+    def mask_worker(self) -> tuple[socket.socket, int] | None:
+        """Return the connection of a new mask worker and its process id; None if the server has died.
+
+        Raises:
+            ConnectionError: the server has died.
+        """
+        connection = self.connect(MASKS)
+        started = bytearray()
+        with suppress(ConnectionError):
+            while len(started) < 1 + LENGTH_BYTES and (data := connection.recv(1 + LENGTH_BYTES - len(started))):
+                started += data
+        if len(started) == 1 + LENGTH_BYTES:
+            return connection, int.from_bytes(started[1:], "big")
+        connection.close()
+        return None
 
     def answer(self, spec: str, timeout_s: float) -> tuple[bytes, bytes] | None:
         """Have a grammar compiled. Return a status and content, both empty if a limit was exceeded; None if the server died.

@@ -22,46 +22,53 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.errors import RequestError
-from pdserve.grammars.compiler import GrammarCompiler
-from pdserve.grammars.limits import MAX_MASK_CPU_S, GrammarTooComplex, mask_budget_s
+from pdserve.grammars.compiler import GrammarCompiler, invalid_grammar
+from pdserve.grammars.limits import MAX_MASK_CPU_S, GrammarTooComplex, check_grammar, mask_budget_s
 from pdserve.grammars.mask_turns import Line, MaskTurns, Spending
-from pdserve.grammars.mask_worker import BROKEN, EXPENSIVE, HEAD, LATER, LENGTH_BYTES, LOADED, MASK
+from pdserve.grammars.mask_worker import BROKEN, EXPENSIVE, HEAD, INVALID, LATER, LENGTH_BYTES, LOADED, MASK
+from pdserve.priority import cpu_seconds, lower
 from pdserve.request import NO_TENANT, Tenant
 
 log = logging.getLogger(__name__)
 
 MIN_WORKERS = 2  # that may compute at once for one tenant
+QUICK_LOAD_S = 0.03  # CPU time for which a worker compiles its grammar at the priority of models
 HANG_S = 60.0  # elapsed time after which a worker that answers nothing is given up
 IDLE_S = 1.0  # after which the thread that collects masks ends
 SHORT_MEMORY = 4  # masks by which the wait for the next one is forecast
 
 
 class LoadedGrammar(Line):
-    """A compiled grammar and its worker, which ends with this object.
+    """A grammar and its worker, which compiles it within the limits, and ends with this object.
 
     Args:
-        grammar: the grammar in Lark's syntax.
+        spec: its specification.
         tenant: whose sequences follow it.
 
     Attributes:
         delay_s: elapsed time from asking for a mask until it is there, of late; 0: unknown.
 
     Raises:
+        GrammarTooComplex: it exceeds a limit.
+        BadRequest: it is invalid, or llguidance cannot hold it.
         RequestError: the compile server, which forks the worker, does not start.
     """
 
-    def __init__(self, compiler: GrammarCompiler, grammar: bytes, tenant: Tenant = NO_TENANT) -> None:
+    def __init__(self, compiler: GrammarCompiler, spec: str, tenant: Tenant = NO_TENANT) -> None:
         super().__init__(tenant=tenant)
+        check_grammar(spec)
         self._compiler = compiler
-        self.grammar = grammar
+        self.spec = spec
         self.delay_s = 0.0
         self.worker: _Worker | None = None
         self.start_worker()
 
     def start_worker(self) -> None:
         """Start a worker, the first one or in place of one that was killed."""
-        worker = _Worker(self._compiler.fork_mask_worker())
-        worker.load(self.grammar)
+        connection, pid = self._compiler.fork_mask_worker()
+        worker = _Worker(connection)
+        if not worker.load(self.spec, pid, self._compiler.limits.elapsed_s):
+            raise self._compiler.too_complex(self.spec)
         self.worker = worker
 
     def record_delay(self, seconds: float) -> None:
@@ -360,12 +367,28 @@ class _Worker:
         self.fileno = connection.fileno
         self.has_died = False
 
-    def load(self, grammar: bytes) -> None:
-        with suppress(ConnectionError):
-            self._send(grammar)
-            if self._connection.recv(1) == LOADED:
-                return
-        raise RequestError("the compiled grammar cannot be loaded", kind="internal_error")
+    def load(self, spec: str, pid: int, elapsed_s: float) -> bool:
+        """Have a specification compiled; return False if that exceeds a limit. Raises BadRequest if it is invalid.
+
+        Requests wait for it, so it has their priority as long as it takes as little CPU time as most.
+        """
+        connection = self._connection
+        with suppress(OSError):  # the worker has died, or hangs
+            self._send(spec.encode())
+            deadline, readable = time.monotonic() + elapsed_s, select.poll()
+            readable.register(connection, select.POLLIN)
+            while not readable.poll(QUICK_LOAD_S * 1e3) and time.monotonic() < deadline:
+                if cpu_seconds(pid) >= QUICK_LOAD_S:
+                    lower(pid)
+                    break
+            connection.settimeout(max(1.0, deadline - time.monotonic()))
+            status = connection.recv(1)
+            if status == INVALID:
+                with connection.makefile("rb") as stream:
+                    raise invalid_grammar(stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big")))
+            connection.settimeout(None)
+            return status == LOADED
+        return False
 
     def send(self, asked: Collection[_Wanted], beside: bool) -> bool:
         """Ask for masks, from now on beside models. Returns False if the worker has died."""

@@ -1,8 +1,9 @@
 """A mask worker: follows one grammar for the sequences of a tenant, and is killed when a mask takes too long.
 
-It is forked from a compile server (`compile_server.py`) and serves one connection, until that is closed. First it receives
-the length of the grammar in 4 bytes, and the grammar in Lark's syntax, and answers LOADED. A request is the length of its
-text in 4 bytes, and the text as JSON:
+It is forked from a compile server (`compile_server.py`) and serves one connection, until that is closed. First it sends
+STARTED and its process id in 4 bytes. Then it receives the length of a specification in 4 bytes, and the specification
+(`specification.py`), and answers LOADED, or INVALID, a length in 4 bytes and a message; nothing if that exceeds a limit. A
+request is the length of its text in 4 bytes, and the text as JSON:
 
     ended  followers, one per sequence, that are gone
     beside whether models go before: from now on, the worker runs at a lower priority
@@ -16,18 +17,23 @@ the worker does not come to within `TURN_S` are answered by LATER, each once, an
 
 import json
 import os
+import re
 import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from pdserve.grammars.specification import lark_grammar
 from pdserve.priority import NICENESS, lower_session
 
-LOADED, MASK, BROKEN, EXPENSIVE, LATER = b"l", b"+", b"-", b"!", b"."
+STARTED, LOADED, INVALID = b"s", b"l", b"x"
+MASK, BROKEN, EXPENSIVE, LATER = b"+", b"-", b"!", b"."
 LENGTH_BYTES = 4
+MAX_MESSAGE_CHARS = 1000
+TOO_COMPLEX = ("too big", "too large", "too many", "too complex", "too deeply", "fuel", "limit", "panic")
 HEAD = struct.Struct("!cdI")
 TURN_S = 0.01  # CPU time after which other grammars get their turn
 SLOW_S = 0.005  # CPU time of a mask after which a worker runs at a lower priority than models and other workers
@@ -39,7 +45,36 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
-def serve_masks(connection: socket.socket, tokenizer: LLTokenizer, load_cpu_s: float) -> None:
+def build_matcher(spec: bytes, tokenizer: LLTokenizer, special: Mapping[str, int]) -> tuple[str, LLMatcher]:
+    """Return the grammar of a specification in Lark's syntax, and its matcher at the beginning of an output.
+
+    Raises:
+        ValueError: it is invalid.
+        MemoryError: it exceeds a limit.
+    """
+    grammar = lark_grammar(json.loads(spec), special)
+    matcher = new_matcher(tokenizer, grammar)
+    if not matcher.is_error():
+        return grammar, matcher
+    message = _message(matcher.get_error())
+    raise MemoryError(message) if any(sign in message for sign in TOO_COMPLEX) else ValueError(message)
+
+
+def encoded_message(error: ValueError) -> bytes:
+    """Return what an error says, for clients."""
+    return str(error)[:MAX_MESSAGE_CHARS].encode(errors="replace")
+
+
+def _message(error: str) -> str:
+    """Return what is wrong by an error of llguidance, without the place in the Lark grammar, which is not the client's."""
+    lines = error.split("\n   1 | ")[0].splitlines()
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return re.sub(r"^(?:at )?\d+\(\d+\): ", "", reason.rpartition("failed to compile JSON schema: ")[2])
+
+
+def serve_masks(
+    connection: socket.socket, tokenizer: LLTokenizer, special: Mapping[str, int], load_cpu_s: float
+) -> None:
     """Serve requests until the connection is closed. Loading the grammar may take `load_cpu_s` of CPU time."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     followed: dict[int, _Followed] = {}
@@ -48,12 +83,19 @@ def serve_masks(connection: socket.socket, tokenizer: LLTokenizer, load_cpu_s: f
         def receive() -> bytes:
             return stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
 
-        grammar = receive().decode()
+        connection.sendall(STARTED + os.getpid().to_bytes(LENGTH_BYTES, "big"))
+        spec = receive()
         signal.setitimer(signal.ITIMER_PROF, load_cpu_s)
-        beginning = _Beginning(new_matcher(tokenizer, grammar), tokenizer.vocab_size)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        if beginning.matcher.is_error():
+        try:
+            _, matcher = build_matcher(spec, tokenizer, special)
+        except MemoryError:
             return
+        except ValueError as error:
+            message = encoded_message(error)
+            connection.sendall(INVALID + len(message).to_bytes(LENGTH_BYTES, "big") + message)
+            return
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        beginning = _Beginning(matcher, tokenizer.vocab_size)
         connection.sendall(LOADED)
         is_low = False
         while text := receive():

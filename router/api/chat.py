@@ -12,7 +12,7 @@ from pdserve.keys import pack_tokens
 from pdserve.request import MAX_LOGPROBS
 from pdserve.router.api.generation import Generation
 from pdserve.router.api.grammars import check_grammar_support
-from pdserve.router.api.parsing import json_type, or_default, quote
+from pdserve.router.api.parsing import check_known, json_type, or_default, quote
 from pdserve.router.api.reasoning import ReasoningState, reasoning_span, reasoning_state
 from pdserve.router.api.requests import (
     build,
@@ -34,6 +34,9 @@ from pdserve.router.text.tokenizer import PLAIN, REASONING_VARIABLES, TemplateOp
 
 TEXT = {"role", "content"}  # the fields of a plain message,
 ROLES = frozenset({"system", "user", "assistant"})  # and the roles that need nothing else
+TEXT_PART = frozenset({"type", "text", "cache_control"})
+# Types of parts of reasoning in earlier answers, as gateways from Anthropic's API send it, and the fields with its text.
+THOUGHTS = {"thinking": ("thinking", "text"), "reasoning": ("text", "thinking"), "redacted_thinking": ()}
 MAX_MENDED = 1 << 18  # characters of the arguments of earlier calls in one body
 # Fields of a body that change how its conversation is rendered.
 OPTIONS = frozenset(
@@ -142,13 +145,18 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
             rendered.append({"role": message.role, "content": message.content})
             continue
         _check_role(message, index)
+        path, content, thoughts = f"messages[{index}].content", message.content, list[str]()
+        if message.role == "assistant" and isinstance(content, list):
+            content, thoughts = _without_thoughts(content, path)
         calls = list(map(earlier_calls.of, message.tool_calls or ()))
-        is_silent = message.content is None and message.role in ("assistant", "tool")
-        content = "" if is_silent else _text_of(message.content, f"messages[{index}].content", "messages")
-        item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+        is_silent = content is None and message.role in ("assistant", "tool")
+        text = "" if is_silent else _text_of(content, path, "messages")
+        item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
         item |= {"tool_calls": calls} if calls else {}
         item |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
         reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+        if reasoning is None and thoughts:
+            reasoning = "\n".join(thoughts)
         if reasoning is not None:
             item |= dict.fromkeys(REASONING_VARIABLES, reasoning)
         rendered.append(item)
@@ -259,6 +267,22 @@ def _predicted(content: object, tokenizer: Tokenizer, info: ModelInfo) -> bytes:
     return pack_tokens(ids)
 
 
+def _without_thoughts(content: list[object], path: str) -> tuple[list[object], list[str]]:
+    """Return the parts of an earlier answer that are no reasoning, and the texts of those that are. Raises BadRequest."""
+    rest, thoughts = list[object](), list[str]()
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not isinstance(kind, str) or kind not in THOUGHTS:
+            rest.append(part)
+            continue
+        check_known(part, {"type", "thinking", "text", "data", "signature", "cache_control"}, f"{path}[{i}]")
+        texts = [text for name in THOUGHTS[kind] if isinstance(text := part.get(name), str)]
+        if THOUGHTS[kind] and not texts:
+            raise _invalid_messages(f'{path}[{i}] must be {{"type": "{kind}", "{THOUGHTS[kind][0]}": "…"}}')
+        thoughts += texts[:1]
+    return rest, thoughts
+
+
 def _text_of(content: object, path: str, param: str) -> str:
     if isinstance(content, str):
         return content
@@ -270,10 +294,8 @@ def _text_of(content: object, path: str, param: str) -> str:
 
 def _text_of_part(part: object, path: str, param: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        if set(part) <= {"type", "text", "cache_control"}:
-            return str(part["text"])
-        extra = quote(min(set(part) - {"type", "text", "cache_control"}))
-        raise BadRequest(f"{path} has an unknown field {extra}", kind="unknown_field", param=param)
+        check_known(part, TEXT_PART, path)
+        return str(part["text"])
     kind = json_type(part)
     if isinstance(part, dict) and isinstance(part.get("type"), str):
         kind = f"a text that is {json_type(part.get('text'))}" if part["type"] == "text" else quote(part["type"])

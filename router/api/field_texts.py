@@ -4,7 +4,7 @@ A name stands for the field in every schema; `Schema.name` says what it means in
 of every field, and that no text is left over.
 """
 
-_BUDGET = "from 0: most tokens of reasoning, after which instances force the tokens that end it"
+_BUDGET = "from 0: most tokens of reasoning, after which instances force the tokens that end it; -1: any number"
 _CALLS = "calls of functions: in a request those of an earlier answer; arguments that are no JSON object may be cut off"
 _FORMAT = (
     "a structured answer: `text`, `json_object`, or `json_schema` with a `schema`, which is held in full or refused"
@@ -98,8 +98,8 @@ FIELDS: dict[str, str] = {
     "reasoning": _REASONING,
     "ResponseBody.reasoning": "how much the model shall reason",
     "reasoning_content": f"the older name of reasoning: {_REASONING}",
-    "reasoning_effort": "none, minimal, low, medium, high or xhigh: a variable of the chat template",
-    "effort": "none, minimal, low, medium, high or xhigh: the chat template's reasoning_effort",
+    "reasoning_effort": "none, minimal, low, medium, high, xhigh or max: a variable of the chat template",
+    "effort": "none, minimal, low, medium, high, xhigh or max: the chat template's reasoning_effort",
     "OutputConfig.effort": "low, medium, high, xhigh or max: the chat template's reasoning_effort",
     "summary": "without effect: the item of reasoning has the text itself",
     "thinking": "`enabled`, `adaptive` or `disabled`: turns the model's reasoning on or off",
@@ -138,6 +138,7 @@ FIELDS: dict[str, str] = {
     "top_logprobs": "0 to 20 most likely tokens per position; only with logprobs",
     "user": _SESSION,
     "prompt_cache_key": f"{_SESSION}; it wins over user",
+    "session_id": f"{_SESSION}; it wins over prompt_cache_key",
     "metadata": "at most 16 pairs of strings, of 64 and 512 characters, returned by what is kept; elsewhere without effect",
     "MessagesBody.metadata": "user_id names a session, for routing",
     "safety_identifier": "accepted without effect",

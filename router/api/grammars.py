@@ -5,13 +5,14 @@ from typing import Any
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.grammars.limits import check_grammar
-from pdserve.router.api.parsing import quote
+from pdserve.router.api.parsing import check_known
 from pdserve.router.api.schemas import SamplingBody
 from pdserve.router.backend import ModelInfo
 
 KINDS = {"json": (dict, str, bool), "regex": (str,), "choice": (list,), "grammar": (str,)}
 EXPECTED = {"json": "a JSON schema", "regex": "a string", "choice": "a list of strings", "grammar": "a string in EBNF"}
 FIELDS = {"response_format", "structured_outputs", *(f"guided_{kind}" for kind in KINDS)}
+SWITCHES = {"disable_fallback", "disable_any_whitespace", "disable_additional_properties"}  # of vLLM, harmless if off
 ANY_OBJECT = {"type": "object"}
 
 
@@ -59,10 +60,9 @@ def _requested_grammars(body: SamplingBody) -> list[tuple[str, str, Any]]:
         schema = response_format.json_schema.schema_ if response_format.json_schema else None
         requested.append(("response_format", "json", ANY_OBJECT if schema is None else schema))
     fields = {f"guided_{kind}": (kind, getattr(body, f"guided_{kind}")) for kind in KINDS}
-    structured = body.structured_outputs or {}
-    if unknown := set(structured) - set(KINDS) - {"json_object"}:
-        message = f"structured_outputs has no {quote(min(unknown))}; it takes {', '.join(KINDS)}, json_object"
-        raise InvalidParameter("structured_outputs", message)
+    given = body.structured_outputs or {}
+    structured = {name: value for name, value in given.items() if name not in SWITCHES or value is not False}
+    check_known(structured, {*KINDS, "json_object"}, "structured_outputs")
     fields |= {f"structured_outputs.{kind}": (kind, value) for kind, value in structured.items()}
     for name, (kind, value) in fields.items():
         if kind == "json_object" and value is not None:

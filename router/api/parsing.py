@@ -80,6 +80,7 @@ class Body(BaseModel):
 
 
 BodyType = TypeVar("BodyType", bound=Body)
+Result = TypeVar("Result")
 
 
 class JsonBody(bytes, Generic[BodyType]):
@@ -108,7 +109,22 @@ class UnknownFields:
     def __reduce__(self) -> tuple[type["UnknownFields"], tuple[()]]:
         return UnknownFields, ()
 
-    def drop(self, body: Any, error: BadRequest) -> bool:
+    def without(self, raw: bytes, convert: Callable[[dict[str, Any]], Result]) -> Result:
+        """Return what a function makes of a decoded body, once the fields are dropped that it does not know.
+
+        Raises:
+            BadRequest: what the function raises, also where there are more than `MAX_UNKNOWN` of these fields.
+        """
+        body = parse_json(raw)
+        for _ in range(MAX_UNKNOWN):
+            try:
+                return convert(body)
+            except BadRequest as error:
+                if not self._drop(body, error):
+                    raise
+        return convert(body)
+
+    def _drop(self, body: Any, error: BadRequest) -> bool:
         """Drop the field that an error of validation names; return False if it names none."""
         steps = [int(index) if index else name for index, name in STEP.findall(error.param or "")]
         if error.kind != "unknown_field" or not steps:
@@ -177,28 +193,25 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def parse_body(model: type[BodyType], raw: bytes, unknown: UnknownFields | None = None) -> BodyType:
-    """Return the validated body.
-
-    Args:
-        unknown: drops fields that the model does not know; None: they are errors.
+def parse_body(model: type[BodyType], raw: bytes | dict[str, Any]) -> BodyType:
+    """Return the validated body, of JSON or of what that was decoded to.
 
     Raises:
         BadRequest: it is not valid JSON, or a field is unknown, unsupported, missing or of the wrong type.
     """
-    body = parse_json(raw)
+    body = parse_json(raw) if isinstance(raw, bytes) else raw
     if not model.has_raw_messages:
         try:
             return model.model_validate(body)
         except ValidationError:  # perhaps because of fields without effect
             pass
-    for _ in range(MAX_UNKNOWN if unknown else 0):
-        try:
-            return _validate(model, body)
-        except BadRequest as error:
-            if unknown is None or not unknown.drop(body, error):
-                raise
     return _validate(model, body)
+
+
+def check_known(value: Mapping[str, object], known: Set[str], path: str) -> None:
+    """Raise BadRequest for a field of an object that is none of these. One that is null says nothing."""
+    if unknown := [name for name, one in value.items() if name not in known and one is not None]:
+        raise _unknown_field(f"{path}.{min(unknown)}", known, f"; {path} takes {', '.join(sorted(known))}")
 
 
 def _validate(model: type[BodyType], body: dict[str, Any]) -> BodyType:
@@ -279,8 +292,7 @@ def _raise_bad_field(error: ErrorDetails, known: Set[str]) -> NoReturn:
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
     top = str(steps[0]) if steps else ""
     if error["type"] == "extra_forbidden":
-        hint = _suggestion(name, known) if name == top else ""
-        raise BadRequest(f"unknown field {quote(name)}{hint}", kind="unknown_field", param=name[:MAX_NAME])
+        raise _unknown_field(name, known if name == top else frozenset())
     name = name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…"
     if error["type"] == "missing":
         raise BadRequest(f"{name} is required", kind="missing_field", param=name)
@@ -303,6 +315,12 @@ def _raise_bad_field(error: ErrorDetails, known: Set[str]) -> NoReturn:
     elif shown == "a number" and error["type"].startswith(("int", "greater", "less")):
         shown = str(given)[:MAX_NAME]
     raise InvalidParameter(name, f"{name} must be {expected}, not {shown}")
+
+
+def _unknown_field(path: str, known: Set[str], otherwise: str = "") -> BadRequest:
+    """Return the error for a field, with one of those that are known there, if that is close, or what to say otherwise."""
+    hint = _suggestion(path.rpartition(".")[2], known) or otherwise
+    return BadRequest(f"unknown field {quote(path)}{hint}", kind="unknown_field", param=path[:MAX_NAME])
 
 
 def _suggestion(name: str, known: Set[str]) -> str:

@@ -27,7 +27,8 @@ def reasoning_state(body: ChatBody, prompt: list[int], tokenizer: Tokenizer) -> 
         return ReasoningState.ABSENT
     if body.continue_final_message:
         content = body.messages[-1].content
-        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+        parts = content if isinstance(content, list) else ()
+        text = content if isinstance(content, str) else "\n".join(part.get("text", "") for part in parts)
         last_open, last_close = (max(map(text.rfind, tags)) for tags in (parser.OPEN, parser.CLOSE))
         return ReasoningState.OPEN if last_open > last_close else ReasoningState.CLOSED
     end = tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
@@ -50,7 +51,7 @@ def reasoning_span(
     """
     budget, parser = body.thinking_token_budget, tokenizer.parsers.reasoning
     if budget is not None and not 0 <= budget <= MAX_BUDGET:
-        message = f"thinking_token_budget must be from 0 to {MAX_BUDGET}, not {budget}"
+        message = f"thinking_token_budget must be from 0 to {MAX_BUDGET}, or -1 for any number, not {budget}"
         raise InvalidParameter("thinking_token_budget", message)
     if budget is not None and (parser is None or not _are_tokens(parser, tokenizer)):
         reason = "this model does not reason" if parser is None else "this model's tokenizer has no tokens that end it"

@@ -135,7 +135,8 @@ def build(
     draft = structs.replace(
         draft,
         priority=body.priority or 0,
-        session=draft.session or body.prompt_cache_key or body.user or "",  # the most explicit name of related requests
+        # The most explicit name of related requests.
+        session=draft.session or body.session_id or body.prompt_cache_key or body.user or "",
         multi_turn=multi_turn and not draft.alone,
         leaves_nothing=draft.alone or body.store is False,
         whole=not body.stream and not body.stop,

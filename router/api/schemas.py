@@ -2,13 +2,13 @@
 
 A field of OpenAI or vLLM that this router does not support is accepted only at values that have no effect. `metadata`
 and `safety_identifier` are always accepted without effect: OpenAI uses them for its own bookkeeping.
-`prompt_cache_key` and `user` name a session, for routing only.
+`session_id`, `prompt_cache_key` and `user` name a session, for routing only.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from msgspec.structs import fields
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from pdserve.reasoning import MAX_BUDGET
 from pdserve.request import MAX_BEAM_WIDTH, MAX_LOGPROBS, BodyParams, constraints
@@ -35,7 +35,7 @@ Short = Annotated[str, Field(max_length=MAX_SHORT)]
 Messages = Annotated[Array[Item], Field(max_length=MAX_MESSAGES)]
 Tools = Annotated[Array[Item], Field(max_length=MAX_TOOLS)]
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Of what is stored, with OpenAI's limits.
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -48,14 +48,23 @@ SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale")
 NO_OPS: NoOps = {
     "add_special_tokens": (True,),
     "audio": (),
+    "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
     "kv_transfer_params": (),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "no_stop_trim": (False,),
     "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "request_id": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
     "service_tier": SERVICE_TIERS,
     "spaces_between_special_tokens": (True,),
+    "stream_reasoning": (True,),
+    "truncation_side": ("left",),
     "verbosity": ("low", "medium", "high"),
     "web_search_options": (),
 }
@@ -66,7 +75,10 @@ MESSAGE_NO_OPS: NoOps = {
     "cache_control": (ANY,),
     "function_call": (),
     "parsed": (ANY,),  # by OpenAI's library, as `parsed_arguments` below
+    "provider_specific_fields": (ANY,),  # by LiteLLM, which repeats there what it does not know of an answer
+    "reasoning_details": (ANY,),  # of other servers, beside `reasoning`
     "refusal": (),
+    "thinking_blocks": (ANY,),  # by LiteLLM, beside `reasoning_content`
 }
 
 
@@ -141,6 +153,7 @@ class GenerationBody(SampledBody):  # type: ignore[misc]  # a class that is made
     metadata: Object[Any] | None = None
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
+    session_id: Short | None = None
 
 
 class SamplingBody(GenerationBody):
@@ -180,7 +193,7 @@ class CompletionBody(SamplingBody):
 
 
 class CalledFunction(Body):
-    no_ops: ClassVar = {"parsed_arguments": (ANY,)}
+    no_ops: ClassVar = {"parsed_arguments": (ANY,), "provider_specific_fields": (ANY,)}
 
     name: str
     arguments: str | Object[Any] | None = None  # an object as some other servers return it
@@ -188,6 +201,8 @@ class CalledFunction(Body):
 
 class ToolCall(Body):
     """A call in an earlier message, of which clients may have lost what does not matter."""
+
+    no_ops: ClassVar = {"extra_content": (ANY,), "provider_specific_fields": (ANY,)}  # as in messages, and by Gemini
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -230,7 +245,8 @@ class Prediction(Body):
 
 
 class ChatBody(SamplingBody):
-    no_ops: ClassVar = {**NO_OPS, "add_special_tokens": (False,)}  # the chat template writes them
+    # The chat template writes special tokens.
+    no_ops: ClassVar = {**NO_OPS, "add_special_tokens": (False,), "echo": (False,)}
     message: ClassVar = Message
 
     messages: Messages[Message]
@@ -247,7 +263,9 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = None
     thinking: Thinking | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = bounded(0, MAX_BUDGET)
+    thinking_token_budget: Annotated[int | None, AfterValidator(lambda budget: None if budget == -1 else budget)] = (
+        bounded(-1, MAX_BUDGET)
+    )
     prediction: Prediction | None = None
 
 

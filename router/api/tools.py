@@ -18,7 +18,7 @@ from pdserve.router.text.tokenizer import Tokenizer
 FORCED_PARSER = (
     Llama3JsonParser  # of calls without tags of their own: plain JSON, which a grammar can force on any model
 )
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")  # of Anthropic's length, which is twice OpenAI's
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def parse_tools(body: ChatBody, tokenizer: Tokenizer) -> AllowedTools | None:
     for name in functions:
         if not TOOL_NAME.fullmatch(name):
             message = (
-                f"a function name must have 1 to 64 of the characters A-Z, a-z, 0-9, '_' and '-', not {quote(name)}"
+                f"a function name must have 1 to 128 of the characters A-Z, a-z, 0-9, '_' and '-', not {quote(name)}"
             )
             raise InvalidParameter("tools", message)
     if len(functions) < len(body.tools or ()):

@@ -18,7 +18,6 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
-from fastapi.exception_handlers import request_validation_exception_handler
 from fastapi.exceptions import RequestValidationError
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -26,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, NotFound, RequestError, TooLarge, TooSlow
+from pdserve.errors import BadRequest, InvalidParameter, NotFound, RequestError, TooLarge, TooSlow
 from pdserve.router.api.http_responses import CLIENT_GONE, ErrorBody, InternalError, error_response
 from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.limits.body_budget import BodyBudget
@@ -347,7 +346,10 @@ class Application:
         except RequestError as error:  # before the first byte of a response; streams report later errors themselves
             await self._error_response(error.with_traceback(None), scope)(scope, receive, respond)
         except RequestValidationError as invalid:  # of a query, by FastAPI
-            await (await request_validation_exception_handler(Request(scope), invalid))(scope, receive, respond)
+            (first, *_) = invalid.errors()
+            name = str(first["loc"][-1])
+            wrong = InvalidParameter(name, f"{name} is wrong: {first['msg']}")
+            await self._error_response(wrong, scope)(scope, receive, respond)
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, respond)
         except Exception:

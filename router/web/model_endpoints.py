@@ -1,6 +1,8 @@
 """The endpoints about the served model: /v1/models, /tokenize and /detokenize."""
 
 import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -8,15 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.config import RouterConfig
-from pdserve.errors import NotFound
+from pdserve.errors import InvalidParameter, NotFound
 from pdserve.model_path import resolve_model
 from pdserve.router.api import answers, chat, requests, schemas
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.parsing import JsonBody, UnknownFields, parse_body
+from pdserve.router.api.parsing import BodyType, JsonBody
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.endpoint import Access, Endpoints, endpoint, example
+from pdserve.router.web.parse_queue import read_body
+
+MAX_TEXT = 1 << 22  # characters of /detokenize: some tokens have a hundred, and each takes a few bytes of a body
 
 
 class ModelEndpoints(Endpoints):
@@ -84,24 +89,29 @@ class ModelEndpoints(Endpoints):
         body: Annotated[JsonBody[schemas.TokenizeBody], example(prompt="The capital of France is")],
     ) -> Response:
         """Convert a text, or a conversation in the model's chat template, to tokens."""
-        unknown = self._parse_queue.unknown_fields
-        parse = partial(_tokens, body, unknown, self._names(request), self._tokenizer, self._backend.model)
-        return await self._parse_queue.run(request.state.key, body, parse)
+        convert = partial(_tokens, self._names(request), self._tokenizer, self._backend.model)
+        return await self._convert(request, schemas.TokenizeBody, body, convert)
 
     @endpoint("POST", "/detokenize", Access.CLIENT, errors=[404, 429], response_model=answers.Detokenized)
     async def detokenize(
         self, request: Request, body: Annotated[JsonBody[schemas.DetokenizeBody], example(tokens=[1, 2, 3])]
     ) -> Response:
         """Convert tokens to their text."""
-        unknown = self._parse_queue.unknown_fields
-        parse = partial(_text, body, unknown, self._names(request), self._tokenizer)
-        return await self._parse_queue.run(request.state.key, body, parse)
+        convert = partial(_text, self._names(request), self._tokenizer)
+        return await self._convert(request, schemas.DetokenizeBody, body, convert)
+
+    async def _convert(
+        self,
+        request: Request,
+        model: type[BodyType],
+        body: JsonBody[BodyType],
+        convert: Callable[[BodyType], Response],
+    ) -> Response:
+        queue = self._parse_queue
+        return await queue.run(request.state.key, body, partial(read_body, model, body, queue.unknown_fields, convert))
 
 
-def _tokens(
-    raw: bytes, unknown: UnknownFields | None, names: list[str], tokenizer: Tokenizer, info: ModelInfo | None
-) -> Response:
-    fields = parse_body(schemas.TokenizeBody, raw, unknown)
+def _tokens(names: list[str], tokenizer: Tokenizer, info: ModelInfo | None, fields: schemas.TokenizeBody) -> Response:
     if fields.model not in names:
         requests.check_model(fields.model, names[0])
     ids = chat.tokenize(fields, tokenizer)
@@ -110,9 +120,12 @@ def _tokens(
     return json_response(answers.Tokens(count=len(ids), max_model_len=length, tokens=ids, token_strs=strings))
 
 
-def _text(raw: bytes, unknown: UnknownFields | None, names: list[str], tokenizer: Tokenizer) -> Response:
-    fields = parse_body(schemas.DetokenizeBody, raw, unknown)
+def _text(names: list[str], tokenizer: Tokenizer, fields: schemas.DetokenizeBody) -> Response:
     if fields.model not in names:
         requests.check_model(fields.model, names[0])
     requests.check_token_ids(fields.tokens, tokenizer.vocab_size, "tokens")
+    length = sum(count * tokenizer.text_length(one) for one, count in Counter(fields.tokens).items())
+    if length > MAX_TEXT:
+        message = f"these tokens have {length} characters of text; at most {MAX_TEXT} are returned at once: send fewer"
+        raise InvalidParameter("tokens", message)
     return json_response(answers.Detokenized(prompt=tokenizer.decode(fields.tokens, skip_special_tokens=False)))

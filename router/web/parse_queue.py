@@ -141,12 +141,14 @@ def read_body(
     model: type[BodyType], raw: bytes, unknown: UnknownFields | None, get: Callable[[BodyType], Result]
 ) -> Result:
     """Return what a function takes from a validated body."""
-    return get(parse_body(model, raw, unknown))
+    if unknown is not None:
+        return unknown.without(raw, lambda body: get(parse_body(model, body)))
+    return get(parse_body(model, raw))
 
 
 def parse_request(
     model: type[BodyType],
-    raw: bytes,
+    raw: bytes | dict[str, Any],
     unknown: UnknownFields | None,
     parse: Parse[BodyType, Result],
     draft: RoutedRequest,
@@ -155,7 +157,9 @@ def parse_request(
     max_n: int,
 ) -> Result:
     """Return the result of `parse` for a body. Errors of the body take precedence over the lack of a model."""
-    body, info = parse_body(model, raw, unknown), info or served(info)
+    if unknown is not None and isinstance(raw, bytes):
+        return unknown.without(raw, lambda body: parse_request(model, body, None, parse, draft, tokenizer, info, max_n))
+    body, info = parse_body(model, raw), info or served(info)
     if info.adapters:
         draft, info = with_adapter(getattr(body, "model", None), draft, info)
     return parse(body, draft, tokenizer, info, max_n)

@@ -141,14 +141,14 @@ def test_output_that_breaks_the_grammar_fails(engine: Engine) -> None:
 
 def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiling, proceed = threading.Event(), threading.Event()
-    compile_grammar = GrammarCompiler.compile
+    load = mask_client.LoadedGrammar
 
-    def slow(compiler: GrammarCompiler, spec: str) -> bytes:
+    def slow(compiler: GrammarCompiler, spec: str, tenant: Tenant) -> mask_client.LoadedGrammar:
         compiling.set()
         assert proceed.wait(600)
-        return compile_grammar(compiler, spec)
+        return load(compiler, spec, tenant)
 
-    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    monkeypatch.setattr("pdserve.engine.grammar.LoadedGrammar", slow)
     late = engine.new_sequence("r", Request(prompt=[7], sampling=sampling(0, {"choice": ["compiled late"]})))
     cached = engine.new_sequence("s", Request(prompt=[7], sampling=sampling(1, SPECS[1])))
     plain = engine.new_sequence("t", Request(prompt=[7], sampling=sampling(1, None)))
@@ -254,13 +254,13 @@ def test_a_grammar_whose_masks_are_too_expensive_fails_its_sequence(
 
 def test_a_grammar_is_compiled_once_while_it_is_cached(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    compile_grammar = GrammarCompiler.compile
+    load = mask_client.LoadedGrammar
 
-    def record(compiler: GrammarCompiler, spec: str) -> bytes:
+    def record(compiler: GrammarCompiler, spec: str, tenant: Tenant) -> mask_client.LoadedGrammar:
         compiled.append(spec)
-        return compile_grammar(compiler, spec)
+        return load(compiler, spec, tenant)
 
-    monkeypatch.setattr(GrammarCompiler, "compile", record)
+    monkeypatch.setattr("pdserve.engine.grammar.LoadedGrammar", record)
     spec = {"choice": ["compiled once"]}
     for _ in range(2):
         run(engine, [engine.new_sequence(str(i), Request(prompt=[7], sampling=sampling(i, spec))) for i in range(3)])
@@ -271,12 +271,12 @@ def test_a_grammar_does_not_wait_for_all_that_another_tenant_has_sent_before(mon
     """However many the other has sent before, and however long each takes to compile."""
     begun, gate = list[str](), threading.Semaphore(0)
 
-    def compile_slowly(compiler: GrammarCompiler, spec: str) -> bytes:
+    def compile_slowly(compiler: GrammarCompiler, spec: str, tenant: Tenant) -> None:
         begun.append(spec)
         assert gate.acquire(timeout=600)
         raise GrammarTooComplex("too slow", kind="invalid_grammar")
 
-    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    monkeypatch.setattr("pdserve.engine.grammar.LoadedGrammar", compile_slowly)
     backend = GrammarBackend("demo", 2, frozenset([0]), lambda: None)
     constraints = [backend.compile(f"mallory's {number}", Tenant(1)) for number in range(8)]
     constraints.append(backend.compile("alice's", Tenant(2)))

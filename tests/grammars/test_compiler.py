@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.grammars import mask_client
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
+from pdserve.grammars.mask_client import LoadedGrammar
 from pdserve.grammars.mask_worker import LOADED
+from pdserve.priority import NICENESS, lower
 
 GOOD = json.dumps({"regex": r"[ab]{3,7}-\d{4}"})
 VOCAB_SIZE = 256
@@ -25,6 +28,10 @@ LIMITS = CompileLimits(cpu_s=600, elapsed_s=600)
 @pytest.fixture(scope="module")
 def model(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("llama")
+
+
+Get = Callable[[GrammarCompiler, str], object]
+BY_BOTH = pytest.mark.parametrize("get", [GrammarCompiler.compile, LoadedGrammar])
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +50,10 @@ def compiler(model: Path) -> Iterator[GrammarCompiler]:
         ({"grammar": "nothing"}, "the grammar cannot be used: a rule must begin with its name and ::= (line 1)"),
     ],
 )
-def test_invalid_grammars(compiler: GrammarCompiler, spec: dict[str, Any], message: str) -> None:
+@BY_BOTH
+def test_invalid_grammars(compiler: GrammarCompiler, get: Get, spec: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest) as raised:
-        compiler.compile(json.dumps(spec))
+        get(compiler, json.dumps(spec))
     assert str(raised.value).startswith(message)
     assert not isinstance(raised.value, GrammarTooComplex)
 
@@ -56,17 +64,30 @@ OVERFLOWING = {"allOf": [{"$ref": "#/$defs/0"}, {"anyOf": [{}]}], "$defs": {**CH
 
 
 @pytest.mark.parametrize("spec", [{"json": {"type": "integer", "multipleOf": 999_983}}, {"json": OVERFLOWING}])
-def test_a_grammar_that_needs_too_much_memory_or_stack_is_rejected(compiler: GrammarCompiler, spec: Any) -> None:
+@BY_BOTH
+def test_a_grammar_that_needs_too_much_memory_or_stack_is_rejected(
+    compiler: GrammarCompiler, get: Get, spec: Any
+) -> None:
     with pytest.raises(GrammarTooComplex, match=r"too expensive.* 600 s of CPU time and 128 MiB of memory"):
-        compiler.compile(json.dumps(spec))
+        get(compiler, json.dumps(spec))
     assert_ends_with(compiler, {compiler.server_pid})
     assert compiler.compile(GOOD)
 
 
-def test_a_grammar_that_takes_too_long_is_rejected(model: Path) -> None:
+@BY_BOTH
+def test_a_grammar_that_takes_too_long_is_rejected(model: Path, get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some CPU time on, others go before a worker that compiles one."""
+    lowered = list[int]()
+
+    def record(pid: int) -> None:
+        lower(pid)
+        lowered.append(os.getpriority(os.PRIO_PROCESS, pid))
+
+    monkeypatch.setattr(mask_client, "lower", record)
     compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], CompileLimits(cpu_s=1, memory_bytes=16 * 2**30))
     with pytest.raises(GrammarTooComplex):
-        compiler.compile(json.dumps({"json": {"type": "integer", "multipleOf": 999_983}}))
+        get(compiler, json.dumps({"json": {"type": "integer", "multipleOf": 999_983}}))
+    assert lowered == ([] if get is GrammarCompiler.compile else [min(19, os.nice(0) + NICENESS)])
     assert_ends_with(compiler, {compiler.server_pid})
     compiler.close()
 
@@ -128,13 +149,14 @@ def test_closing_does_not_wait_for_a_compile_server_that_is_starting(
 def test_compiling_yields_to_other_sessions_and_masks_do_not(compiler: GrammarCompiler) -> None:
     compiler.start()
     assert_ends_with(compiler, {compiler.server_pid})
-    with compiler.fork_mask_worker() as worker:
-        specification = b'start: "a"'
+    worker, pid = compiler.fork_mask_worker()
+    with worker:
+        specification = b'{"choice": ["a"]}'
         worker.sendall(len(specification).to_bytes(4, "big") + specification)
         assert worker.recv(1) == LOADED
-        [masks] = children_of(compiler.server_pid)
+        assert children_of(compiler.server_pid) == [pid]
         assert session_niceness(compiler.server_pid) in (10, None)
-        assert session_niceness(masks) in (0, None)
+        assert session_niceness(pid) in (0, None)
 
 
 def children_of(pid: int | None) -> list[int]:

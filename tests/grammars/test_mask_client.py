@@ -87,7 +87,7 @@ def masks() -> MaskService:
 
 
 def load(compiler: GrammarCompiler, spec: dict[str, Any], tenant: Tenant = NO_TENANT) -> LoadedGrammar:
-    return LoadedGrammar(compiler, compiler.compile(json.dumps(spec)), tenant)
+    return LoadedGrammar(compiler, json.dumps(spec), tenant)
 
 
 def follow(compiler: GrammarCompiler, spec: dict[str, Any]) -> Follower:

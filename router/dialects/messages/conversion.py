@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from pdserve.errors import BadRequest, InvalidParameter, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
-from pdserve.router.api.parsing import checked_fields, json_type, quote
+from pdserve.router.api.parsing import check_known, checked_fields, json_type, quote
 from pdserve.router.api.schemas import (
     CalledFunction,
     ChatBody,
@@ -50,6 +50,11 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+# Fields of a tool and of objects of the body.
+TOOL_FIELDS = {"type", "name", "description", "input_schema", "strict"}
+TOOL_HINTS = {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples"}
+CHOICE_FIELDS = {"type", "name", "disable_parallel_tool_use"}
+THINKING_FIELDS = {"type", "budget_tokens", "display"}
 THREAD_KIND = "thread_unsupported_request"  # whereupon clients send all messages themselves
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Fields of a block by its type: required ones, and those without effect.
@@ -126,6 +131,7 @@ def _thinking(thinking: dict[str, Any], max_tokens: int | None) -> dict[str, Any
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if not thinking:
         return {}
+    check_known(thinking, THINKING_FIELDS, "thinking")
     has_budget = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget < (max_tokens or budget + 1)
     if kind not in ("enabled", "adaptive", "disabled") or (kind == "enabled") != has_budget:
         message = (
@@ -140,6 +146,7 @@ def _conversation(body: CountTokensBody) -> dict[str, Any]:
     """Return the fields of messages and tools."""
     messages = [*_system(body.system), *_messages(body.messages)]
     choice = body.tool_choice or {}
+    check_known(choice, CHOICE_FIELDS, "tool_choice")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     return {
         "messages": messages,
@@ -160,8 +167,9 @@ def _messages(messages: list[Any]) -> list[Message]:
     converted: list[Message] = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
             raise _invalid(f"{path} must be an object with role and content")
+        check_known(message, {"role", "content"}, path)
         if not isinstance(message["role"], str) or message["role"] not in BLOCKS_OF_ROLE:
             raise _invalid(f"{path}.role must be user, assistant or system")
         blocks = list(_blocks(message["content"], f"{path}.content", BLOCKS_OF_ROLE[message["role"]]))
@@ -230,11 +238,7 @@ def _blocks(content: object, path: str, types: tuple[str, ...]) -> Iterator[dict
         required, optional = BLOCK_FIELDS[block["type"]]
         if missing := required - set(block):
             raise _invalid(f"{where}.{min(missing)} is required")
-        given = {name for name, value in block.items() if value is not None}
-        if extra := given - required - optional - {"type", "cache_control"}:
-            raise BadRequest(
-                f"{where} has an unknown field {quote(min(extra))}", kind="unknown_field", param="messages"
-            )
+        check_known(block, {"type", "cache_control", *required, *optional}, where)
         for name in required:
             expected = dict if name == "input" else str
             if not isinstance(block[name], expected):
@@ -245,11 +249,11 @@ def _blocks(content: object, path: str, types: tuple[str, ...]) -> Iterator[dict
 
 def _tool(tool: object, path: str) -> Tool:
     fields = tool if isinstance(tool, dict) else {}
-    if fields.get("type", "custom") != "custom":
-        message = (
-            f"{path} is a tool of the server, {quote(str(fields['type']))}, which is not supported; send functions"
-        )
+    kind = fields.get("type")
+    if kind not in (None, "custom"):
+        message = f"{path} is a tool of the server, {quote(str(kind))}, which is not supported; send functions"
         raise BadRequest(message, kind="unsupported_parameter", param="tools")
+    check_known(fields, TOOL_FIELDS | TOOL_HINTS, path)
     name, schema, description = fields.get("name"), fields.get("input_schema"), fields.get("description")
     strict = fields.get("strict")
     if not (isinstance(name, str) and isinstance(schema, dict) and isinstance(description, str | None)):

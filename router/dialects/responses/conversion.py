@@ -3,12 +3,12 @@
 A conversation is the input, after that of the response that it continues.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.router.api.generation import Json
-from pdserve.router.api.parsing import checked_fields, quote
+from pdserve.router.api.parsing import check_known, checked_fields, quote
 from pdserve.router.api.schemas import (
     CalledFunction,
     ChatBody,
@@ -33,6 +33,7 @@ FIELDS = {
     "response_format": "text.format",
     "tool_call_id": "call_id",
 }
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
 REASONING_ITEM_FIELDS = {"type", "id", "status", "summary", "content", "encrypted_content"}
@@ -88,6 +89,31 @@ def answer_message(response: Mapping[str, Any]) -> Json:
     return message | ({"tool_calls": calls} if calls else {})
 
 
+def items(response_id: str, messages: Sequence[Json]) -> list[Json]:
+    """Return messages of a conversation as the items of an input, each with an id."""
+    found = [item for message in messages for item in _items(message)]
+    return [{"id": f"{ID_PREFIXES[str(item['type'])]}_{response_id}_{i}", **item} for i, item in enumerate(found)]
+
+
+def _items(message: Json) -> Iterator[Json]:
+    """Yield the items of a message: its reasoning, its text and its calls, or the result of one."""
+    role, done = message["role"], {"status": "completed"}
+    content: Any = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    calls: Any = message.get("tool_calls") or ()
+    if role == "tool":
+        yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": "\n".join(texts), **done}
+        return
+    if reasoning := message.get("reasoning"):
+        yield {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": reasoning}], **done}
+    if any(texts) or not calls:
+        kind: Json = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
+        yield {"type": "message", "role": role, "content": [{**kind, "text": text} for text in texts], **done}
+    for call in calls:
+        function = call["function"]
+        yield {"type": "function_call", "call_id": call["id"], **function, **done}
+
+
 def _messages(input_: object) -> list[Message]:
     if isinstance(input_, str):
         return [Message(role="user", content=input_)]
@@ -132,15 +158,11 @@ def _result_message(item: dict[str, Any], path: str) -> Message:
 
 
 def _strings(item: dict[str, Any], path: str, names: tuple[str, ...]) -> list[str]:
+    check_known(item, {*CALL_FIELDS, *names}, path)
     values = [item.get(name) for name in names]
-    if _unknown(item, {*CALL_FIELDS, *names}) or not all(isinstance(value, str) for value in values):
+    if not all(isinstance(value, str) for value in values):
         raise _invalid_input(f"{path} must have {', '.join(names)} as strings; it may have type, id and status")
     return [str(value) for value in values]
-
-
-def _unknown(item: Mapping[str, object], known: Set[str]) -> Set[str]:
-    """Return the names of unknown fields; those that are null say nothing."""
-    return {name for name, value in item.items() if name not in known and value is not None}
 
 
 CALL_ITEMS = {"function_call": _call_message, "function_call_output": _result_message}
@@ -148,8 +170,9 @@ CALL_ITEMS = {"function_call": _call_message, "function_call_output": _result_me
 
 def _reasoning_text(item: dict[str, object], path: str) -> str:
     """Return the text of an item of reasoning that a client sends back."""
+    check_known(item, REASONING_ITEM_FIELDS, path)
     parts = item.get("content") or []
-    if _unknown(item, REASONING_ITEM_FIELDS) or not isinstance(parts, list):
+    if not isinstance(parts, list):
         raise _invalid_input(f"{path} must be an item of reasoning as the router returned it")
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
@@ -163,7 +186,8 @@ def _message(item: object, path: str) -> Message:
         raise _invalid_input(
             f"{path} must be a message, reasoning, a function_call or a function_call_output; {kind} is not supported"
         )
-    if _unknown(item, ITEM_FIELDS) or item.get("role") not in ROLES:
+    check_known(item, ITEM_FIELDS, path)
+    if item.get("role") not in ROLES:
         raise _invalid_input(
             f"{path} must have content and one of the roles {', '.join(ROLES)}; it may have type, id and status"
         )
@@ -180,8 +204,7 @@ def _text_part(part: object, path: str) -> dict[str, str]:
         raise _invalid_input(
             f'{path} must be a text part, {{"type": "input_text", "text": "…"}}; others are not supported'
         )
-    if extra := _unknown(part, PART_FIELDS):
-        raise _invalid_input(f"{path} has an unknown field {quote(min(extra))}")
+    check_known(part, PART_FIELDS, path)
     return {"type": "text", "text": part["text"]}
 
 

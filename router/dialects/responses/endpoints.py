@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +17,7 @@ from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.parsing import JsonBody, is_ascending, page_limit, quote
 from pdserve.router.api.streaming import EventStream
 from pdserve.router.dialects.responses import output, schemas
-from pdserve.router.dialects.responses.conversion import answer_message
+from pdserve.router.dialects.responses.conversion import answer_message, items
 from pdserve.router.dialects.responses.response_store import StoredResponse, open_store
 from pdserve.router.web.dialect import QUESTION, STREAMED_TOO, Dialect, Service, admitted
 from pdserve.router.web.endpoint import Access, endpoint, generation_examples
@@ -70,7 +70,7 @@ class Responses(Dialect):
         "GET", "/v1/responses/{response_id}/input_items", Access.CLIENT, errors=[404], response_model=schemas.InputItems
     )
     async def response_input_items(self, request: Request, response_id: str) -> Response:
-        """The messages that a kept response answers; the query parameters are limit, order and after."""
+        """The items that a kept response answers; the query parameters are limit, order and after."""
         stored = await self._stored(request.state.key, response_id)
         return await asyncio.to_thread(lambda: json_response(page_of_items(stored, request.query_params)))
 
@@ -109,7 +109,7 @@ def _unknown(response_id: str, param: str) -> NotFound:
 
 
 def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
-    """Return a page of the messages before the response, those of the responses that it continues included.
+    """Return a page of the items before the response, those of the responses that it continues included.
 
     Args:
         query: `limit` from 1 to 100; `order`, `desc` for the newest first (the default) or `asc`; `after`, the id of an item.
@@ -118,23 +118,15 @@ def page_of_items(stored: StoredResponse, query: Mapping[str, str]) -> Json:
         BadRequest: one of them is invalid.
     """
     limit, ascending = page_limit(query), is_ascending(query)
-    items = [_item(f"msg_{stored.id}_{i}", message) for i, message in enumerate(stored.messages[:-1])]
+    found = items(stored.id, stored.messages[:-1])
     if not ascending:
-        items.reverse()
+        found.reverse()
     if "after" in query:
-        ids = [item["id"] for item in items]
+        ids = [item["id"] for item in found]
         if query["after"] not in ids:
             message = f"after must be the id of an item of this response; {quote(query['after'])} is none"
             raise InvalidParameter("after", message)
-        items = items[ids.index(query["after"]) + 1 :]
-    page = items[:limit]
+        found = found[ids.index(query["after"]) + 1 :]
+    page = found[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": page, **ends, "has_more": len(page) < len(items)}
-
-
-def _item(item_id: str, message: Json) -> Json:
-    kind = "output_text" if message["role"] == "assistant" else "input_text"
-    content: Any = message.get("content") or ""
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    parts = [{"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {}) for text in texts]
-    return {"id": item_id, "type": "message", "role": message["role"], "status": "completed", "content": parts}
+    return {"object": "list", "data": page, **ends, "has_more": len(page) < len(found)}

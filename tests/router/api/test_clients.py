@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,12 +24,23 @@ if TYPE_CHECKING:
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 CACHE = {"cache_control": {"type": "ephemeral"}}
+WEATHER = {"name": "weather", "input_schema": {"type": "object"}}
+# vllm.sampling_params.StructuredOutputsParams() as JSON.
+OUTPUTS_OF_VLLM = {
+    **dict.fromkeys(("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag")),
+    **dict.fromkeys(("disable_fallback", "disable_any_whitespace", "disable_additional_properties"), False),
+}
+TEXT = {"type": "text", "text": "hi", "x": 1}
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [HI]},
     RESPONSES: {"input": "hi"},
     MESSAGES: {"messages": [HI], "max_tokens": 5},
 }
+
+
+def said(part: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [part]}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +53,20 @@ BODIES: dict[str, dict[str, Any]] = {
         (RESPONSES, {"text": {"verbosity": "medium"}, "reasoning": {"effort": None, "summary": "detailed"}}),
         (RESPONSES, {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}),
         (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+        (
+            MESSAGES,
+            {"tools": [{**WEATHER, "type": None, "eager_input_streaming": True}], "tool_choice": {"type": "none"}},
+        ),
+        (MESSAGES, {"messages": [{**HI, "id": None, "content": [{"type": "text", "text": "hi", "citations": None}]}]}),
+        # What vLLM's and SGLang's clients write at its default, or as these servers' pages show.
+        (CHAT, {"echo": False, "documents": [], "mm_processor_kwargs": {}, "return_tokens_as_token_ids": False}),
+        (
+            CHAT,
+            {"separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False, "truncation_side": "left"},
+        ),
+        (CHAT, {"thinking_token_budget": -1, "session_id": "one"}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "annotations": None}]}]}),
+        (CHAT, {"structured_outputs": {**OUTPUTS_OF_VLLM, "choice": ["a", "b"]}}),
     ],
 )
 def test_hints_without_effect_are_accepted(client: Client, path: str, fields: dict[str, Any]) -> None:
@@ -68,6 +94,87 @@ def test_unknown_fields_may_be_ignored_anywhere(
     client = make_client(make_app(tokenizer, unknown_fields="ignore"))
     body = {"messages": [{**HI, "id": 1}], "stream": True, "stream_options": {"include_usage": True, "x": 1}}
     assert client.post(CHAT, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [said(TEXT)]}, "messages[0].content[0].x"),
+        (CHAT, {"structured_outputs": {"choice": ["a"], "x": 1}}, "structured_outputs.x"),
+        (CHAT, {"prediction": {"type": "content", "content": [TEXT]}}, "prediction.content[0].x"),
+        ("/tokenize", {"messages": [said(TEXT)]}, "messages[0].content[0].x"),
+        (RESPONSES, {"input": [{**HI, "x": 1}]}, "input[0].x"),
+        (RESPONSES, {"input": [said({**TEXT, "type": "input_text"})]}, "input[0].content[0].x"),
+        (RESPONSES, {"input": [{"type": "reasoning", "summary": [], "x": 1}, HI]}, "input[0].x"),
+        (MESSAGES, {"messages": [{**HI, "x": 1}]}, "messages[0].x"),
+        (MESSAGES, {"messages": [said(TEXT)]}, "messages[0].content[0].x"),
+        (MESSAGES, {"system": [TEXT]}, "system[0].x"),
+        (MESSAGES, {"tools": [{**WEATHER, "x": 1}], "tool_choice": {"type": "none"}}, "tools[0].x"),
+        (MESSAGES, {"tools": [WEATHER], "tool_choice": {"type": "none", "x": 1}}, "tool_choice.x"),
+        (MESSAGES, {"thinking": {"type": "disabled", "x": 1}}, "thinking.x"),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_of_a_nested_object_is_named_or_ignored(
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer, metrics: Metrics, path: str,
+    fields: dict[str, Any], param: str,
+) -> None:  # fmt: skip
+    body = {**BODIES.get(path, {}), **fields}
+    refused = make_client(make_app(tokenizer)).post(path, body)
+    assert refused.status_code == 400 and f"unknown field '{param}'" in refused.json()["error"]["message"]
+    if path != MESSAGES:
+        assert (refused.json()["error"]["param"], refused.json()["error"]["code"]) == (param, "unknown_field")
+    client = make_client(make_app(tokenizer, unknown_fields="ignore"))
+    assert client.post(path, body).status_code == 200
+    assert metrics.ignored_fields._value.get() == 1
+
+
+def test_answers_come_back_as_litellm_keeps_them(
+    make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend,
+    reasoning_tokenizer: Tokenizer,
+) -> None:  # fmt: skip
+    """What its providers for OpenAI's and vLLM's API send of a conversation with a call, by their source."""
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=4096, common_model_len=4096)
+    text = '<think>\nHm.\n</think>\n\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    backend.generates([*reasoning_tokenizer.encode(text, add_special_tokens=False), 0], "stop")
+    client = make_client(make_app(reasoning_tokenizer))
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+    body: dict[str, Any] = {"model": "demo", "tools": tools, "tool_choice": "auto", "parallel_tool_calls": True}
+    [choice] = client.post(CHAT, {**body, "messages": [HI]}).json()["choices"]
+    message = choice["message"]
+    unknown = {name: message.pop(name) for name in ("reasoning", "refusal")}
+    [call] = message["tool_calls"]
+    kept: dict[str, Any] = {
+        **message,
+        "tool_calls": [{**call, "index": 0, "provider_specific_fields": None, "extra_content": {"google": {}}}],
+        "function_call": None,
+        "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": ""}],
+        "provider_specific_fields": {**unknown, "reasoning_content": message["reasoning_content"]},
+    }
+    result = {"role": "tool", "name": "f", "content": "2", "tool_call_id": call["id"]}
+    for answer in (kept, {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."}):
+        assert client.post(CHAT, {**body, "messages": [HI, answer, result]}).status_code == 200
+    _, first, second = (request.prompt for request in backend.requests)
+    assert first == second and "Hm." in reasoning_tokenizer.decode(first)
+
+
+@pytest.mark.parametrize("kind", ["thinking", "reasoning"])
+def test_reasoning_may_come_back_as_a_part(
+    make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend,
+    reasoning_tokenizer: Tokenizer, kind: str,
+) -> None:  # fmt: skip
+    name = "thinking" if kind == "thinking" else "text"
+    client = make_client(make_app(reasoning_tokenizer))
+    text = {"type": "text", "text": "Yes."}
+    parts = [{"type": kind, name: "Hm.", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}, text]
+    for answer in ({"content": parts}, {"content": "Yes.", "reasoning": "Hm."}):
+        body = {"messages": [HI, {"role": "assistant", **answer}], "continue_final_message": True, "max_tokens": 5}
+        assert client.post(CHAT, body).status_code == 200
+    first, second = (request.prompt for request in backend.requests)
+    assert first == second
+    assert "Hm." in reasoning_tokenizer.decode(first)
+    for wrong in ({"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": kind}]}):
+        assert client.post(CHAT, {"messages": [wrong]}).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_grammars_arrive(client: Client, backend: ScriptedBackend, field: dict[s
         ({"guided_grammar": 5}, "guided_grammar must be a string in EBNF"),
         (
             {"structured_outputs": {"xml": 1}},
-            "structured_outputs has no 'xml'; it takes json, regex, choice, grammar, json",
+            "unknown field 'structured_outputs.xml'; structured_outputs takes choice, grammar, json, json_object, regex",
         ),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object must be true, or left out"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos and guided_regex contradict each other: "),

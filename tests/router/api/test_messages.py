@@ -294,7 +294,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
             "text must be a string, not a number",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]}, "unknown field 'b'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
+            "[0].content[0].b'; messages[0]",
+        ),
         ({"system": 3}, "system must be a string or a list of blocks, not a number"),
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "this model does not reason; leave thinking out"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "with a number of tokens less than max_tokens"),

@@ -170,7 +170,7 @@ def test_what_instances_are_told_of_reasoning(
             {"use_beam_search": True, "thinking_token_budget": 5},
             "thinking_token_budget cannot be combined with use_beam",
         ),
-        ({"thinking_token_budget": -1}, "thinking_token_budget must be from 0 to"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget must be from 0 to"),
         ({"thinking": {"type": "enabled"}}, "this model does not reason; leave thinking out"),
         (
             {"messages": [{**QUESTION, "reasoning_content": "a"}]},

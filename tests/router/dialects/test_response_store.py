@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -85,6 +86,31 @@ def test_a_conversation_continues_by_id(
         with pytest.raises(openai.NotFoundError, match="may have expired"):
             one.responses.create(model="demo", input="x", previous_response_id=second.id)
         assert one.responses.create(model="demo", input="x", previous_response_id=third.id).output_text == " Paris."
+
+
+def test_calls_and_reasoning_are_items(
+    backend: ScriptedBackend, metrics: Metrics, reasoning_tokenizer: Tokenizer, serving: Serving
+) -> None:
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=4096, common_model_len=4096)
+    text = '<think>\nHm.\n</think>\n\nLook: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    backend.generates([*reasoning_tokenizer.encode(text), 0], "stop")
+    config = RouterConfig(model="demo", api_key="one", response_store="memory")
+    admission = AdmissionController(load_api_keys(config.api_key), config, metrics, lambda: 0.0)
+    app = create_app(config, reasoning_tokenizer, backend, admission, list, backend.log.latest, dict)
+    tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    with serving(app) as url, client(url) as one:
+        first: Any = one.responses.create(model="demo", input="hello", tools=tools)
+        call = next(item for item in first.output if item.type == "function_call")
+        result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+        second = one.responses.create(model="demo", input=result, tools=tools, previous_response_id=first.id)
+        items: Any = [*one.responses.input_items.list(second.id, order="asc")]
+    assert [item.type for item in items] == ["message", "reasoning", "message", "function_call", "function_call_output"]
+    assert [items[0].role, items[0].content[0].text] == ["user", "hello"]
+    assert items[1].content[0].text == "Hm." and items[2].content[0].text.strip() == "Look:"
+    assert (items[3].name, items[3].call_id, json.loads(items[3].arguments)) == ("f", call.call_id, {"a": 1})
+    assert (items[4].call_id, items[4].output) == (call.call_id, "2")
+    assert len({item.id for item in items}) == len(items)
 
 
 def test_keys_are_apart_and_store_false_keeps_nothing(stateful: Application, serving: Serving) -> None:

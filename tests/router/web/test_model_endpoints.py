@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from starlette.types import Message
+from tokenizers import Tokenizer as RustTokenizer
 
 from pdserve.router.api import http_responses, parsing
 from pdserve.router.text.tokenizer import Tokenizer
@@ -19,6 +21,7 @@ from pdserve.router.web.application import Application
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
 
+MAX_TEXT = 4_194_304  # characters
 CHATTING: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -39,6 +42,23 @@ def test_tokenize_and_back(client: Client, tokenizer: Tokenizer) -> None:
     strings = [tokenizer.id_to_token(token_id) for token_id in ids]
     assert answer == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strings}
     assert client.post("/detokenize", {"model": "demo", "tokens": ids}).json() == {"prompt": text}
+
+
+def test_the_text_of_few_tokens_may_be_too_long(
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    with_spaces = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    with_spaces.add_tokens([" " * 128])
+    with_spaces.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    client, tokens = (
+        make_client(make_app(tokenizer, max_body_bytes=1 << 20)),
+        [tokenizer.vocab_size - 1] * (MAX_TEXT // 128),
+    )
+    assert len(client.post("/detokenize", {"tokens": tokens}).json()["prompt"]) == MAX_TEXT
+    refused = client.post("/detokenize", {"tokens": [*tokens, 5]})
+    assert refused.status_code == 400 and f"at most {MAX_TEXT} are returned at once" in refused.text
 
 
 def test_tokenize_a_chat(client: Client, tokenizer: Tokenizer) -> None:

@@ -83,3 +83,10 @@ def test_history(make_scene: Callable[..., Scene], make_client: type[Client]) ->
     scene.overview.record()
     history = client.get("/debug/overview?history=true").json()["history"]
     assert len(history) == HISTORY_LENGTH and history[-2]["instances"] and not history[-1]["instances"]
+
+
+def test_a_query_of_a_wrong_type_is_an_error_in_our_format(client: Client) -> None:
+    response = client.get("/debug/overview?history=maybe")
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("history", "invalid_parameter") and "boolean" in error["message"]
