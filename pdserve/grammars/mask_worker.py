@@ -45,7 +45,7 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
-def build_matcher(spec: bytes, tokenizer: LLTokenizer, special: Mapping[str, int]) -> tuple[str, LLMatcher]:
+def build_matcher(spec: bytes, tokenizer: LLTokenizer, special: Mapping[str, int | None]) -> tuple[str, LLMatcher]:
     """Return the grammar of a specification in Lark's syntax, and its matcher at the beginning of an output.
 
     Raises:
@@ -73,7 +73,7 @@ def _message(error: str) -> str:
 
 
 def serve_masks(
-    connection: socket.socket, tokenizer: LLTokenizer, special: Mapping[str, int], load_cpu_s: float
+    connection: socket.socket, tokenizer: LLTokenizer, special: Mapping[str, int | None], load_cpu_s: float
 ) -> None:
     """Serve requests until the connection is closed. Loading the grammar may take `load_cpu_s` of CPU time."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
