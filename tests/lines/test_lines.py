@@ -38,7 +38,7 @@ MAY_SPLIT = {
         "scripts/interop/lm_eval.py",
         "router/batches/batch_queue.py",
         "pdserve/grammars/schema_keywords.py",
-        "pdserve/grammars/compile_server.py",
+        "pdserve/grammars/mask_worker.py",
         "kernels/native.py",
         "scripts/interop/smg.py",
     ),

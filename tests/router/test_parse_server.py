@@ -42,7 +42,7 @@ with ParseServer(tokenizer) as server:
         outcome(nested, 0),
         outcome(raised, ValueError("a defect")),
     ]
-    parse = partial(parse_body, TokenizeBody, b'{"prompt": "a", "x": 1, "y": 2}', UnknownFields())
+    parse = partial(UnknownFields().without, b'{"prompt": "a", "x": 1, "y": 2}', partial(parse_body, TokenizeBody))
     found["body"] = server.run(parse).prompt
     found["ignored"] = sum(ignored)
     other_thread = []

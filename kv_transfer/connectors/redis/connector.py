@@ -133,13 +133,13 @@ class RedisServer:
     def get(self, blocks: Sequence[Incoming]) -> None:
         commands = (command for block in blocks for command in self._names.load_commands(block.key))
         replies = self.call(*commands, batch_commands=self._names.batch_commands)
-        corrupt = []
+        corrupt, empty = [], []
         for header, block in zip(replies, blocks, strict=True):  # in this order, so that the replies are exhausted
             parts = islice(replies, self._names.parts)
             try:
                 content = _value(header)
                 if not len(content):
-                    block.missing()
+                    empty.append(block)
                 elif block.accept(_short(content), map(_value, parts)) is Outcome.CORRUPT:
                     corrupt.append(block)
             except redis.ResponseError as error:
@@ -148,6 +148,11 @@ class RedisServer:
         for block, is_stored in zip(corrupt, self.contains([block.key for block in corrupt]), strict=True):
             if not is_stored:
                 block.missing()  # evicted, partly or during the read
+        for block, is_stored in zip(empty, self.contains([block.key for block in empty]), strict=True):
+            if is_stored:
+                block.accept(b"", ())  # a header without a byte, which is corrupt
+            else:
+                block.missing()
 
     def contains(self, keys: Sequence[bytes]) -> Iterator[bool]:
         for start in range(0, len(keys), _PIPELINE_BLOCKS):
