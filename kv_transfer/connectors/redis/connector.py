@@ -148,10 +148,17 @@ class RedisServer:
         for block, is_stored in zip(corrupt, self.contains([block.key for block in corrupt]), strict=True):
             if not is_stored:
                 block.missing()  # evicted, partly or during the read
-        for block, is_stored in zip(empty, self.contains([block.key for block in empty]), strict=True):
-            if is_stored:
-                block.accept(b"", ())  # a header without a byte, which is corrupt
-            else:
+        self._tell_missing(empty)
+
+    def _tell_missing(self, blocks: Sequence[Incoming]) -> None:
+        """Mark blocks of whose headers nothing was read missing, or corrupt if a header is there and holds nothing."""
+        headers = self.call(*(("GET", self._names.of(block.key)[0]) for block in blocks)) if blocks else ()
+        for header, block in zip(headers, blocks, strict=True):
+            if self._has_error([header]):
+                continue
+            if header == b"":
+                block.accept(b"", ())
+            else:  # or it has come since
                 block.missing()
 
     def contains(self, keys: Sequence[bytes]) -> Iterator[bool]:
