@@ -45,8 +45,10 @@ _PART_BYTES = 512 << 10
 _BATCHES_AHEAD = 2
 
 # KEYS: header and pieces of a block. ARGV: the header that was found corrupt; another one is of a block stored since.
+# One that is too long was not kept, and is of no block.
 _DELETE_IF_SAME = (
-    f"return redis.call('GETRANGE', KEYS[1], 0, {HEADER_BYTES}) == ARGV[1] and redis.call('DEL', unpack(KEYS)) or 0"
+    f"local found = redis.call('GETRANGE', KEYS[1], 0, {HEADER_BYTES}) "
+    f"return (found == ARGV[1] or #found > {HEADER_BYTES}) and redis.call('DEL', unpack(KEYS)) or 0"
 )
 _OUTAGES = (redis.ConnectionError, redis.TimeoutError, OSError)
 _REJECTIONS = (redis.AuthenticationError, redis.InvalidResponse, redis.MaxConnectionsError)
@@ -99,7 +101,7 @@ class BlockNames:
         return f"pdserve:{{{self.hash_tag(key)}}}:{self.piece_bytes}"
 
     def _pack_load(self, name: bytes, max_payload_bytes: int) -> Iterator[bytes]:
-        yield _pack(b"GETRANGE", name, b"0", b"%d" % HEADER_BYTES)
+        yield _pack(b"GET", name)
         for piece, start in enumerate(self.starts):
             # An inclusive end: one byte more than is valid is requested, to detect a value that is too long.
             end = min(self.piece_bytes, max_payload_bytes - start)
@@ -133,14 +135,13 @@ class RedisServer:
     def get(self, blocks: Sequence[Incoming]) -> None:
         commands = (command for block in blocks for command in self._names.load_commands(block.key))
         replies = self.call(*commands, batch_commands=self._names.batch_commands)
-        corrupt, empty = [], []
+        corrupt = []
         for header, block in zip(replies, blocks, strict=True):  # in this order, so that the replies are exhausted
             parts = islice(replies, self._names.parts)
             try:
-                content = _value(header)
-                if not len(content):
-                    empty.append(block)
-                elif block.accept(_short(content), map(_value, parts)) is Outcome.CORRUPT:
+                if header is None:
+                    block.missing()
+                elif block.accept(_short(_value(header)), map(_value, parts)) is Outcome.CORRUPT:
                     corrupt.append(block)
             except redis.ResponseError as error:
                 self._log_error(error)
@@ -148,18 +149,6 @@ class RedisServer:
         for block, is_stored in zip(corrupt, self.contains([block.key for block in corrupt]), strict=True):
             if not is_stored:
                 block.missing()  # evicted, partly or during the read
-        self._tell_missing(empty)
-
-    def _tell_missing(self, blocks: Sequence[Incoming]) -> None:
-        """Mark blocks of whose headers nothing was read missing, or corrupt if a header is there and holds nothing."""
-        headers = self.call(*(("GET", self._names.of(block.key)[0]) for block in blocks)) if blocks else ()
-        for header, block in zip(headers, blocks, strict=True):
-            if self._has_error([header]):
-                continue
-            if header == b"":
-                block.accept(b"", ())
-            else:  # or it has come since
-                block.missing()
 
     def contains(self, keys: Sequence[bytes]) -> Iterator[bool]:
         for start in range(0, len(keys), _PIPELINE_BLOCKS):
@@ -380,7 +369,7 @@ def _pack(*words: bytes) -> bytes:
 
 
 def _short(value: bytes | StreamedPart) -> bytes:
-    """Return a value that is too short to be streamed; nothing for one that is not, which the server was not asked for."""
+    """Return a value that is too short to be streamed; nothing for one that is not."""
     return value if isinstance(value, bytes) else b""
 
 
