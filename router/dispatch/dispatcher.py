@@ -50,7 +50,7 @@ MAX_DROPS = 1  # instances that a request may cost until it is not tried on a fu
 # outage that spreads, would make the fleet compute everything several times.
 RETRIES_PER_REQUEST = 0.1  # that each new request adds to the budget
 MAX_RETRIES = 100.0  # in the budget
-FREE_MIGRATIONS = 8  # of a request that has decoded a token after each
+FREE_MIGRATIONS = 8  # after faults, of a request that decodes a token between any two
 MAX_ERROR_CHARS = 4000  # of an instance's error message
 NOTHING_STORED = Stored()
 ANSWERS = 32  # recent ones whose mean length is known
@@ -463,11 +463,11 @@ class Dispatcher:
         """Move the request to other instances; its stream continues after the last emitted token."""
         del self.states[state.id]
         now = self._now()
-        is_suspect = error.kind != "drained" and state.machine.is_suspect
-        is_often = error.kind != "drained" and len(state.timeline.migrations) >= FREE_MIGRATIONS
-        state.move(error, now, heard_since=now if is_suspect and self._waiting.timeout_s else -math.inf)
+        is_fault, machine = error.kind != "drained", state.machine
+        must_be_heard = is_fault and machine.is_suspect and self._waiting.timeout_s
+        state.move(error, now, heard_since=now if must_be_heard else -math.inf)
         self.states[state.id] = state
-        if is_suspect or is_often:
+        if is_fault and (machine.is_suspect or machine.faults > FREE_MIGRATIONS):
             if self._retry_budget < 1:
                 message = f"{error}, and the budget for repeated migrations is exhausted"
                 self.handle(state, Event.REJECTED, Unavailable(message, kind=error.kind, retry_after_s=1))

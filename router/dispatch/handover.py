@@ -140,6 +140,7 @@ class HandOverMachine:
             decode failure.
         migrations_left: how many more times the request may migrate after a fault before decode produces a token; negative
             once that is exceeded.
+        faults: after which it has migrated, or ended.
         is_suspect: it has lost its instances to at least two faults in a row, of which it may be the cause.
     """
 
@@ -148,6 +149,7 @@ class HandOverMachine:
     max_tokens: int = 0
     is_split: bool = True
     migrations_left: int = MAX_MIGRATIONS
+    faults: int = 0
     state: State = State.PREFILLING
     is_over: bool = field(default=False, init=False)
     last_step_at: float = field(default=-math.inf, init=False)
@@ -185,6 +187,7 @@ class HandOverMachine:
             self.migrations_left = MAX_MIGRATIONS
         elif event is Event.DECODE_FAILED:
             self.migrations_left -= 1
+            self.faults += 1
             event = Event.DECODE_FAILED if self.migrations_left >= 0 else Event.REJECTED
         if self.state is State.WAITING:
             transition = _WHILE_WAITING.get(event)

@@ -1,4 +1,4 @@
-"""How often a request may migrate: drains do not count, and faults in a row draw on a budget of all requests."""
+"""Limits of migrations. Drains do not count; faults without a token between draw on a budget that all requests share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_drains_do_not_count_against_the_migration_limits(make_cluster: type[Clu
     cluster.dispatcher._retry_budget = 0.0
     prefill = cluster.instances[0]
     state = cluster.open(max_tokens=20)
-    for move in range(6):
+    for move in range(FREE_MIGRATIONS + 1):
         here = state.decode
         assert here is not None
         cluster.deliver(prefill, state.id, token_ids=[move], stored=Stored(num_blocks=1, final=True))
@@ -27,7 +27,9 @@ def test_drains_do_not_count_against_the_migration_limits(make_cluster: type[Clu
         cluster.dispatcher.on_draining(here)
         assert len(state.timeline.migrations) == move + 1 and state.decode is not here
         here.change_role(here.hello)
-    assert state.emitted == [0, 1, 2, 3, 4, 5]
+    assert state.emitted == list(range(FREE_MIGRATIONS + 1))
+    cluster.fleet.deregister(state.final_instance, "test")
+    assert not state.machine.is_over, "nor with a fault after them"
 
 
 def test_repeated_migrations_need_retry_budget(make_cluster: type[Cluster]) -> None:
