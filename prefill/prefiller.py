@@ -270,7 +270,8 @@ class Prefiller:
         for part in state.parts:
             kept = max(0, told - part.first)
             for index, outcome in enumerate(part.leased[kept:], part.first + kept):
-                ended += [state.job.keys[index]] if outcome is Outcome.OK else []
+                if outcome is Outcome.OK:
+                    ended.append(state.job.keys[index])
             part.leased = part.leased[:kept]
         self._transfers.end_leases(ended, ticket)
 

@@ -1,4 +1,4 @@
-"""How many random cases a test draws: few in `make test`, where each run draws others, and many in `make slow`."""
+"""Numbers of random cases that hypothesis draws for a test: few in `make test`, many in `make slow`."""
 
 from hypothesis import settings
 

@@ -1,9 +1,9 @@
 """Structured output through llguidance: tokens that would break a grammar are masked.
 
-A grammar arrives as a specification (`grammars/specification.py`). A process of its own (`grammars/mask_worker.py`) compiles
-it within limits, and computes its masks, since what takes too long can only be stopped there. A sequence asks for its next
-mask as soon as it has a token, and no step has it before the mask is there: a slow grammar delays nobody else. The allowed
-tokens are a function of the output alone, so a sequence may be preempted or migrate to another instance.
+A grammar arrives as a specification (`grammars/specification.py`). A process of its own (`grammars/mask_worker.py`)
+compiles it within limits, and computes its masks, since what takes too long can only be stopped there. A sequence asks for
+its next mask as soon as it has a token, and takes part in no step until the mask has come, so a slow grammar delays nobody
+else. The allowed tokens are a function of the output alone, so a sequence may be preempted or migrate to another instance.
 
 Shape legend: R rows with a grammar, V vocabulary, W 32-bit words of a bit mask over the vocabulary.
 """

@@ -83,7 +83,7 @@ class FaultyStore(Connector):
         rng: random.Random,
         faults: float,
         now: Callable[[], float],
-        **can: bool,
+        **can: Any,
     ) -> None:
         self._data, self._leased, self._rng, self._faults, self._now, self._can = data, leased, rng, faults, now, can
         self.active: list[Operation] = []
@@ -91,7 +91,7 @@ class FaultyStore(Connector):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(cancels=True, skips_hanging=True, **self._can)  # type: ignore[arg-type]
+        return Capabilities(cancels=True, skips_hanging=True, **self._can)
 
     def attach(self, memory: PoolMemory) -> None:
         self._memory = memory

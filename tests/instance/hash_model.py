@@ -40,7 +40,7 @@ class WrongRow(Exception):
 
 @dataclass(frozen=True)
 class Variant:
-    """What the KV of a request depends on besides its tokens: its salt, and an adapter from a token on, if it has one."""
+    """Salt of a request, and its adapter with the token from which it applies: besides tokens, KV depends on these."""
 
     salt: str = ""
     adapter: bytes = b""

@@ -109,7 +109,7 @@ def test_blocks_are_compressed_where_the_link_is_slow(bytes_per_s: float, filled
 
 
 def test_a_store_that_was_cut_short_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is that of other bytes: blocks that were there already cost none, and those without space cost it in vain."""
+    """The time of a store counts for its codec only if it stored every block, so that seconds and bytes belong together."""
     one = Link("link://?codec=auto")
     rows = np.random.default_rng(1).integers(0, 256, (BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
     one.attach(PoolMemory(rows, LAYOUT))

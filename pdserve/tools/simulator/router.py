@@ -253,7 +253,7 @@ class SimulatedClient:
 
 
 def _ignore(amount: float, exemplar: dict[str, str] | None = None) -> None:
-    """Record nothing: nobody reads it."""
+    """Take the place of `observe` of a histogram that no simulation reads."""
 
 
 SLOT_S = 0.005

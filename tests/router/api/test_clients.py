@@ -132,7 +132,7 @@ def test_answers_come_back_as_litellm_keeps_them(
     make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend,
     reasoning_tokenizer: Tokenizer,
 ) -> None:  # fmt: skip
-    """What its providers for OpenAI's and vLLM's API send of a conversation with a call, by their source."""
+    """Second turn of a conversation with a tool call, with the fields that LiteLLM adds, taken from its source."""
     assert backend.info is not None
     backend.info = replace(backend.info, max_model_len=4096, common_model_len=4096)
     text = '<think>\nHm.\n</think>\n\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

@@ -271,7 +271,7 @@ def test_instances_on_gpus_need_a_core_each_and_not_all_threads_of_torch() -> No
 
 
 def measured_with(times: float, profile: Path) -> PlanConfig:
-    """Return settings of a plan with a measurement of a machine whose steps take so many times as long as forecast."""
+    """Return settings of a plan with a measurement from a machine that is slower than its profile by a factor."""
     config = plan_config(profile, slo="ttft=20s", instances=2, num_prompts=40, request_rate=4.0)
     slower = scaled(Profile.load(profile), prefill=times, decode=times)
     result = profile.parent / "result.json"
