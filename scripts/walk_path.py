@@ -116,12 +116,18 @@ def deployment(tree: Path, folder: Path, port: int) -> Iterator[dict[str, int]]:
         deadline = time.monotonic() + TIMEOUT_S
         while not is_ready(port):
             if up.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{' '.join(command)} did not get ready:\n{log.read_text()}")
+                raise RuntimeError(f"{' '.join(command)} did not get ready")
             time.sleep(0.1)
         yield processes_of(up.pid)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}\n{log.read_text()}") from error
     finally:
         up.send_signal(signal.SIGINT)
-        up.wait()
+        try:
+            up.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            up.kill()  # its children end with it
+            raise RuntimeError(f"{' '.join(command)} did not stop:\n{log.read_text()}") from None
 
 
 def processes_of(parent: int) -> dict[str, int]:
@@ -149,7 +155,12 @@ def request(port: int, target: str, body: object = None) -> str:
     fields = f"Host: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
         connection.sendall(f"{target} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + data)
-        return b"".join(iter(lambda: connection.recv(65_536), b"")).decode()
+        answer, deadline = b"", time.monotonic() + TIMEOUT_S  # one that waits gets comments, so `recv` never times out
+        while part := connection.recv(65_536):
+            answer += part
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{target} has not ended within {TIMEOUT_S:g} s:\n{answer.decode()}")
+        return answer.decode()
 
 
 def is_ready(port: int) -> bool:

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import re
+import select
 import signal
 import sys
 from typing import Any
@@ -70,13 +71,6 @@ def run(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) -> N
         send(os.getpid(), "error", f"{type(error).__name__}: {error}")
 
 
-def reap(*_: object) -> None:
-    """Signal handler for SIGCHLD: report the writers that ended."""
-    with contextlib.suppress(ChildProcessError):
-        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            send(pid, "dead", None)
-
-
 def import_connector(url: str) -> None:
     """Import the connector's module, and the libraries that it imports when it attaches, once for all writers.
 
@@ -94,15 +88,31 @@ def main() -> None:
     url, fingerprint = sys.argv[1:]
     import_connector(url)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # in all threads of the writers, for sigwait
-    signal.signal(signal.SIGCHLD, reap)
-    for line in sys.stdin:
-        command = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            run(url, fingerprint, **command)
-            os._exit(0)
-        send(0, "pid", pid)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    writers: dict[
+        int, int
+    ] = {}  # pid of each, by its pidfd; no handler of SIGCHLD would run between two lines for sure
+    commands = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115 - open until the end
+    while True:
+        for ready in select.select([commands.fileno(), *writers], [], [])[0]:
+            if ready in writers:
+                os.waitpid(writers[ready], 0)
+                send(writers.pop(ready), "dead", None)
+                os.close(ready)
+            elif line := commands.readline():
+                pid = fork_writer(url, fingerprint, json.loads(line))
+                writers[os.pidfd_open(pid)] = pid
+                send(0, "pid", pid)
+            else:
+                return
+
+
+def fork_writer(url: str, fingerprint: str, command: dict[str, Any]) -> int:
+    """Return the pid of a new process that runs a command."""
+    if pid := os.fork():
+        return pid
+    run(url, fingerprint, **command)
+    os._exit(0)
 
 
 if __name__ == "__main__":

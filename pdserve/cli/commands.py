@@ -21,7 +21,7 @@ import typer
 from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import GroupedCommand, command_from_config
-from pdserve.cli.signals import exit_on_signals
+from pdserve.cli.signals import exit_on_signals, set_on_signals
 from pdserve.config import DEFAULT_PORT, ROLES, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.model_path import check_model
@@ -249,8 +249,7 @@ def autoscale(config: AutoscaleConfig) -> None:
         simulate(config)
         return
     stop = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: stop.set())
+    set_on_signals(stop)
     run(config, stop, launcher_of(config.launcher) if config.launcher else None)
 
 

@@ -211,7 +211,7 @@ class Server:
 
     def __init__(self, connections: list[socket.socket], listener: socket.socket | None = None) -> None:
         self._connections, self._listener = connections, listener
-        self._statuses: dict[int, int] = {}  # status pipes of running processes, by pid
+        self._running: dict[int, tuple[int, int]] = {}  # pid and status pipe of each process, by its pidfd
 
     def wait_for_command(self, loading: Iterable[object]) -> list[str]:
         """Serve requests until all clients have left. In each forked process, return its arguments.
@@ -219,7 +219,7 @@ class Server:
         Args:
             loading: imports, in steps. Between them routers that need no torch are forked, and all else when it ends.
         """
-        signal.signal(signal.SIGCHLD, self._reap)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited SIG_IGN would lose the codes
         early: list[_Request] = []
         for _ in loading:
             for request in self._receive(timeout_s=0):
@@ -234,20 +234,23 @@ class Server:
                     return self._become(request, early)
 
     def _receive(self, timeout_s: float | None = None) -> "list[_Request]":
-        """Return requests that have arrived, after waiting for one or for new and leaving clients."""
-        requests = []
+        """Return requests that have arrived, after waiting for one, for new and leaving clients or the end of a process."""
         listening = [self._listener] if self._listener else []
-        for ready in select.select([*listening, *self._connections], [], [], timeout_s)[0]:
-            if ready is self._listener:
-                self._connections.append(ready.accept()[0])
-                continue
-            message, descriptors, _, _ = socket.recv_fds(ready, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+        waited_for = [*self._running, *(one.fileno() for one in (*listening, *self._connections))]
+        ready = {*select.select(waited_for, [], [], timeout_s)[0]}
+        requests, sending = [], [one for one in self._connections if one.fileno() in ready]
+        if self._listener and self._listener.fileno() in ready:
+            self._connections.append(self._listener.accept()[0])
+        for pidfd in ready & self._running.keys():
+            self._reap(pidfd)
+        for connection in sending:
+            message, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
             if message:
                 arguments, environment = json.loads(message)
                 requests.append(_Request(arguments, environment, descriptors))
                 continue
-            ready.close()
-            self._connections.remove(ready)
+            connection.close()
+            self._connections.remove(connection)
             if not self._connections:
                 os._exit(0)
         return requests
@@ -263,23 +266,23 @@ class Server:
         _become(request.arguments, request.environment, output, errors)
         return [*request.arguments, *map(str, inherited)]
 
-    def _reap(self, *_: object) -> None:
-        with suppress(ChildProcessError):  # a signal in here reaps another, perhaps the last
-            while self._statuses and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, code = ended
-                with suppress(BrokenPipeError), os.fdopen(self._statuses.pop(pid), "wb", 0) as status:
-                    status.write(f"{os.waitstatus_to_exitcode(code)}\n".encode())
+    def _reap(self, pidfd: int) -> None:
+        """Report the end of a process. (A handler of SIGCHLD would not run if that came just before `select` waits.)"""
+        pid, status = self._running.pop(pidfd)
+        os.close(pidfd)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with suppress(BrokenPipeError), os.fdopen(status, "wb", 0) as pipe:
+            pipe.write(f"{code}\n".encode())
 
     def _fork(self, request: "_Request") -> int:
         """Fork a process for a request, and return its pid; in the process itself 0."""
         output, errors, status, *inherited = request.descriptors
         gc.freeze()  # otherwise each child spends a second at exit on collecting, and copying, the imported modules
-        # SIGCHLD until its status pipe is known; the others because Python drops those that arrive during a fork.
-        blocked = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
+        blocked = [signal.SIGINT, signal.SIGTERM]  # Python drops those that arrive during a fork
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         server, pid = os.getpid(), os.fork()
         if pid:
-            self._statuses[pid] = status
+            self._running[os.pidfd_open(pid)] = pid, status
             with suppress(BrokenPipeError):
                 os.write(status, f"{pid}\n".encode())
             unused = [output, errors, *inherited]
@@ -287,8 +290,7 @@ class Server:
             parent.receive_at_end()
             if os.getppid() != server:  # it died before the line above
                 os._exit(128 + signal.SIGTERM)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            unused = [status, *self._statuses.values()]
+            unused = [status, *self._running, *(pipe for _, pipe in self._running.values())]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         for descriptor in unused:
             os.close(descriptor)

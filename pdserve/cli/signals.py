@@ -1,7 +1,9 @@
-"""SIGINT and SIGTERM while a process starts."""
+"""SIGINT and SIGTERM: while a process starts they end it at once, later they set an event."""
 
+import _thread
 import os
 import signal
+import threading
 from types import FrameType
 
 
@@ -17,3 +19,19 @@ def exit_on_signals() -> None:
 
 def _exit(number: int, _: FrameType | None) -> None:
     os._exit(128 + number)
+
+
+def set_on_signals(event: threading.Event) -> list[int]:
+    """Let SIGINT and SIGTERM set an event, and return a list to which their numbers are appended.
+
+    The event is set in a thread: the main thread, which runs handlers, may just hold the event's lock, since it waits.
+    """
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        _thread.start_new_thread(event.set, ())  # that of `threading` takes locks, too
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return received

@@ -1,12 +1,12 @@
 """`pdserve up`: a complete deployment on this machine, until Ctrl-C."""
 
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from pdserve.cli.deployment import Deployment
+from pdserve.cli.signals import set_on_signals
 from pdserve.cli.supervisor import print_line
 from pdserve.config import RouterConfig, UpConfig
 from pdserve.settings import shared_settings
@@ -33,8 +33,7 @@ def up(config: UpConfig) -> None:
     ).close()  # a foreign router there would pass the readiness check
     deployment = deployment_of(config, print_line)  # before the signal handlers: Ray installs its own
     stop = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: stop.set())
+    set_on_signals(stop)
     with deployment:
         counts = [(config.prefill, "prefill"), (config.decode, "decode"), (config.both, "both")]
         instances = " + ".join(f"{count} {role}" for count, role in counts if count)

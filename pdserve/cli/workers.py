@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 
+from pdserve.cli.signals import set_on_signals
 from pdserve.cli.supervisor import Child, Supervisor, child_of, print_line
 from pdserve.config import RouterConfig, UpConfig
 
@@ -28,14 +28,8 @@ def run_workers(config: RouterConfig) -> None:
     from pdserve.router.web.listening import listen
 
     listen(config).close()  # fails if the port is in use; the workers' SO_REUSEPORT would share it silently
-    stop, received_signals = threading.Event(), list[int]()
-
-    def request_stop(signum: int, _: FrameType | None) -> None:
-        received_signals.append(signum)
-        stop.set()
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, request_stop)
+    stop = threading.Event()
+    received_signals = set_on_signals(stop)
     with (
         quota_file(config) as path,
         Supervisor(worker_children(replace(config, quota_file=path)), on_line=print_line) as supervisor,

@@ -156,11 +156,13 @@ class AdapterChanges:
     def _end(self, state: _Order) -> None:
         order, errors = state.order, state.errors
         del self._orders[order.number]
-        if errors and not order.replaces:
-            for instance in state.done:
-                instance.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=order.name)))
         nobody = "" if state.done else "the instances were lost before they answered"
-        state.on_done(min(errors.values(), default=nobody))
+        error = min(errors.values(), default=nobody)
+        keeping = {*state.done} & {*self._fleet.instances.values()}
+        if errors and keeping and order.path and not order.replaces:  # the client is told once none keeps it
+            self._begin(pb.ChangeAdapter(name=order.name), keeping, lambda _: state.on_done(error))
+            return
+        state.on_done(error)
         loaded = None if errors else _loaded(state)
         if order.path and loaded and order.digest in (b"", loaded.digest):  # some may have attached since it began
             self.share({order.name: ServedAdapter(loaded.digest, loaded.path)})

@@ -78,6 +78,15 @@ def test_output_and_exit_codes_are_those_of_the_command(server: ForkServer) -> N
     assert run(server, "up", "--both", "0", "--prefill", "0", "--decode", "0")[0] == 2
 
 
+def test_an_end_is_reported_without_a_signal() -> None:
+    """That of the last process may come just before the parent waits, when Python runs no handler."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # as the parent inherits it
+    server = ForkServer()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with closing(server):
+        assert server.spawn(["version"], os.environ).wait(timeout=500) == 0
+
+
 def test_output_may_be_any_bytes() -> None:
     (status, _), (output, printed) = os.pipe(), os.pipe()
     process = ForkedProcess(None, status, output)

@@ -1,12 +1,15 @@
-"""SIGINT and SIGTERM while a process starts, in a destructor, where Python drops the exception of a handler."""
+"""SIGINT and SIGTERM at bad moments: in a destructor while a process starts, and while it holds the lock of an event."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from pdserve.cli.signals import set_on_signals
 
 # Python imports this module first, as PYTHONPATH has its folder.
 SEND_IN_A_DESTRUCTOR = """
@@ -46,3 +49,18 @@ def test_a_process_that_starts_ends_at_once(command: str, module: str, signum: s
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (128 + signum, "", "")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_sets_an_event_whose_lock_the_main_thread_holds(signum: signal.Signals) -> None:
+    """So it does for a moment whenever it begins or ends to wait."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    event = threading.Event()
+    try:
+        received = set_on_signals(event)
+        with event._cond:  # type: ignore[attr-defined]
+            signal.raise_signal(signum)
+        assert event.wait(60) and received == [signum]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -57,9 +57,28 @@ def test_what_one_cannot_load_the_others_unload(cluster: Any) -> None:
         [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
         answer(cluster, prefill, order)
         answer(cluster, decode, order, "it is of another base")
-        sent = cluster.sent(prefill)
-        assert [(one.name, one.path) for _, one in sent] == ([] if replaces else [("sql", "")])
-    assert done == ["decode-1: it is of another base"] * 2
+        if not replaces:
+            [(_, order)] = cluster.sent(prefill)
+            assert (order.name, order.path) == ("sql", "") and not done
+            answer(cluster, prefill, order)
+        assert cluster.sent(prefill) == cluster.sent(decode) == []
+        assert done.pop() == "decode-1: it is of another base"
+
+
+def test_nobody_waits_for_a_lost_instance_to_unload(cluster: Any) -> None:
+    done: list[str] = []
+    prefill, decode = cluster.instances
+    for before in (False, True):
+        cluster.dispatcher.change_adapter("sql", "path", False, done.append)
+        [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
+        answer(cluster, decode, order)
+        if before:
+            cluster.fleet.deregister(decode, "it is killed before it is told")
+        answer(cluster, prefill, order, "it is of another base")
+        if not before:
+            [(_, order)] = cluster.sent(decode)
+            answer(cluster, decode, order, "it is gone")
+        assert done.pop() == "prefill-0: it is of another base"
 
 
 def test_an_instance_that_is_lost_is_not_waited_for(cluster: Any) -> None:
@@ -168,16 +187,18 @@ def test_what_one_cannot_load_another_stores_for_it(cluster: Any) -> None:
         assert offer.offers and offer.digest == NEW and cluster.sent(decode) == [] and not done
         if "room" in fault:
             answer(cluster, prefill, offer, fault)
-            assert done.pop() == "decode-1: sql cannot be read"
         else:
             answer(cluster, prefill, offer)
             [(_, fetch)] = cluster.sent(decode)
             assert (fetch.digest, fetch.path, fetch.offers) == (NEW, "/folder/sql", False)
             has(cluster, decode, *([] if fault else [loaded]))
             answer(cluster, decode, fetch, fault)
-            assert done.pop() == (f"decode-1: {fault}" if fault else "")
-        assert [(one.name, one.path) for _, one in cluster.sent(prefill)] == ([("sql", "")] if fault else [])
-        assert cluster.sent(decode) == []
+        if fault:
+            [(_, unload)] = cluster.sent(prefill)
+            assert (unload.name, unload.path) == ("sql", "") and not done
+            answer(cluster, prefill, unload)
+        assert done.pop() == (fault and f"decode-1: {'sql cannot be read' if 'room' in fault else fault}")
+        assert cluster.sent(prefill) == cluster.sent(decode) == []
 
 
 @pytest.mark.parametrize("lost", ["prefill", "decode"])
