@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.grammars import compiler as compiler_module
 from pdserve.grammars import mask_client, mask_turns
 from pdserve.grammars.compile_server import Loaded
 from pdserve.grammars.compiler import GrammarCompiler
@@ -258,6 +259,31 @@ def test_a_dead_worker_is_replaced(compiler: GrammarCompiler, masks: MaskService
         time.sleep(0.01)
     fill(masks, (follower, [token]))
     assert follower.failure is None and follower.mask is not None
+
+
+def test_a_worker_that_cannot_be_replaced_keeps_nobody_waiting(
+    compiler: GrammarCompiler, masks: MaskService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as while there are as many processes as there may be."""
+
+    def fail(*_: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    follower = follow(compiler, SPECS[1])
+    fill(masks, (follower, []))
+    token, worker, server = allowed(follower.mask)[0], newest_worker(compiler), compiler.server_pid
+    assert server is not None
+    os.killpg(server, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    while Path(f"/proc/{worker}").exists():
+        time.sleep(0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler_module, "start_process", fail)
+        fill(masks, (follower, [token]))
+        assert follower.failure is not None and follower.failure.kind == "internal_error"
+    other = Follower(follower.grammar)
+    fill(masks, (other, []))
+    assert other.failure is None and other.mask is not None
 
 
 def test_a_worker_that_begins_with_drafts_knows_the_output_before_them(
