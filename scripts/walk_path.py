@@ -155,7 +155,7 @@ def request(port: int, target: str, body: object = None) -> str:
     fields = f"Host: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
         connection.sendall(f"{target} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + data)
-        answer, deadline = b"", time.monotonic() + TIMEOUT_S  # one that waits gets comments, so `recv` never times out
+        answer, deadline = b"", time.monotonic() + TIMEOUT_S  # `recv` limits a silence only
         while part := connection.recv(65_536):
             answer += part
             if time.monotonic() > deadline:
