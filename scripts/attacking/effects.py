@@ -85,6 +85,8 @@ class Scene:
         self._stack.callback(innocent.wait)
         self._stack.callback(innocent.terminate)
         while not self._rows.stat().st_size:
+            if innocent.poll() is not None:
+                raise RuntimeError("the innocent client has ended before its first answer")
             time.sleep(0.1)
         time.sleep(3)
         self.idle_mib = self._memory_mib()
