@@ -80,7 +80,7 @@ class Recorder:
         self._recording = False
         calls = [
             (thread, code.co_filename, code.co_qualname)
-            for code, thread in [*self._calls.values()]  # another thread may just be adding one
+            for code, thread in list(self._calls.values())  # at once: other threads may just add one
             if code.co_filename != __file__
         ]
         self._path("new").write_text(json.dumps(calls))
