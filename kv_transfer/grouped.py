@@ -30,7 +30,8 @@ from pdserve.kv_transfer.staging import attach_pool
 from pdserve.kv_transfer.tickets import join_tickets, tickets_of_rank
 
 MAX_MATCHES = 8  # questions to the store of a group that lacks what the longest prefix needs
-MAX_STATE_MATCHES = 64  # the same, of states, each of which is at one number of tokens only
+MAX_STATE_MATCHES = 64  # numbers of tokens at which it is asked for a state, the longest first
+STATE_GROWTH = 8  # by which more of them are asked for at once, if the first has none: mostly it has one
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -165,8 +166,11 @@ class GroupedConnector(Connector):
         """Ask group `at` and those behind it of how many leading keys they have what is needed."""
         size, window = self._groups[at].block_size, self._groups[at].window
         first = max(0, len(keys) * size + 1 - window) // size if at else 0  # as `Group.num_unreached`
-        if not keys or asked > (MAX_STATE_MATCHES if self._groups[-1].window == STATE_WINDOW else MAX_MATCHES):
+        if not keys or asked > MAX_MATCHES:
             found.set_result(0)
+            return
+        if at and window == STATE_WINDOW:
+            self._match_states(keys, at, 0, asked, found)
             return
 
         def on_matched(count: int) -> None:
@@ -178,18 +182,45 @@ class GroupedConnector(Connector):
             else:
                 found.set_result(stop)
 
-        def on_done(future: "Future[int]") -> None:
-            try:
-                on_matched(future.result())
-            except Exception as error:  # noqa: BLE001 - passed on
-                found.set_exception(error)
-
         if first == len(keys):
             on_matched(0)
             return
         with self._calling:
             matched = self._parts[at].match(keys[first:])
-        matched.add_done_callback(on_done)
+        _then(matched, on_matched, found)
+
+    def _match_states(self, keys: list[bytes], at: int, tried: int, asked: int, found: Future[int]) -> None:
+        """Ask the last group for the longest prefixes that have a state behind them, but for those that were tried."""
+        stop = min(len(keys), tried * STATE_GROWTH or 1)
+        if tried == stop or tried >= MAX_STATE_MATCHES:
+            found.set_result(0)
+            return
+        lengths = range(len(keys) - tried, len(keys) - stop, -1)
+
+        def on_matched(counts: list[int]) -> None:
+            length = next((length for length, count in zip(lengths, counts, strict=True) if count), 0)
+            if not length:
+                self._match_states(keys, at, stop, asked, found)
+            elif at == 1 or length == len(keys):
+                found.set_result(length)
+            else:  # of fewer keys, the windows have to be asked
+                self._match(keys[:length], 1, asked + 1, found)
+
+        with self._calling:
+            matched = [self._parts[at].match(keys[length - 1 : length]) for length in lengths]
+        _then(when_all(matched, list, Future()), on_matched, found)
+
+
+def _then(future: Future[T], on_result: Callable[[T], None], found: Future[int]) -> None:
+    """Call `on_result` once a future is done; an exception, also of that call, goes to `found`."""
+
+    def on_done(done: Future[T]) -> None:
+        try:
+            on_result(done.result())
+        except Exception as error:  # noqa: BLE001 - passed on
+            found.set_exception(error)
+
+    future.add_done_callback(on_done)
 
 
 def joined_held(results: Sequence[Result]) -> Future[None] | None:
