@@ -15,8 +15,9 @@ first token from the same logits. Each reports everything, so that any of them m
 The prompt of a beam search has no first token: decode computes its last token again, for the candidates.
 
 The decode instance loads stored blocks while later ones are still computed. Stores have a lease, which decode ends once it
-has loaded them. If a block cannot be stored, later blocks are not stored either, since a load needs all preceding ones;
-decode computes the missing part.
+has loaded them and has the final report; a prompt that the router cancels before it has that report ends its own. If a
+block cannot be stored, later blocks are not stored either, since a load needs all preceding ones; decode computes the
+missing part.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from pdserve.lifetime import Stage
 from pdserve.prefill.layer_stores import LayerStores
 from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Fetcher, Tails, Transfers
+
+MAX_REPORTED = 32  # prompts whose final report may not have reached the router
 
 
 @dataclass(eq=False)
@@ -119,6 +122,8 @@ class Prefiller:
         self._context = context
         self._lease_seconds = lease_seconds
         self._states: dict[Job, _PrefillState] = {}
+        # Those that have ended with a final report, by router and id: a cancellation may have crossed it.
+        self._reported: dict[tuple[str, str], tuple[_PrefillState, Job]] = {}
         if transfers.ranges > 1 and engine.runner.kv.final_bytes:
             engine.on_planned = self._begin_stores
 
@@ -177,6 +182,15 @@ class Prefiller:
                 if not self._transfers.in_place:  # else decode may still be reading
                     self._end_leases(state)
             self._announce(state)
+
+    def cancel_late(self, link: str, request_id: str) -> None:
+        """Handle that a request was cancelled before its router had the final report: decode will not end the leases."""
+        found = self._reported.pop((link, request_id), None)
+        if found is not None:
+            state, job = found
+            job.ended = True
+            if not state.running:
+                self._end_leases(state)
 
     def _begin_stores(self, plan: StepPlan) -> LayerStores | None:
         """Begin to store what a step is about to compute. Returns what is to be told of each layer, if there is anything."""
@@ -300,3 +314,7 @@ class Prefiller:
         for job in state.jobs:
             if self._states.pop(job, None) is not None:
                 self._context.close_job(job)
+                if state.lease_s and not (job.ended or self._transfers.in_place):
+                    self._reported[job.link, job.seq.request_id] = state, job
+                    if len(self._reported) > MAX_REPORTED:
+                        del self._reported[next(iter(self._reported))]
