@@ -111,9 +111,16 @@ class GroupedConnector(Connector):
         return found
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        for at, part in enumerate(self._parts):
-            with self._calling:
-                part.release(keys, tickets=self._tickets(tickets, at))
+        """End the leases of the first group's blocks, and those of tickets."""
+        self.release_blocks(keys, [0] * len(keys), tickets=tickets)
+
+    def release_blocks(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> None:
+        """End the leases of blocks, each in the group of its id: other prompts may have leased its key in another group."""
+        for at, places in enumerate(self._places(block_ids)):
+            of_group = self._tickets(tickets, at)
+            if places or of_group:
+                with self._calling:
+                    self._parts[at].release([keys[place] for place in places], tickets=of_group)
 
     def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
         for at, part in enumerate(self._parts):
@@ -131,6 +138,13 @@ class GroupedConnector(Connector):
     def _tickets(self, tickets: Sequence[bytes], at: int) -> list[bytes]:
         return tickets_of_rank(tickets, at, len(self._parts))
 
+    def _places(self, block_ids: Sequence[int]) -> list[list[int]]:
+        """Return the places of each group's ids."""
+        places: list[list[int]] = [[] for _ in self._parts]
+        for place, block in enumerate(block_ids):
+            places[sum(block >= first for first in self._first_ids) - 1].append(place)
+        return places
+
     def _each(
         self,
         keys: Sequence[bytes],
@@ -138,9 +152,7 @@ class GroupedConnector(Connector):
         start: Callable[[int, Connector, list[bytes], list[int]], Future[Result]],
     ) -> Future[Result]:
         """Start a transfer of each group that has some of the blocks, and return the future of all."""
-        places: list[list[int]] = [[] for _ in self._parts]
-        for place, block in enumerate(block_ids):
-            places[sum(block >= first for first in self._first_ids) - 1].append(place)
+        places = self._places(block_ids)
         futures = dict[int, Future[Result]]()
         for at, of_group in enumerate(places):
             if of_group:

@@ -44,11 +44,13 @@ class _StorePart:
         first: index in the prompt of the first one.
         blocks: number of blocks.
         stored: number of leading blocks stored; None until the store has ended.
+        tails: blocks of further groups that are stored with them, as `Transfers.store` has them.
         leased: outcomes of those whose leases have not been ended here, once the store has ended.
     """
 
     first: int
     blocks: int
+    tails: Tails = ()
     stored: int | None = None
     leased: list[Outcome] = field(default_factory=list)
 
@@ -231,7 +233,7 @@ class Prefiller:
             return
         if seq.kv.num_dropped > first:  # they have left the attention window
             self._context.count("store_skipped_blocks", len(job.keys) - first)
-            state.parts.append(_StorePart(first, seq.kv.num_dropped - first, 0))
+            state.parts.append(_StorePart(first, seq.kv.num_dropped - first, stored=0))
             state.has_gap = True
             return
         if is_complete and seq.kv.num_initial % seq.kv.block_size:
@@ -240,13 +242,13 @@ class Prefiller:
         blocks = seq.kv.blocks(first, ready)
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
-            part, keys = _StorePart(start, stop - start), job.keys[start:stop]
-            on_done = partial(self._on_stored, state, part)
-            store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
             tails: Tails = ()
             if seq.kv.tails:
                 pool, length = self._engine.pool, seq.kv.num_initial
                 tails = seq.kv.tails.prompt_blocks(pool, start, stop, length, multi_turn=job.multi_turn)
+            part, keys = _StorePart(start, stop - start, tails), job.keys[start:stop]
+            on_done = partial(self._on_stored, state, part)
+            store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
             future = self._transfers.store(*store, growing=coming > 0, tails=tails)
             if isinstance(future, GrowingStore):
                 state.growing.append(future)
@@ -280,14 +282,19 @@ class Prefiller:
 
     def _end_leases(self, state: _PrefillState, ticket: bytes = b"") -> None:
         """End once each lease of what decode will not be told of: all, or what is stored behind a gap."""
-        told, ended = state.stored_blocks if state.running else 0, list[bytes]()
+        told, ended, tails = state.stored_blocks if state.running else 0, list[bytes](), list[tuple[bytes, int]]()
         for part in state.parts:
             kept = max(0, told - part.first)
-            for index, outcome in enumerate(part.leased[kept:], part.first + kept):
-                if outcome is Outcome.OK:
-                    ended.append(state.job.keys[index])
+            keys = {
+                place: state.job.keys[part.first + place]
+                for place, outcome in enumerate(part.leased)
+                if place >= kept and outcome is Outcome.OK
+            }
+            ended += keys.values()
+            tails += [(keys[place], block) for place, block in part.tails if place in keys]
             part.leased = part.leased[:kept]
-        self._transfers.end_leases(ended, ticket)
+        if ended:
+            self._transfers.end_leases(ended, tails, [ticket] if ticket else [])
 
     def _announce(self, state: _PrefillState) -> None:
         """Report to the router how many leading blocks decode may load or follow, and whether more will come.

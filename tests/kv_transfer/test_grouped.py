@@ -90,7 +90,10 @@ def test_blocks_go_to_their_groups_and_outcomes_come_back_in_order() -> None:
     only_full = grouped.store(KEYS[:1], [0], lease_s=0.0).result()
     assert len(window.calls) == 2
     grouped.release(KEYS[:1], tickets=[only_full.ticket])
-    assert full.calls[-1] == ("release", KEYS[:1], [b"ticket of 1"]) and window.calls[-1] == ("release", KEYS[:1], [])
+    assert full.calls[-1] == ("release", KEYS[:1], [b"ticket of 1"]) and window.calls[-1][0] == "load"
+    grouped.release_blocks([*KEYS[:2], KEYS[1]], [0, 99, 100], tickets=[stored.ticket])
+    assert full.calls[-1] == ("release", KEYS[:2], [b"ticket of 3"])
+    assert window.calls[-1] == ("release", KEYS[1:2], [b"ticket of 2"])
     assert grouped.stats().blocks == {"store": 2, "load": 4}
     both = grouped.store([*KEYS[:2], KEYS[0]], [0, 1, 100], lease_s=0.0).result()
     grouped.prolong(KEYS[:2], lease_s=7.0, tickets=[both.ticket])
