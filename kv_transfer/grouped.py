@@ -166,7 +166,8 @@ class GroupedConnector(Connector):
                 tickets[at] = result.ticket
                 for place, outcome in zip(places[at], result.outcomes, strict=True):
                     outcomes[place] = outcome
-            return Result(outcomes, max(one.seconds for one in results), join_tickets(tickets), joined_held(results))
+            seconds = max((one.seconds for one in results), default=0.0)
+            return Result(outcomes, seconds, join_tickets(tickets), joined_held(results))
 
         def cancel() -> None:
             for future in futures.values():
@@ -243,9 +244,9 @@ def joined_held(results: Sequence[Result]) -> Future[None] | None:
 
 def when_all(futures: Sequence[Future[T]], combine: Callable[[list[T]], R], combined: Future[R]) -> Future[R]:
     """Complete a future once all others are done, with what `combine` makes of their results, or the first exception."""
-    lock, left = threading.Lock(), len(futures)
+    lock, left = threading.Lock(), 1 + len(futures)  # one for the start: there may be no others
 
-    def on_done(_: Future[T]) -> None:
+    def on_done(_: object) -> None:
         nonlocal left
         with lock:
             left -= 1
@@ -260,4 +261,5 @@ def when_all(futures: Sequence[Future[T]], combine: Callable[[list[T]], R], comb
 
     for future in futures:
         future.add_done_callback(on_done)
+    on_done(None)
     return combined

@@ -344,7 +344,10 @@ class MaskService:
         """Start another worker of a grammar, which follows the outputs from the beginning."""
         try:
             grammar.start_worker()
-        except RequestError as error:
+        except Exception as error:  # whatever it is, these sequences wait
+            if not isinstance(error, RequestError):
+                log.exception("a mask worker was not started")
+                error = RequestError(f"a mask worker cannot be started: {error}", kind="internal_error")
             with self._lock:
                 for one in wanted:
                     self._fail(one.follower, error)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pdserve.errors import RequestError
+from pdserve.grammars import compiler as compiler_module
 from pdserve.grammars import mask_client, mask_turns
 from pdserve.grammars.compile_server import Loaded
 from pdserve.grammars.compiler import GrammarCompiler
@@ -315,6 +316,31 @@ def test_a_worker_that_is_killed_over_a_mask_is_counted(compiler: GrammarCompile
     os.kill(worker, signal.SIGKILL)
     masks.wait([follower], 600)
     assert follower.mask is not None and compiler.num_workers_lost == lost + 1
+
+
+def test_a_worker_that_cannot_be_replaced_keeps_nobody_waiting(
+    compiler: GrammarCompiler, masks: MaskService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as while there are as many processes as there may be."""
+
+    def fail(*_: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    follower = follow(compiler, SPECS[1])
+    fill(masks, (follower, []))
+    token, worker, server = allowed(follower.mask)[0], newest_worker(compiler), compiler.server_pid
+    assert server is not None
+    os.killpg(server, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    while Path(f"/proc/{worker}").exists():
+        time.sleep(0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler_module, "start_process", fail)
+        fill(masks, (follower, [token]))
+        assert follower.failure is not None and follower.failure.kind == "internal_error"
+    other = Follower(follower.grammar)
+    fill(masks, (other, []))
+    assert other.failure is None and other.mask is not None
 
 
 def test_a_worker_that_begins_with_drafts_knows_the_output_before_them(

@@ -3,13 +3,16 @@
 import importlib
 import importlib.util
 import json
+import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +341,24 @@ def test_process_rules_with_tickets() -> None:
     lies = [try_rule(rule, f"pretends://{name}?size=64MiB", seconds=0.2) for rule in rules]
     assert [one.verdict for one in lies] == [Verdict.BROKEN] * 2 and "wrong bytes in a block" in lies[0].detail
     shm.unlink(f"shm://{name}")
+
+
+def test_writers_end_with_their_parent(tmp_path: Path) -> None:
+    """Also one that waits for its signal: a rule that ends early kills the parent."""
+    command = [sys.executable, "-m", "pdserve.kv_transfer.rules.writer", f"file://{tmp_path}", "m"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        print(json.dumps({"seed": 0, "passes": 1, "lease_s": 0.0}), file=parent.stdin, flush=True)
+        messages = {one["what"]: one["value"] for one in (json.loads(parent.stdout.readline()) for _ in range(2))}
+        writer = os.pidfd_open(messages["pid"])
+        assert "ready" in messages and not select.select([writer], [], [], 0)[0]
+        parent.kill()
+    try:
+        assert select.select([writer], [], [], 60)[0], "it waits for ever"
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(writer, signal.SIGKILL)
+        os.close(writer)
 
 
 # The guide.

@@ -101,6 +101,12 @@ def test_blocks_go_to_their_groups_and_outcomes_come_back_in_order() -> None:
     assert prolonged == [("prolong", KEYS[:2], 7.0, [b"ticket of 2"]), ("prolong", KEYS[:2], 7.0, [b"ticket of 1"])]
 
 
+def test_a_transfer_of_nothing_ends() -> None:
+    grouped = GroupedConnector([Part(), Part()], LAYOUT, [100, 50])
+    for transfer in (grouped.store([], [], lease_s=0.0), grouped.load([], [])):
+        assert transfer.result(60) == Result([], 0.0)
+
+
 def test_a_store_is_out_if_it_is_out_for_one_group() -> None:
     """Each group has a connection of its own; of tiers, heartbeats name those that are out."""
     full, window = Part(), Part()
