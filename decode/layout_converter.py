@@ -195,7 +195,8 @@ class ConvertedPrompt:
 
 
 def _one_after_another(results: list[Result]) -> Result:
-    return Result([outcome for one in results for outcome in one.outcomes], max(one.seconds for one in results))
+    seconds = max((one.seconds for one in results), default=0.0)
+    return Result([outcome for one in results for outcome in one.outcomes], seconds)
 
 
 def _cancelling(loads: Sequence[Future[Result]]) -> OperationFuture[Result]:

@@ -502,7 +502,11 @@ class _Watchdog:
     def _run(self) -> None:
         while (operation := self._next_due()) is not None:
             if self._stopped or operation.deadline <= time.monotonic():  # a growing one may wait for its next turn
-                operation.complete()
+                operation.complete(waits=False)
+                if (
+                    not operation.done()
+                ):  # a copy is in progress, as of a peer that hangs: the others do not wait for it
+                    threading.Thread(target=operation.complete, name=f"{self._thread.name}-late", daemon=True).start()
 
     def _next_due(self) -> Operation[Any] | None:
         """Wait for the next operation past its deadline. None: stopped, and no operations remain."""

@@ -58,11 +58,16 @@ class Fence:
         """Refuse further access. Returns at once."""
         self.cancelled = True
 
-    def close(self) -> bool:
-        """Close the fence, after waiting for a copy in progress. Returns True if this call closed it."""
-        with self._lock:
-            first = not self._closed
-            self._closed = True
+    def close(self, *, waits: bool = True) -> bool:
+        """Close the fence, after waiting for a copy in progress. Returns True if this call closed it.
+
+        Args:
+            waits: otherwise, it stays open if there is such a copy.
+        """
+        if not self._lock.acquire(blocking=waits):
+            return False
+        first, self._closed = not self._closed, True
+        self._lock.release()
         return first
 
 
@@ -117,9 +122,13 @@ class Operation(OperationFuture[T]):
         """True once the operation is cancelled, complete or past its deadline."""
         return self.fence.cancelled or self.done() or time.monotonic() >= self.deadline
 
-    def complete(self, error: BaseException | None = None) -> None:
-        """Set the future's result, or an exception. Called by worker and watchdog; only the first call has an effect."""
-        if not self.fence.close():
+    def complete(self, error: BaseException | None = None, *, waits: bool = True) -> None:
+        """Set the future's result, or an exception. Called by worker and watchdog; only the first call has an effect.
+
+        Args:
+            waits: for a copy in progress; otherwise, it has no effect if there is one.
+        """
+        if not self.fence.close(waits=waits):
             return
         self.work = None
         if self.fence.cancelled:

@@ -65,7 +65,8 @@ class ParseServer:
     def __exit__(self, *exception: object) -> None:
         """End the server. Workers end with the threads that called them, or with this process."""
         self._control.close()
-        os.waitpid(self.pid, 0)
+        with suppress(ChildProcessError):  # whoever started this process ignores SIGCHLD: the kernel has reaped it
+            os.waitpid(self.pid, 0)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Return what a function returns that can be pickled, as its result can be.

@@ -80,7 +80,7 @@ class Recorder:
         self._recording = False
         calls = [
             (thread, code.co_filename, code.co_qualname)
-            for code, thread in self._calls.values()
+            for code, thread in list(self._calls.values())  # at once: other threads may just add one
             if code.co_filename != __file__
         ]
         self._path("new").write_text(json.dumps(calls))
@@ -155,7 +155,7 @@ def request(port: int, target: str, body: object = None) -> str:
     fields = f"Host: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
         connection.sendall(f"{target} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + data)
-        answer, deadline = b"", time.monotonic() + TIMEOUT_S  # one that waits gets comments, so `recv` never times out
+        answer, deadline = b"", time.monotonic() + TIMEOUT_S  # `recv` limits a silence only
         while part := connection.recv(65_536):
             answer += part
             if time.monotonic() > deadline:

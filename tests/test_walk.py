@@ -2,10 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -46,6 +49,53 @@ def test_the_path_is_not_longer() -> None:
         if not longer:
             break
     assert not longer, f"{longer}; scripts/walk --list prints the path"
+
+
+def test_a_thread_may_record_a_call_as_the_recording_ends(
+    walk_path: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception of the handler would end whatever the process was doing."""
+    handlers: dict[int, Callable[[], None]] = {}
+    profiles: list[Callable[..., None]] = []
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(threading, "setprofile", profiles.append)
+    monkeypatch.setattr(sys, "setprofile", lambda _: None)
+    is_late, is_writing = threading.Event(), threading.Event()
+
+    class Late:
+        co_filename, co_qualname = "b.py", "g"
+
+    class Early:
+        co_qualname = "f"
+
+        @property
+        def co_filename(self) -> str:
+            is_writing.set()
+            late.join()
+            return "a.py"
+
+    class Frame:
+        seen = 0
+
+        @property
+        def f_code(self) -> Late:
+            self.seen += 1
+            if self.seen == 2:  # it shall be recorded
+                is_late.set()
+                assert is_writing.wait(60)
+            return code
+
+    code = Late()
+    walk_path.Recorder(tmp_path)
+    handlers[signal.SIGUSR1]()
+    [profile] = profiles
+    profile(SimpleNamespace(f_code=Early()), "call", None)
+    late = threading.Thread(target=profile, args=(Frame(), "call", None))
+    late.start()
+    assert is_late.wait(60)
+    handlers[signal.SIGUSR2]()
+    [recorded] = json.loads((tmp_path / f"{os.getpid()}.json").read_text())
+    assert recorded[1:] == ["a.py", "f"]
 
 
 def test_returns_are_counted_by_thread(walk_path: ModuleType) -> None:

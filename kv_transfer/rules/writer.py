@@ -20,6 +20,8 @@ import re
 import select
 import signal
 import sys
+import threading
+import time
 from typing import Any
 
 from pdserve.errors import SetupError
@@ -33,6 +35,13 @@ def send(pid: int, what: str, value: Any) -> None:
     os.write(1, f"{json.dumps({'pid': pid, 'what': what, 'value': value})}\n".encode())
 
 
+def end_with(parent: int) -> None:
+    """End this process once its parent has died, whatever it waits for. To be run in a thread."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+
 def write(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) -> None:
     """Attach, wait for SIGUSR1, and store the passes."""
     rows = rows_of(seed)
@@ -42,10 +51,7 @@ def write(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) ->
     signal.sigwait({signal.SIGUSR1})
     outcomes: list[str] = []
     tickets: list[str] = []
-    parent = os.getppid()
     for number in range(passes):
-        if os.getppid() != parent:
-            return  # the parent died, so nothing would kill this process
         send(os.getpid(), "pass", number)
         stamp(rows, number)
         keys = [key_of(seed, number, n) for n in range(COUNT)]
@@ -56,8 +62,7 @@ def write(url: str, fingerprint: str, seed: int, passes: int, lease_s: float) ->
     said = [one.last_warning for one in batched_connectors(connector) if one.last_warning]
     send(os.getpid(), "warnings", said)
     send(os.getpid(), "tickets", tickets)
-    while os.getppid() == parent and signal.sigtimedwait({signal.SIGUSR1}, 0.5) is None:
-        pass
+    signal.sigwait({signal.SIGUSR1})
     if not tickets:
         connector.close()  # stored blocks stay available
 
@@ -109,8 +114,10 @@ def main() -> None:
 
 def fork_writer(url: str, fingerprint: str, command: dict[str, Any]) -> int:
     """Return the pid of a new process that runs a command."""
+    parent = os.getpid()
     if pid := os.fork():
         return pid
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     run(url, fingerprint, **command)
     os._exit(0)
 

@@ -98,7 +98,7 @@ class ForkedProcess:
             return
         if not self._pid and self._server is not None and not self._server.has_forked:
             self._server.kill()  # it is loading
-        elif self.pid:
+        elif self.pid and self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, sig)
 
@@ -220,18 +220,19 @@ class Server:
             loading: imports, in steps. Between them routers that need no torch are forked, and all else when it ends.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited SIG_IGN would lose the codes
-        early: list[_Request] = []
+        waiting: list[_Request] = []
         for _ in loading:
-            for request in self._receive(timeout_s=0):
-                if not _is_light(request.arguments):
-                    early.append(request)
-                elif not self._fork(request):
-                    return self._become(request, early)
-        while True:
-            for request in early or self._receive():
-                early = early[1:]
+            waiting += self._receive(timeout_s=0)
+            for request in [one for one in waiting if _is_light(one.arguments)]:
+                waiting.remove(request)
                 if not self._fork(request):
-                    return self._become(request, early)
+                    return self._become(request, waiting)
+        while True:
+            waiting = waiting or self._receive()
+            while waiting:
+                request, *waiting = waiting
+                if not self._fork(request):
+                    return self._become(request, waiting)
 
     def _receive(self, timeout_s: float | None = None) -> "list[_Request]":
         """Return requests that have arrived, after waiting for one, for new and leaving clients or the end of a process."""

@@ -9,11 +9,14 @@ import atexit
 import operator
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -23,7 +26,7 @@ from pydantic_core import from_json
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from pdserve.cli.deployment import Deployment, free_port
+from pdserve.cli.deployment import START_TIMEOUT_S, Deployment, free_port
 from pdserve.config import RouterConfig, UpConfig
 from pdserve.errors import PdserveError, SetupError
 from pdserve.lines.event_stream import read_events_async
@@ -354,13 +357,16 @@ class Fleet:
     Attributes:
         url: base URL of the router.
         api_key: a key of its clients, as the router too takes those of the environment; empty: it needs none.
+        closed: it has been closed.
 
     Raises:
         SetupError: the port is in use, or a process cannot start; the text begins with what the processes printed.
     """
 
     def __init__(self, config: UpConfig) -> None:
-        self._stop = threading.Event()
+        self.closed = False
+        # Wakes the thread. No event: the collector may call `close` in this thread as it holds the lock of an event.
+        self._closing = SimpleQueue[None]()
         self._lines: deque[str] = deque(maxlen=20)
         self._ready: Future[str] = Future()
         self.api_key = (config.api_key or os.environ.get("PDSERVE_API_KEY", "")).split(",")[0].strip()
@@ -377,14 +383,10 @@ class Fleet:
             self.close()
             raise
 
-    @property
-    def closed(self) -> bool:
-        """True once it has been closed."""
-        return self._stop.is_set()
-
     def close(self) -> None:
         """Stop all processes and remove their shared memory. Further calls do nothing."""
-        self._stop.set()
+        self.closed = True
+        self._closing.put(None)
         if threading.current_thread() is not self._thread:  # in which the garbage collector may run, too
             self._thread.join()
         atexit.unregister(self.close)
@@ -393,7 +395,7 @@ class Fleet:
         try:
             with self._deployment as deployment:
                 self._wait_ready(deployment)
-                while not self._stop.wait(POLL_S):
+                while not self._closes_within(POLL_S):
                     deployment.check_children()
         except Exception as error:
             if self._ready.done():
@@ -401,10 +403,18 @@ class Fleet:
             # Also one that is a fault of ours: the caller waits for nothing else.
             self._ready.set_exception(error if isinstance(error, SetupError) else SetupError(repr(error)))
 
+    def _closes_within(self, seconds: float) -> bool:
+        with suppress(Empty):
+            self._closing.get(timeout=seconds)
+        return self.closed
+
     def _wait_ready(self, deployment: Deployment) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
         try:
-            while not self._stop.is_set() and not deployment.poll_ready():
-                self._stop.wait(POLL_S)
+            while not self.closed and not deployment.poll_ready():
+                if time.monotonic() > deadline:  # a process ends again and again, which nobody sees here
+                    raise SetupError(f"not ready within {START_TIMEOUT_S:g} s")
+                self._closes_within(POLL_S)
         except SetupError as error:  # the reason is the last line, until the others are stopped, which print more
             raise SetupError("\n".join([*self._lines, str(error)])) from error
         self._ready.set_result(deployment.url)

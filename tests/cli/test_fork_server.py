@@ -1,7 +1,9 @@
 """The preloaded parent of `pdserve up`: what it forks is as what Popen starts, and ends as that does."""
 
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import fork_server
-from pdserve.cli.fork_server import ForkedProcess, ForkServer
+from pdserve.cli.fork_server import ForkedProcess, ForkServer, request
 from pdserve.cli.supervisor import Child, Supervisor
 
 DECODE = [
@@ -93,6 +95,53 @@ def test_output_may_be_any_bytes() -> None:
     os.write(printed, b"a\xe9b\nmore\n")
     os.close(printed)
     assert process.stdout is not None and [*process.stdout] == ["a\N{REPLACEMENT CHARACTER}b\n", "more\n"]
+
+
+def test_a_signal_to_a_process_that_has_just_ended() -> None:
+    """The server has reaped it, and is about to report its code."""
+    ended = subprocess.Popen(["true"])
+    assert ended.wait() == 0
+    status, written = os.pipe()
+    with open(written, "wb", buffering=0) as server:
+        server.write(f"{ended.pid}\n".encode())
+        process = ForkedProcess(None, status)
+        process.send_signal(signal.SIGINT)
+        server.write(b"0\n")
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_is_forked_holds_nothing_of_another_request(steps: int) -> None:
+    """Else the reader of its output waits for the end of a stranger. Both requests are there when the server looks."""
+    code = """
+import socket, sys, time
+from pdserve.cli.fork_server import Server
+loading, *descriptors = map(int, sys.argv[1:])
+arguments = Server([socket.socket(fileno=one) for one in descriptors]).wait_for_command(range(loading))
+time.sleep(float(arguments[-1]))
+"""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    processes = []
+    for (ours, _), seconds in zip(pairs, ("600", "0"), strict=True):
+        output, printed = os.pipe()
+        light = ["router", "--model", "demo"]
+        processes.append(ForkedProcess(None, request(ours, [*light, seconds], {}, printed, printed), output))
+        os.close(printed)
+    theirs = [one.fileno() for _, one in pairs]
+    with subprocess.Popen([sys.executable, "-c", code, str(steps), *map(str, theirs)], pass_fds=theirs) as server:
+        for _, one in pairs:
+            one.close()
+        try:
+            assert processes[1].wait(60) == 0 and processes[1].stdout is not None
+            assert select.select([processes[1].stdout], [], [], 10)[0], "no end of its output"
+        finally:
+            processes[0].kill()
+            for ours, _ in pairs:
+                ours.close()
+            server.wait(60)
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def test_a_router_that_needs_no_torch_does_not_wait_for_it() -> None:

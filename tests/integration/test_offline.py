@@ -6,8 +6,10 @@ import math
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +18,13 @@ import pytest
 import torch
 
 from pdserve import LLM, AsyncLLM, LoRARequest, SamplingParams
+from pdserve.cli.deployment import free_port
 from pdserve.cli.supervisor import Supervisor
+from pdserve.config import UpConfig
 from pdserve.errors import PdserveError, SetupError
 from pdserve.model_path import DEMO
+from pdserve.offline import llm as module
+from pdserve.offline.llm import Fleet
 from tests.low_rank import make_adapter, merge
 
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
@@ -243,4 +249,51 @@ def test_a_fault_at_the_start_does_not_keep_the_caller_waiting(monkeypatch: pyte
 
     monkeypatch.setattr(Supervisor, "__enter__", fail)
     with pytest.raises(SetupError, match="a fault"):
+        LLM()
+
+
+class Idle:
+    """A deployment without processes, which is ready or never gets so."""
+
+    url, is_ready = "http://127.0.0.1:1", True
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> "Idle":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def poll_ready(self) -> bool:
+        return self.is_ready
+
+    def check_children(self) -> None: ...
+
+
+def test_the_collector_may_stop_it_anywhere_in_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that holds a lock, as when it begins or ends to wait."""
+    monkeypatch.setattr(module, "Deployment", Idle)
+    for number in range(40):
+        dropped, steps, before = list[Fleet](), count(), {*threading.enumerate()}
+
+        def stop(*_: object, dropped: list[Fleet] = dropped, steps: "count[int]" = steps, number: int = number) -> None:
+            if dropped and next(steps) == number:
+                dropped[0].close()
+
+        threading.setprofile(stop)
+        try:
+            dropped.append(Fleet(UpConfig(port=free_port())))
+        finally:
+            threading.setprofile(None)
+        for thread in {*threading.enumerate()} - before:
+            thread.join(60)
+            assert not thread.is_alive(), f"it waits for itself, stopped at step {number}"
+
+
+def test_a_start_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of a process that is killed again and again: the caller sees nothing of it."""
+    monkeypatch.setattr(module, "Deployment", Idle)
+    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(Idle, "is_ready", False)
+    with pytest.raises(SetupError, match="not ready within 0 s"):
         LLM()

@@ -211,6 +211,25 @@ def test_operations_queued_behind_a_hanging_one_end_at_their_own_deadlines(
     assert connector.store(keys, [0], lease_s=1).result(60).leading == 1  # the worker is available again
 
 
+def test_operations_behind_a_copy_that_hangs_end_at_their_own_deadlines(
+    connector: Scripted, clock: Clock, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one from a peer whose memory cannot be read now. Its own operation ends with it, since the row is in use."""
+    keys = new_keys(1)
+    assert connector.store(keys, [0], lease_s=1).result(60).leading == 1
+    hang = HangInCall(1)
+    monkeypatch.setattr(blocks, "copy_and_hash", lambda *_: hang(""))
+    hanging = connector.load(keys, [4])
+    assert hang.reached.wait(60)
+    behind = connector.load(keys, [5])
+    clock.advance(2 * TIMEOUT, connector)
+    try:
+        assert behind.result(60).outcomes == [Outcome.UNAVAILABLE] and not hanging.done()
+    finally:
+        hang.resume.set()
+    assert hanging.result(60).outcomes != [Outcome.OK]
+
+
 def test_a_deadline_is_extended_for_the_bytes_of_the_operation_and_those_before_it(
     connector: Scripted, clock: Clock, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

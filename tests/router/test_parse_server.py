@@ -86,3 +86,16 @@ def test_functions_run_beside_the_router() -> None:
     assert found == {"body": "a", "ignored": 2} | dict.fromkeys(
         ("beside", "shared", "of_thread", "memory_returned", "again", "is_gone"), True
     )
+
+
+def test_it_ends_where_ended_children_are_reaped_by_the_kernel() -> None:
+    code = """
+import signal
+from pdserve.router.parse_server import ParseServer
+from pdserve.router.text.tokenizer import Tokenizer
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as whoever starts a router may have it
+with ParseServer(Tokenizer("demo")):
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

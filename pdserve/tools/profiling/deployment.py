@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from pdserve.errors import SetupError
 from pdserve.lifetime import Stage
 from pdserve.profile.fit import least_squares
 
@@ -20,6 +21,7 @@ ANSWERS = (2, 96)  # tokens
 ROUNDS = 3
 QUICK_REQUESTS, QUICK_ROUNDS = 12, 1
 POLL_S = 0.02
+FLIP_TIMEOUT_S = 600.0  # for a change of role, which takes seconds: an instance that has died makes none
 
 
 Context = AbstractContextManager[Any]  # of a `pdserve.cli.deployment.Deployment`
@@ -30,6 +32,9 @@ def measure(start: Callable[[int], Context], model: str) -> tuple[float, float, 
 
     Args:
         start: returns a deployment of a router and this number of instances with the role `both`.
+
+    Raises:
+        SetupError: they do not start, or an instance does not change its role.
     """
     started = time.perf_counter()
     with start(1) as deployment:
@@ -78,14 +83,15 @@ def _ask(http: httpx.Client, model: str, name: str, tokens: int) -> None:
 
 
 def _flip(http: httpx.Client, name: str, role: str) -> float:
-    """Return the seconds until an instance serves in another role."""
+    """Return the seconds until an instance serves in another role. Raises SetupError if it never does."""
     started = time.perf_counter()
     http.post(f"/admin/instances/{name}/role", json={"role": role}).raise_for_status()
-    while True:
+    while time.perf_counter() - started <= FLIP_TIMEOUT_S:
         instances = http.get("/debug/instances").raise_for_status().json()["instances"]
         if any(one["instance_id"] == name and one["role"] == role and not one["draining"] for one in instances):
             return time.perf_counter() - started
         time.sleep(POLL_S)
+    raise SetupError(f"{name} does not serve as {role} within {FLIP_TIMEOUT_S:g} s")
 
 
 def _cpu_seconds(pid: int) -> float:

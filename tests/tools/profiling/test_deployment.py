@@ -1,12 +1,15 @@
 """Start-up, change of role and the router's share, measured on real processes."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
+from pdserve.errors import SetupError
 from pdserve.profile.profile import Overheads
 from pdserve.tools.profiling import deployment
 
@@ -34,3 +37,16 @@ def test_what_surrounds_the_engine_is_measured(fork_server: Any, monkeypatch: py
     assert around.router_request_s + around.router_token_s > 0 and around.frame_s > 0
     changes = [line for line in lines if line.startswith("[both-0]") and "now serves as decode" in line]
     assert len(changes) == 2, lines
+
+
+def test_an_instance_that_dies_as_it_changes_its_role_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"instances": []})
+
+    served = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://router")
+    running = SimpleNamespace(wait_ready=lambda: None, url="http://router")
+    monkeypatch.setattr(deployment, "FLIP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(deployment, "measure_router", lambda *_: {})
+    monkeypatch.setattr(httpx, "Client", lambda **_: served)
+    with pytest.raises(SetupError, match="both-0 does not serve as decode within"):
+        deployment.measure(lambda _: nullcontext(running), "demo")
