@@ -6,7 +6,7 @@
 # make format      as lint wants it
 # make slow        what `make test` leaves out: long tests, random ones with many examples, integration tests in 16 bits
 # make proto       the Python of proto/pdserve.proto, anew
-# make setup       .venv alone, which all others set up first; PY=python3.12 chooses the Python of a new one
+# make setup       .venv alone, which all others set up first; PY=python3.12 is its Python, TORCH_INDEX=URL has its torch
 # make clean       removes .venv, .cache and build
 PY ?= python3
 BIN := .venv/bin
@@ -28,7 +28,8 @@ setup: .venv/.ready
 	@$(PY) tests/links.py
 	@echo "setting up .venv (a minute or two the first time, most of it torch)"
 	@$(PY) -m venv .venv
-	@$(BIN)/pip install --progress-bar on -q -c constraints.txt torch
+	@# TORCH_INDEX: a package index, such as that of the builds for CPUs, 0.2 GB each. On Linux the usual one has CUDA's, 3 GB.
+	@$(BIN)/pip install --progress-bar on -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
 	@$(BIN)/pip install --progress-bar on -q -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -36,6 +36,7 @@ from pdserve.beam_search import BeamSearch
 from pdserve.decode.layout_converter import ConvertedPrompt
 from pdserve.decode.load_machine import Action, Load, LoadMachine, Start
 from pdserve.engine.engine import Engine
+from pdserve.engine.memory.groups import stored_tails
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Accepted
 from pdserve.errors import RequestError
@@ -51,6 +52,7 @@ TOO_FEW_ANSWERS = (
     "beam_width, or exclude less"
 )
 LEASE_PARTS = 3  # of a lease, after each of which it is prolonged
+MAX_EARLY = 32  # requests that ended before prefill's final report, of which that is expected
 STORE_BACK_BLOCKS = 8  # per store, except for the last one, so that a step starts few stores
 
 
@@ -140,6 +142,8 @@ class Decoder:
         self.waiting: dict[Sequence, _DecodeState] = {}
         self.unreserved: dict[Sequence, _DecodeState] = {}
         self.cramped: dict[Sequence, _DecodeState] = {}
+        # Requests that ended before prefill's final report, which may be on its way, by router and id.
+        self._early: dict[tuple[str, str], tuple[_Leases, Job]] = {}
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
         """Start a request: wait for its KV or, in phase BOTH, fetch its prefix and queue it in the engine.
@@ -199,6 +203,13 @@ class Decoder:
         else:
             return
         self.reserve()
+
+    def hand_over_late(self, link: str, message: pb.HandOver) -> None:
+        """Handle prefill's report of a request that has ended here: with the final one, the leases are to be ended here."""
+        found = self._early.pop((link, message.request_id), None) if message.final else None
+        if found is not None and not (found[0].ended or found[0].num_choices):
+            found[0].ended = True
+            self._transfers.end_leases(*self._leased(found[1], message.num_blocks))
 
     def reserve(self) -> None:
         """Give blocks to requests whose KV is there. To be called whenever blocks were freed.
@@ -405,15 +416,26 @@ class Decoder:
             self._carry_out(follower, follower.loading.shared(num_blocks))
 
     def _end_leases(self, state: _DecodeState, tickets: SequenceABC[bytes]) -> None:
-        """End the leases of tickets, and of all keys after prefill's final report. A prefill that is cancelled before that
-        ends the leases of its keys itself."""
+        """End the leases of tickets, and of all keys after prefill's final report. Before that they are prefill's, which ends
+        them when it is cancelled."""
         if state.loader is not None and state.loader.job in self._states:
             return  # which ends them
         is_due = state.loading.is_final and not state.leases.ended
-        keys = state.job.keys[: state.loading.available] if is_due else ()
+        keys = state.job.keys[: state.loading.available] if is_due else []
         state.leases.ended |= is_due
-        if keys or tickets:
+        if state.converted is None and keys and self._engine.pool.tail_groups:
+            self._transfers.end_leases(*self._leased(state.job, len(keys)), tickets)
+        elif keys or tickets:
             (state.converted or self._connector).release(keys, tickets=tuple(tickets))
+
+    def _leased(self, job: Job, num_blocks: int) -> tuple[list[bytes], list[tuple[bytes, int]]]:
+        """Return what prefill has leased of a prompt's first blocks: their keys, and those of further groups with an id.
+
+        Of these perhaps some more, which prefill had in its pool: no hand-over waits for such blocks.
+        """
+        keys, kv, pool = job.keys[:num_blocks], job.seq.kv, self._engine.pool
+        tails = stored_tails(pool, kv.tokens[: kv.num_initial], multi_turn=job.multi_turn) if pool.tail_groups else []
+        return keys, [(keys[index], block) for index, block in tails if index < num_blocks]
 
     def _store_back(self, state: _DecodeState, min_blocks: int = 1) -> None:
         """Store the full blocks computed here since the last call, if there are at least `min_blocks`.
@@ -475,14 +497,12 @@ class Decoder:
         if job.seq.kv.block_ids or loading.has_started:
             self._engine.remove(job.seq)
         if job.open_transfers == 0:
-            leases = state.leases
-            leases.num_choices -= 1
+            state.leases.num_choices -= 1
             if not loading.has_started and not state.has_heir:
                 self._end_leases(state, state.tickets)  # no instance will load what was stored for this request
-            elif (
-                loading.coming and not leases.num_choices and not leases.ended
-            ):  # all ended before prefill's final report
-                leases.ended = True
-                self._connector.release(job.keys)
+            if not loading.is_final and job.phase == pb.DECODE and state.converted is None:
+                self._early[job.link, job.seq.request_id] = state.leases, job
+                if len(self._early) > MAX_EARLY:
+                    del self._early[next(iter(self._early))]
             del self._states[job]
             self._context.close_job(job)

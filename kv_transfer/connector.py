@@ -307,6 +307,10 @@ class Connector(ABC):
     def close(self) -> None:
         """Wait for operations in flight, then free all resources. Stored blocks stay available to other instances."""
 
+    def release_blocks(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> None:
+        """As `release`, of a pool of several groups: the block ids say of which group each key is. Only ours override it."""
+        self.release(keys, tickets=tickets)
+
     # For the conformance kit alone, which checks more where a connector implements these.
 
     def parts(self) -> Sequence["Connector"]:

@@ -39,6 +39,9 @@ class ForwardingConnector(Connector):
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         self._inner.release(keys, tickets=tickets)
 
+    def release_blocks(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> None:
+        self._inner.release_blocks(keys, block_ids, tickets=tickets)
+
     def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
         self._inner.prolong(keys, lease_s=lease_s, tickets=tickets)
 

@@ -30,7 +30,8 @@ from pdserve.kv_transfer.staging import attach_pool
 from pdserve.kv_transfer.tickets import join_tickets, tickets_of_rank
 
 MAX_MATCHES = 8  # questions to the store of a group that lacks what the longest prefix needs
-MAX_STATE_MATCHES = 64  # the same, of states, each of which is at one number of tokens only
+MAX_STATE_MATCHES = 64  # numbers of tokens at which it is asked for a state, the longest first
+STATE_GROWTH = 8  # by which more of them are asked for at once, if the first has none: mostly it has one
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -110,9 +111,16 @@ class GroupedConnector(Connector):
         return found
 
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
-        for at, part in enumerate(self._parts):
-            with self._calling:
-                part.release(keys, tickets=self._tickets(tickets, at))
+        """End the leases of the first group's blocks, and those of tickets."""
+        self.release_blocks(keys, [0] * len(keys), tickets=tickets)
+
+    def release_blocks(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> None:
+        """End the leases of blocks, each in the group of its id: other prompts may have leased its key in another group."""
+        for at, places in enumerate(self._places(block_ids)):
+            of_group = self._tickets(tickets, at)
+            if places or of_group:
+                with self._calling:
+                    self._parts[at].release([keys[place] for place in places], tickets=of_group)
 
     def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
         for at, part in enumerate(self._parts):
@@ -130,6 +138,13 @@ class GroupedConnector(Connector):
     def _tickets(self, tickets: Sequence[bytes], at: int) -> list[bytes]:
         return tickets_of_rank(tickets, at, len(self._parts))
 
+    def _places(self, block_ids: Sequence[int]) -> list[list[int]]:
+        """Return the places of each group's ids."""
+        places: list[list[int]] = [[] for _ in self._parts]
+        for place, block in enumerate(block_ids):
+            places[sum(block >= first for first in self._first_ids) - 1].append(place)
+        return places
+
     def _each(
         self,
         keys: Sequence[bytes],
@@ -137,9 +152,7 @@ class GroupedConnector(Connector):
         start: Callable[[int, Connector, list[bytes], list[int]], Future[Result]],
     ) -> Future[Result]:
         """Start a transfer of each group that has some of the blocks, and return the future of all."""
-        places: list[list[int]] = [[] for _ in self._parts]
-        for place, block in enumerate(block_ids):
-            places[sum(block >= first for first in self._first_ids) - 1].append(place)
+        places = self._places(block_ids)
         futures = dict[int, Future[Result]]()
         for at, of_group in enumerate(places):
             if of_group:
@@ -166,8 +179,11 @@ class GroupedConnector(Connector):
         """Ask group `at` and those behind it of how many leading keys they have what is needed."""
         size, window = self._groups[at].block_size, self._groups[at].window
         first = max(0, len(keys) * size + 1 - window) // size if at else 0  # as `Group.num_unreached`
-        if not keys or asked > (MAX_STATE_MATCHES if self._groups[-1].window == STATE_WINDOW else MAX_MATCHES):
+        if not keys or asked > MAX_MATCHES:
             found.set_result(0)
+            return
+        if at and window == STATE_WINDOW:
+            self._match_states(keys, at, 0, asked, found)
             return
 
         def on_matched(count: int) -> None:
@@ -179,18 +195,45 @@ class GroupedConnector(Connector):
             else:
                 found.set_result(stop)
 
-        def on_done(future: "Future[int]") -> None:
-            try:
-                on_matched(future.result())
-            except Exception as error:  # noqa: BLE001 - passed on
-                found.set_exception(error)
-
         if first == len(keys):
             on_matched(0)
             return
         with self._calling:
             matched = self._parts[at].match(keys[first:])
-        matched.add_done_callback(on_done)
+        _then(matched, on_matched, found)
+
+    def _match_states(self, keys: list[bytes], at: int, tried: int, asked: int, found: Future[int]) -> None:
+        """Ask the last group for the longest prefixes that have a state behind them, but for those that were tried."""
+        stop = min(len(keys), tried * STATE_GROWTH or 1)
+        if tried == stop or tried >= MAX_STATE_MATCHES:
+            found.set_result(0)
+            return
+        lengths = range(len(keys) - tried, len(keys) - stop, -1)
+
+        def on_matched(counts: list[int]) -> None:
+            length = next((length for length, count in zip(lengths, counts, strict=True) if count), 0)
+            if not length:
+                self._match_states(keys, at, stop, asked, found)
+            elif at == 1 or length == len(keys):
+                found.set_result(length)
+            else:  # of fewer keys, the windows have to be asked
+                self._match(keys[:length], 1, asked + 1, found)
+
+        with self._calling:
+            matched = [self._parts[at].match(keys[length - 1 : length]) for length in lengths]
+        _then(when_all(matched, list, Future()), on_matched, found)
+
+
+def _then(future: Future[T], on_result: Callable[[T], None], found: Future[int]) -> None:
+    """Call `on_result` once a future is done; an exception, also of that call, goes to `found`."""
+
+    def on_done(done: Future[T]) -> None:
+        try:
+            on_result(done.result())
+        except Exception as error:  # noqa: BLE001 - passed on
+            found.set_exception(error)
+
+    future.add_done_callback(on_done)
 
 
 def joined_held(results: Sequence[Result]) -> Future[None] | None:

@@ -86,6 +86,10 @@ class GuardedConnector(ForwardingConnector):
         if not self._breaker.is_open:  # otherwise the leases expire
             self._inner.release(keys, tickets=tickets)
 
+    def release_blocks(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> None:
+        if not self._breaker.is_open:
+            self._inner.release_blocks(keys, block_ids, tickets=tickets)
+
     def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
         if not self._breaker.is_open:
             self._inner.prolong(keys, lease_s=lease_s, tickets=tickets)

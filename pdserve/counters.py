@@ -19,6 +19,7 @@ HELP = {
     "grammar_mask_seconds": "CPU time of processes that compute which tokens grammars allow",
     "grammar_masks_late": "sequences left out of a step since the mask of their grammar was not there",
     "grammars_given_up": "requests that failed since the masks of their grammar exceed a limit",
+    "grammar_workers_lost": "processes that followed a grammar and ended, or hung, while no limit was exceeded",
     "num_preemptions": "preemptions: sequences that lost their blocks",
     "recomputed_tokens": "tokens computed again after a preemption",
     "swap_seconds": "time in which steps waited for blocks that were copied to host memory or back",

@@ -15,8 +15,9 @@ first token from the same logits. Each reports everything, so that any of them m
 The prompt of a beam search has no first token: decode computes its last token again, for the candidates.
 
 The decode instance loads stored blocks while later ones are still computed. Stores have a lease, which decode ends once it
-has loaded them. If a block cannot be stored, later blocks are not stored either, since a load needs all preceding ones;
-decode computes the missing part.
+has loaded them and has the final report; a prompt that the router cancels before it has that report ends its own. If a
+block cannot be stored, later blocks are not stored either, since a load needs all preceding ones; decode computes the
+missing part.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from pdserve.prefill.layer_stores import LayerStores
 from pdserve.roles.job import InstanceContext, Job
 from pdserve.roles.transfers import Fetcher, Tails, Transfers
 
+MAX_REPORTED = 32  # prompts whose final report may not have reached the router
+
 
 @dataclass(eq=False)
 class _StorePart:
@@ -41,11 +44,13 @@ class _StorePart:
         first: index in the prompt of the first one.
         blocks: number of blocks.
         stored: number of leading blocks stored; None until the store has ended.
+        tails: blocks of further groups that are stored with them, as `Transfers.store` has them.
         leased: outcomes of those whose leases have not been ended here, once the store has ended.
     """
 
     first: int
     blocks: int
+    tails: Tails = ()
     stored: int | None = None
     leased: list[Outcome] = field(default_factory=list)
 
@@ -119,6 +124,8 @@ class Prefiller:
         self._context = context
         self._lease_seconds = lease_seconds
         self._states: dict[Job, _PrefillState] = {}
+        # Those that have ended with a final report, by router and id: a cancellation may have crossed it.
+        self._reported: dict[tuple[str, str], tuple[_PrefillState, Job]] = {}
         if transfers.ranges > 1 and engine.runner.kv.final_bytes:
             engine.on_planned = self._begin_stores
 
@@ -178,6 +185,15 @@ class Prefiller:
                     self._end_leases(state)
             self._announce(state)
 
+    def cancel_late(self, link: str, request_id: str) -> None:
+        """Handle that a request was cancelled before its router had the final report: decode will not end the leases."""
+        found = self._reported.pop((link, request_id), None)
+        if found is not None:
+            state, job = found
+            job.ended = True
+            if not state.running:
+                self._end_leases(state)
+
     def _begin_stores(self, plan: StepPlan) -> LayerStores | None:
         """Begin to store what a step is about to compute. Returns what is to be told of each layer, if there is anything."""
         states = [state for state in {*self._states.values()} if state.seq in plan.counts]
@@ -217,7 +233,7 @@ class Prefiller:
             return
         if seq.kv.num_dropped > first:  # they have left the attention window
             self._context.count("store_skipped_blocks", len(job.keys) - first)
-            state.parts.append(_StorePart(first, seq.kv.num_dropped - first, 0))
+            state.parts.append(_StorePart(first, seq.kv.num_dropped - first, stored=0))
             state.has_gap = True
             return
         if is_complete and seq.kv.num_initial % seq.kv.block_size:
@@ -226,13 +242,13 @@ class Prefiller:
         blocks = seq.kv.blocks(first, ready)
         # Split, so that decode can load the first part while the last is still being stored.
         for start, stop in self._transfers.split(first, ready):
-            part, keys = _StorePart(start, stop - start), job.keys[start:stop]
-            on_done = partial(self._on_stored, state, part)
-            store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
             tails: Tails = ()
             if seq.kv.tails:
                 pool, length = self._engine.pool, seq.kv.num_initial
                 tails = seq.kv.tails.prompt_blocks(pool, start, stop, length, multi_turn=job.multi_turn)
+            part, keys = _StorePart(start, stop - start, tails), job.keys[start:stop]
+            on_done = partial(self._on_stored, state, part)
+            store = job, start, keys, blocks[start - first : stop - first], state.lease_s, on_done
             future = self._transfers.store(*store, growing=coming > 0, tails=tails)
             if isinstance(future, GrowingStore):
                 state.growing.append(future)
@@ -266,14 +282,19 @@ class Prefiller:
 
     def _end_leases(self, state: _PrefillState, ticket: bytes = b"") -> None:
         """End once each lease of what decode will not be told of: all, or what is stored behind a gap."""
-        told, ended = state.stored_blocks if state.running else 0, list[bytes]()
+        told, ended, tails = state.stored_blocks if state.running else 0, list[bytes](), list[tuple[bytes, int]]()
         for part in state.parts:
             kept = max(0, told - part.first)
-            for index, outcome in enumerate(part.leased[kept:], part.first + kept):
-                if outcome is Outcome.OK:
-                    ended.append(state.job.keys[index])
+            keys = {
+                place: state.job.keys[part.first + place]
+                for place, outcome in enumerate(part.leased)
+                if place >= kept and outcome is Outcome.OK
+            }
+            ended += keys.values()
+            tails += [(keys[place], block) for place, block in part.tails if place in keys]
             part.leased = part.leased[:kept]
-        self._transfers.end_leases(ended, ticket)
+        if ended:
+            self._transfers.end_leases(ended, tails, [ticket] if ticket else [])
 
     def _announce(self, state: _PrefillState) -> None:
         """Report to the router how many leading blocks decode may load or follow, and whether more will come.
@@ -300,3 +321,7 @@ class Prefiller:
         for job in state.jobs:
             if self._states.pop(job, None) is not None:
                 self._context.close_job(job)
+                if state.lease_s and not (job.ended or self._transfers.in_place):
+                    self._reported[job.link, job.seq.request_id] = state, job
+                    if len(self._reported) > MAX_REPORTED:
+                        del self._reported[next(iter(self._reported))]

@@ -9,6 +9,7 @@ from pdserve.cli.deployment import Deployment
 from pdserve.cli.signals import set_on_signals
 from pdserve.cli.supervisor import print_line
 from pdserve.config import RouterConfig, UpConfig
+from pdserve.errors import SetupError
 from pdserve.settings import shared_settings
 from pdserve.tools.load_config import AutoscaleConfig
 
@@ -21,12 +22,14 @@ def up(config: UpConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        SetupError: the connector, the port or a child process fails at start-up.
+        SetupError: the connector, the port, the targets of --autoscale or a child process fail at start-up.
     """
     from pdserve.kv_transfer.registry import connect
     from pdserve.kv_transfer.url import without_password
     from pdserve.router.web.listening import listen
 
+    if config.autoscale:
+        check_controller(config)
     connect(config.connector)  # reports a wrong URL once, not once per child
     listen(
         RouterConfig(host=config.host, port=config.port)
@@ -70,6 +73,21 @@ def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) ->
         finally:
             stop.set()
         controller.result()
+
+
+def check_controller(config: UpConfig) -> None:
+    """Check the settings of the controller of --autoscale, which is made only once the fleet is ready.
+
+    Raises:
+        SetupError: one is wrong.
+    """
+    from pdserve.tools.planner.targets import parse_targets  # imports numpy
+
+    try:
+        controller_config(config, ())
+        parse_targets(config.autoscale)
+    except ValueError as error:
+        raise SetupError(f"--autoscale: {error}") from None
 
 
 def controller_config(config: UpConfig, routers: Iterable[str]) -> AutoscaleConfig:

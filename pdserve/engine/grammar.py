@@ -120,6 +120,11 @@ class GrammarBackend:
         self._loaded = BoundedCache[Future[LoadedGrammar]](LOADED_ENTRIES, LOADED_BYTES)
         self.masks = MaskService(on_progress)
 
+    @property
+    def num_workers_lost(self) -> int:
+        """Mask workers that have ended or hang for no limit."""
+        return self._compiler.num_workers_lost
+
     def start(self) -> None:
         """Start the compile server in another thread."""
         self._threads.submit(_start, self._compiler)

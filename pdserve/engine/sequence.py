@@ -265,10 +265,10 @@ class Sequence:
         Args:
             tokens: the prompt, and the output that another instance has generated.
             num_prompt, num_initial: how many tokens the prompt has, and how many there are.
-            root: of the keys.
+            root: of the keys; empty: it has no initial keys, whose hashes take longer than all else here.
         """
         chain = KeyChain(root)
-        keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True))
+        keys = chain.keys(tokens, block_ends(num_initial, block_size, partial=True)) if root else []
         table = array("q") if block_ids is None else block_ids
         kv = SequenceKV(tokens, block_size, num_initial, chain, keys, table, num_computed=num_computed)
         output = SequenceOutput(tokens, num_prompt, sampling, stop_token_ids)

@@ -12,7 +12,7 @@ Nothing is launched ahead of a step in which some sequence computes its prompt, 
 """
 
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pdserve.engine.sequence import Sequence
@@ -93,7 +93,7 @@ class StepPipeline:
                 plan.drafts.pop(seq, None)
             tokens = current.sampled.read() if current is not None else []
             sampled = {seq: Accepted(1, [tokens[row]]) for seq, row in rows.items()}
-            rest = StepPlan({seq: count for seq, count in plan.counts.items() if seq not in rows}, plan.drafts)
+            rest = replace(plan, counts={seq: count for seq, count in plan.counts.items() if seq not in rows})
             computed = sampled | self._runner.step(rest)
             return {seq: computed[seq] for seq in (*plan.counts, *computed)}
         if current is None:

@@ -27,7 +27,7 @@ import time
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pdserve.grammars.limits import MAX_MASK_CPU_S, CompileLimits, mask_budget_s
-from pdserve.grammars.mask_worker import build_matcher, encoded_message, serve_masks
+from pdserve.grammars.mask_worker import EXCEEDED, build_matcher, encoded_message, serve_masks
 from pdserve.grammars.vocabulary import Vocabulary
 from pdserve.priority import NICENESS, lower_session
 
@@ -77,7 +77,10 @@ def _run_mask_worker(connection: socket.socket, loaded: Loaded, limits: CompileL
         os.setsid()
         _limit_memory(limits)
         with contextlib.suppress(ConnectionError):
-            serve_masks(connection, loaded.tokenizer, loaded.special, limits.cpu_s)
+            try:
+                serve_masks(connection, loaded.tokenizer, loaded.special, limits.cpu_s)
+            except MemoryError:
+                connection.sendall(EXCEEDED[:1])
     finally:
         os._exit(0)
 

@@ -33,6 +33,9 @@ class GrammarCompiler:
     """Compiles grammars for one vocabulary. Its compile server is started by `start`, and again if it died.
 
     All methods may be called in any thread, and block.
+
+    Attributes:
+        num_workers_lost: mask workers that have ended or hang for no limit.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._server: _CompileServer | None = None
         self.is_closed = False
+        self.num_workers_lost = 0
 
     def start(self) -> None:
         """Start the compile server, if it is not running, and wait until it has loaded: the first grammar need not.
@@ -75,6 +79,13 @@ class GrammarCompiler:
         log.info("a grammar of %d characters was rejected: compiling it exceeds a limit", len(spec))
         message = f"the grammar is too expensive to compile; simplify it. The limits are {self.limits}"
         return GrammarTooComplex(message, kind="invalid_grammar")
+
+    def worker_lost(self) -> RequestError:
+        """Count a mask worker that has ended or hangs for no limit, and return the error for a request that it served."""
+        with self._lock:
+            self.num_workers_lost += 1
+        log.warning("a process that follows a grammar has ended or hangs; was it killed, as for lack of memory?")
+        return RequestError("the process that follows the grammar has ended or hangs; try again", kind="rejected")
 
     def fork_mask_worker(self) -> tuple[socket.socket, int]:
         """Return the connection and the process id of a new mask worker, which ends when the connection is closed.

@@ -2,7 +2,7 @@
 
 There is a worker per grammar and tenant (`mask_turns.py` decides which of them compute). When a mask takes too long, its
 worker is killed. The sequence to blame fails, and if other sequences want masks of the same grammar, a new worker follows
-their outputs from the beginning.
+their outputs from the beginning. So it does if a worker ends for no limit; of the sequence that it served, once.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from pdserve.errors import RequestError
 from pdserve.grammars.compiler import GrammarCompiler, invalid_grammar
 from pdserve.grammars.limits import MAX_MASK_CPU_S, GrammarTooComplex, check_grammar, mask_budget_s
 from pdserve.grammars.mask_turns import Line, MaskTurns, Spending
-from pdserve.grammars.mask_worker import BROKEN, EXPENSIVE, HEAD, INVALID, LATER, LENGTH_BYTES, LOADED, MASK
+from pdserve.grammars.mask_worker import BROKEN, EXCEEDED, EXPENSIVE, HEAD, INVALID, LATER, LENGTH_BYTES, LOADED, MASK
 from pdserve.priority import cpu_seconds, lower
 from pdserve.request import NO_TENANT, Tenant
 
@@ -51,7 +51,7 @@ class LoadedGrammar(Line):
     Raises:
         GrammarTooComplex: it exceeds a limit.
         BadRequest: it is invalid, or llguidance cannot hold it.
-        RequestError: the compile server, which forks the worker, does not start.
+        RequestError: the compile server, which forks the worker, does not start, or the worker ends for no limit.
     """
 
     def __init__(self, compiler: GrammarCompiler, spec: str, tenant: Tenant = NO_TENANT) -> None:
@@ -64,12 +64,22 @@ class LoadedGrammar(Line):
         self.start_worker()
 
     def start_worker(self) -> None:
-        """Start a worker, the first one or in place of one that was killed."""
-        connection, pid = self._compiler.fork_mask_worker()
-        worker = _Worker(connection)
-        if not worker.load(self.spec, pid, self._compiler.limits.elapsed_s):
-            raise self._compiler.too_complex(self.spec)
-        self.worker = worker
+        """Start a worker, the first one or in place of one that has ended; another one if it ends for no limit."""
+        for is_second in (False, True):
+            connection, pid = self._compiler.fork_mask_worker()
+            worker = _Worker(connection)
+            if worker.load(self.spec, pid, self._compiler.limits.elapsed_s):
+                self.worker = worker
+                return
+            if not worker.is_lost:
+                raise self._compiler.too_complex(self.spec)
+            error = self._compiler.worker_lost()
+            if is_second:
+                raise error
+
+    def worker_lost(self) -> RequestError:
+        """Count a worker that has ended or hangs for no limit, and return the error for a sequence that it followed."""
+        return self._compiler.worker_lost()
 
     def record_delay(self, seconds: float) -> None:
         self.delay_s += (seconds - self.delay_s) / SHORT_MEMORY if self.delay_s else seconds
@@ -99,6 +109,7 @@ class Follower:
         failure: why the grammar cannot be followed any further, if so.
         worker: the one that follows its output, and `num_sent` how many tokens of the output that has.
         has_begun: its first mask was asked for.
+        has_lost_worker: a worker ended at its mask, for no limit: another one follows it.
         has_ended: no mask is wanted any more.
     """
 
@@ -112,6 +123,7 @@ class Follower:
     number: int = 0
     num_sent: int = 0
     has_begun: bool = False
+    has_lost_worker: bool = False
     has_ended: bool = False
 
     @property
@@ -268,7 +280,13 @@ class MaskService:
             if not wanted.num_due:
                 asked.popleft()
         if asked and (worker.has_died or time.monotonic() - turn.began_at > HANG_S):
-            self._blame(asked.popleft(), worker)
+            first = asked.popleft()
+            if worker.is_lost and not first.follower.has_lost_worker:
+                first.follower.has_lost_worker = True
+                first.follower.grammar.worker_lost()
+                left.append(first)
+            else:
+                self._blame(first, worker)
             left.extend(asked)
             asked.clear()
             turn.grammar.worker = None
@@ -298,13 +316,15 @@ class MaskService:
         """Fail the sequence at whose mask a worker died, or hangs. Drafts are nobody's fault."""
         if wanted.drafts is not None:
             return
-        budget, reason = wanted.follower.budget, "was followed no further: its mask worker does not answer"
-        if worker.has_died and wanted.limit_s < MAX_MASK_CPU_S:
+        follower, budget = wanted.follower, wanted.follower.budget
+        if worker.is_lost or not worker.has_died:
+            self._fail(follower, follower.grammar.worker_lost())
+        elif wanted.limit_s < MAX_MASK_CPU_S:
             seconds = mask_budget_s(budget.num_tokens)
-            reason = f"took more than {seconds:.1f} s of CPU time for {budget.num_tokens} tokens"
-        elif worker.has_died:
-            reason = f"takes more than {MAX_MASK_CPU_S:g} s of CPU time for token {len(wanted.follower.output) + 1}"
-        self._give_up(wanted.follower, reason)
+            self._give_up(follower, f"took more than {seconds:.1f} s of CPU time for {budget.num_tokens} tokens")
+        else:
+            token = len(follower.output) + 1
+            self._give_up(follower, f"takes more than {MAX_MASK_CPU_S:g} s of CPU time for token {token}")
 
     # ---- threads ----------------------------------------------------------------------------------------------------
 
@@ -360,6 +380,7 @@ class _Worker:
 
     Attributes:
         has_died: its end of the connection is closed.
+        is_lost: that is for no limit.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -368,10 +389,10 @@ class _Worker:
         self._new_number = itertools.count().__next__
         self._ended: deque[int] = deque()  # followers that are gone; filled in any thread
         self.fileno = connection.fileno
-        self.has_died = False
+        self.has_died = self.is_lost = False
 
     def load(self, spec: str, pid: int, elapsed_s: float) -> bool:
-        """Have a specification compiled; return False if that exceeds a limit. Raises BadRequest if it is invalid.
+        """Have a specification compiled; return False if that fails. Raises BadRequest if it is invalid.
 
         Requests wait for it, so it has their priority as long as it takes as little CPU time as most.
         """
@@ -390,6 +411,7 @@ class _Worker:
                 with connection.makefile("rb") as stream:
                     raise invalid_grammar(stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big")))
             connection.settimeout(None)
+            self.is_lost = not status
             return status == LOADED
         return False
 
@@ -421,7 +443,7 @@ class _Worker:
                 pass
             self.has_died = True
         start, received = 0, self._received
-        while len(received) >= start + HEAD.size:
+        while len(received) >= start + HEAD.size and received[start] not in EXCEEDED:
             status, seconds, length = HEAD.unpack_from(received, start)
             begin, end = start + HEAD.size, start + HEAD.size + length
             if len(received) < end:
@@ -429,6 +451,7 @@ class _Worker:
             yield status, seconds, bytes(received[begin:end])
             start = end
         del received[:start]
+        self.is_lost = self.has_died and not (received and received[0] in EXCEEDED)
 
     def _send(self, data: bytes) -> None:
         self._connection.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)

@@ -2,7 +2,7 @@
 
 It is forked from a compile server (`compile_server.py`) and serves one connection, until that is closed. First it sends
 STARTED and its process id in 4 bytes. Then it receives the length of a specification in 4 bytes, and the specification
-(`specification.py`), and answers LOADED, or INVALID, a length in 4 bytes and a message; nothing if that exceeds a limit. A
+(`specification.py`), and answers LOADED, or INVALID, a length in 4 bytes and a message. A
 request is the length of its text in 4 bytes, and the text as JSON:
 
     ended  followers, one per sequence, that are gone
@@ -13,8 +13,12 @@ request is the length of its text in 4 bytes, and the text as JSON:
 For each mask, in their order, the answer has a status, the CPU seconds that it took, a length in 4 bytes and the mask or a
 message. A mask that exceeds its CPU time ends the process, so the first one without an answer is the one to blame. Rows that
 the worker does not come to within `TURN_S` are answered by LATER, each once, and to be asked for again.
+
+The last thing that a worker sends when it exceeds a limit begins with one of EXCEEDED: Python's `faulthandler` writes that
+while the signal ends the process. One that ends without has met something else, such as the kernel's lack of memory.
 """
 
+import faulthandler
 import json
 import os
 import re
@@ -31,6 +35,9 @@ from pdserve.priority import NICENESS, lower_session
 
 STARTED, LOADED, INVALID = b"s", b"l", b"x"
 MASK, BROKEN, EXPENSIVE, LATER = b"+", b"-", b"!", b"."
+EXCEEDED = (
+    b"FS"  # "Fatal Python error", of a signal such as that of a lack of stack, and "Stack", of the one of CPU time
+)
 LENGTH_BYTES = 4
 MAX_MESSAGE_CHARS = 1000
 TOO_COMPLEX = ("too big", "too large", "too many", "too complex", "too deeply", "fuel", "limit", "panic")
@@ -75,8 +82,14 @@ def _message(error: str) -> str:
 def serve_masks(
     connection: socket.socket, tokenizer: LLTokenizer, special: Mapping[str, int | None], load_cpu_s: float
 ) -> None:
-    """Serve requests until the connection is closed. Loading the grammar may take `load_cpu_s` of CPU time."""
+    """Serve requests until the connection is closed. Loading the grammar may take `load_cpu_s` of CPU time.
+
+    Raises:
+        MemoryError: the grammar exceeds a limit.
+    """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    faulthandler.enable(connection.fileno(), all_threads=False)
+    faulthandler.register(signal.SIGPROF, connection.fileno(), all_threads=False, chain=True)
     followed: dict[int, _Followed] = {}
     with connection.makefile("rb") as stream:
 
@@ -88,8 +101,6 @@ def serve_masks(
         signal.setitimer(signal.ITIMER_PROF, load_cpu_s)
         try:
             _, matcher = build_matcher(spec, tokenizer, special)
-        except MemoryError:
-            return
         except ValueError as error:
             message = encoded_message(error)
             connection.sendall(INVALID + len(message).to_bytes(LENGTH_BYTES, "big") + message)

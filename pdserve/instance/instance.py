@@ -194,8 +194,8 @@ class Instance:
         self._inbox.put(partial(self._hand_over, link, message))
 
     def cancel(self, link: str, request_id: str) -> None:
-        """Cancel a request. Ignored if it has ended."""
-        self._inbox.put(lambda: self._cancel(self._jobs.get((link, request_id))))
+        """Cancel a request. If it has ended, nothing but its leases can."""
+        self._inbox.put(partial(self._cancel_by_id, link, request_id))
 
     def reset_cache(self, epoch: int) -> None:
         """Forget the KV that is cached, unless that was done for this epoch or a later one. Running requests go on."""
@@ -391,8 +391,8 @@ class Instance:
 
     def _hand_over(self, link: str, message: pb.HandOver) -> None:
         if (job := self._jobs.get((link, message.request_id))) is None:
-            return
-        if message.first_token >= (vocab_size := self.engine.checkpoint.vocab_size):
+            self.decoder.hand_over_late(link, message)
+        elif message.first_token >= (vocab_size := self.engine.checkpoint.vocab_size):
             error = RequestError(f"token ids go from 0 to {vocab_size - 1}", kind="rejected")
             self._reject(link, message.request_id, error)
             self._cancel(job)
@@ -419,11 +419,16 @@ class Instance:
         else:
             adapters.change(order, self, answer)
 
-    def _cancel(self, job: Job | None) -> None:
-        if job is not None:
-            job.mark_cancelled()
-            if not (self._slotless and self._cancel_slotless(job)):
-                self._roles[job.phase].cancel(job)
+    def _cancel_by_id(self, link: str, request_id: str) -> None:
+        if (job := self._jobs.get((link, request_id))) is None:
+            self.prefiller.cancel_late(link, request_id)
+        else:
+            self._cancel(job)
+
+    def _cancel(self, job: Job) -> None:
+        job.mark_cancelled()
+        if not (self._slotless and self._cancel_slotless(job)):
+            self._roles[job.phase].cancel(job)
 
     def _cancel_all(self, link: str) -> None:
         for job in list(self._by_sequence.values()):

@@ -70,7 +70,7 @@ class Match(Message):
 
 
 class OnLeases(Message):
-    """Call a method of the connector that moves nothing: release or prolong."""
+    """Call a method of the connector that moves nothing: release, release_blocks or prolong."""
 
     method: str
     keys: list[bytes]

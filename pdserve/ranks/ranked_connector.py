@@ -59,6 +59,12 @@ class RankedConnector(ForwardingConnector):
     def release(self, keys: Sequence[bytes], *, tickets: Sequence[bytes] = ()) -> None:
         self._on_leases("release", keys, lambda rank: {"tickets": self._tickets(tickets, rank)})
 
+    def release_blocks(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> None:
+        ids = list(block_ids)
+        self._on_leases(
+            "release_blocks", keys, lambda rank: {"block_ids": ids, "tickets": self._tickets(tickets, rank)}
+        )
+
     def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
         self._on_leases("prolong", keys, lambda rank: {"lease_s": lease_s, "tickets": self._tickets(tickets, rank)})
 

@@ -209,10 +209,15 @@ class Transfers:
             future = self._connector.load([PROBE_KEY], blocks[:1])
             when_done(self._context, future, lambda _: self._release_blocks(blocks))
 
-    def end_leases(self, keys: Sequence[bytes], ticket: bytes) -> None:
-        """End the leases of a finished store that no instance will load."""
-        if keys:
-            self._connector.release(keys, tickets=[ticket] if ticket else [])
+    def end_leases(
+        self, keys: Sequence[bytes], tails: Sequence[tuple[bytes, int]] = (), tickets: Sequence[bytes] = ()
+    ) -> None:
+        """End the leases of stored blocks: of the first group those under `keys`, of others by key and an id of the group."""
+        if tails:
+            all_keys, ids = [*keys, *(key for key, _ in tails)], [0] * len(keys) + [block for _, block in tails]
+            self._connector.release_blocks(all_keys, ids, tickets=tickets)
+        elif keys or tickets:
+            self._connector.release(keys, tickets=tickets)
 
     def split(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split a range of blocks into (first, stop) parts, so that several threads move them and others can interleave."""

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.cli.up import controller_config
+from pdserve.cli.up import controller_config, up
 from pdserve.config import UpConfig
+from pdserve.errors import SetupError
 
 
 @pytest.mark.parametrize("counts", [{}, {"prefill": 0, "decode": 0, "both": 2}])
@@ -14,3 +15,18 @@ def test_the_controller_of_autoscale_has_the_settings_of_the_deployment(counts: 
     found = controller_config(up, ["http://one", "http://two"])
     assert (found.router, found.slo, found.profile) == ("http://one,http://two", "ttft.p90=1s", "p.json")
     assert found.apply and found.max_num_seqs == 8 and (found.model, found.connector) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("slo", "message"),
+    [
+        ("ttft.p80=1s", "p80 of ttft is not known"),
+        ("latency=1s", "latency"),
+        ("ttft.p90=1m", "is no objective"),
+        (",", "there is no target"),
+    ],
+)
+def test_a_wrong_slo_is_said_before_anything_starts(slo: str, message: str) -> None:
+    """It was said once the fleet was ready, which then ended. The connector, which is wrong too, is not even tried."""
+    with pytest.raises(SetupError, match=f"--autoscale: .*{message}"):
+        up(UpConfig(model="/nowhere", connector="pigeon://", autoscale=slo, profile="p.json"))

@@ -34,6 +34,8 @@ def test_initial_keys_include_the_partial_block_but_no_later_output() -> None:
     assert kv.initial_keys == [kv.full_keys()[0], *kv.prefix_keys([7])]
     kv = sequence(8).kv
     assert kv.initial_keys == kv.full_keys()
+    rootless = Sequence.new("r", token_array(range(8)), 8, 8, SamplingParams(), b"", BLOCK)
+    assert rootless.kv.initial_keys == []  # those of the warm-up, thousands of tokens for each simulated instance
 
 
 @pytest.mark.parametrize(

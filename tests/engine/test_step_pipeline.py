@@ -45,8 +45,10 @@ class RecordingRunner:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.launched: list[Launched] = []
+        self.on_layer: Callable[[int], None] | None = None  # of the newest step
 
     def step(self, plan: StepPlan) -> StepOutcome:
+        self.on_layer = plan.on_layer
         work = ", ".join(f"{seq.request_id} {count}" for seq, count in plan.counts.items())
         self.log.append(f"step: {work}")
         return plan.outcome([(seq, 99, None) for seq in plan.rows().sampled])
@@ -114,6 +116,18 @@ def test_beside_prompts_and_other_sampling_nothing_is_launched(other: dict[str, 
     assert run_step(pipeline, a, prompt) == {"a": 99, "prompt": 99}
     assert runner.log[2:] == ["read 1", "read 2", "step: b 1", "step: a 1, prompt 5"]
     assert (pipeline.num_launched, pipeline.num_dropped_rows) == (1, 0)
+
+
+def test_a_step_beside_the_one_in_flight_tells_of_its_layers() -> None:
+    """So its blocks are stored while it is computed."""
+    runner, layers = RecordingRunner(), list[int]()
+    pipeline, a = StepPipeline(runner), decoding("a")
+    run_step(pipeline, a)
+    prompt = Sequence.new(
+        "prompt", token_array([1] * 5), 5, 5, SamplingParams(), b"", BLOCK, block_ids=block_table([1, 2])
+    )
+    pipeline.step(StepPlan({a: 1, prompt: 5}, on_layer=layers.append))
+    assert runner.log[-1] == "step: prompt 5" and runner.on_layer == layers.append
 
 
 @pytest.mark.parametrize(

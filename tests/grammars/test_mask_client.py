@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import string
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.errors import RequestError
 from pdserve.grammars import compiler as compiler_module
 from pdserve.grammars import mask_client, mask_turns
 from pdserve.grammars.compile_server import Loaded
@@ -22,7 +24,7 @@ from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
 from pdserve.grammars.mask_client import Budget, Follower, LoadedGrammar, MaskService
-from pdserve.grammars.mask_worker import new_matcher
+from pdserve.grammars.mask_worker import LENGTH_BYTES, LOADED, new_matcher
 from pdserve.grammars.specification import lark_grammar
 from pdserve.keys import token_array
 from pdserve.priority import NICENESS
@@ -259,6 +261,61 @@ def test_a_dead_worker_is_replaced(compiler: GrammarCompiler, masks: MaskService
         time.sleep(0.01)
     fill(masks, (follower, [token]))
     assert follower.failure is None and follower.mask is not None
+
+
+class Losing(GrammarCompiler):
+    """A compiler whose first workers end as if they were killed, each while it loads or at the first mask."""
+
+    def __init__(self, model: Path, ends: list[str]) -> None:
+        super().__init__(str(model), NUM_WORDS, [0], CompileLimits(cpu_s=600, elapsed_s=600))
+        self.ends = ends
+
+    def fork_mask_worker(self) -> tuple[socket.socket, int]:
+        if not self.ends:
+            return super().fork_mask_worker()
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self._serve, args=(theirs, self.ends.pop(0))).start()
+        return ours, 1 << 30  # no process
+
+    def _serve(self, connection: socket.socket, end: str) -> None:
+        with connection, connection.makefile("rb") as stream:
+            stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
+            if end == "at a mask":
+                connection.sendall(LOADED)
+                stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
+
+
+@pytest.mark.parametrize("end", ["while it loads", "at a mask"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_worker_that_ends_for_no_limit_is_replaced_once(
+    model: Path, local_mask: Callable[[dict[str, Any], list[int]], torch.Tensor], end: str, times: int
+) -> None:
+    """Such as one that the kernel kills for lack of memory. No grammar is to blame: the request may be tried again."""
+    compiler, masks, failure = Losing(model, [end] * times), MaskService(), None
+    try:
+        follower = follow(compiler, SPECS[1])
+    except RequestError as error:
+        failure = error
+    else:
+        fill(masks, (follower, []))
+        failure = follower.failure
+    if times == 1:
+        assert failure is None and as_tensor(follower.mask).equal(local_mask(SPECS[1], []))
+    else:
+        assert failure is not None and failure.status == 500 and "try again" in str(failure)
+    assert (compiler.num_workers_lost, masks.num_given_up) == (times, 0)
+    compiler.close()
+
+
+def test_a_worker_that_is_killed_over_a_mask_is_counted(compiler: GrammarCompiler) -> None:
+    masks, follower, lost = MaskService(), follow(compiler, SPECS[1]), compiler.num_workers_lost
+    fill(masks, (follower, []))
+    worker = newest_worker(compiler)
+    os.kill(worker, signal.SIGSTOP)
+    masks.follow(follower, token_array([allowed(follower.mask)[0]]))
+    os.kill(worker, signal.SIGKILL)
+    masks.wait([follower], 600)
+    assert follower.mask is not None and compiler.num_workers_lost == lost + 1
 
 
 def test_a_worker_that_cannot_be_replaced_keeps_nobody_waiting(

@@ -1,6 +1,8 @@
 """Submissions that an instance accepts or refuses: it trusts no bytes of a router."""
 
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from pdserve.config import InstanceConfig
 from pdserve.engine import engine as engine_module
 from pdserve.instance.instance import Instance
 from pdserve.keys import KeyChain, pack_tokens, root_key
+from pdserve.kv_transfer.connectors.shm.connector import count_leases, unlink
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from tests.instance.hash_model import HashRunner, spec_of
@@ -30,9 +33,9 @@ def packed(**fields: Any) -> bytes:
 class Driver:
     """One instance whose steps the test runs."""
 
-    def __init__(self, path: Path, **settings: Any) -> None:
+    def __init__(self, path: Path, connector: str = "memory://", **settings: Any) -> None:
         self.frames: list[pb.InstanceFrame] = []
-        config = InstanceConfig(model=str(path), num_blocks=64, block_size=32, connector="memory://", **settings)
+        config = InstanceConfig(model=str(path), num_blocks=64, block_size=32, connector=connector, **settings)
         self.instance = Instance(config, lambda _, frame: self.frames.append(frame))
 
     def run(self, **fields: Any) -> list[Output]:
@@ -76,6 +79,39 @@ def test_a_reset_pins_nothing_of_a_warm_prompt_that_is_under_way(driver: Driver)
 
     assert pinned("before", 1) == 0
     assert pinned("after", 1) == len(PROMPT) // 32, "an epoch begins once"
+
+
+@pytest.fixture
+def shm_url() -> Iterator[str]:
+    """URL of a store for this test only."""
+    url = f"shm://test-{uuid.uuid4().hex}?size=16MiB"
+    yield url
+    unlink(url)
+
+
+@pytest.mark.parametrize("crossed_by", ["the router's cancellation", "the final report"])
+def test_the_leases_of_a_hand_over_whose_decode_ends_first_end(
+    checkpoint: Callable[..., Path], shm_url: str, crossed_by: str
+) -> None:
+    """Prefill gets the cancellation after its final report, or decode that report after its end."""
+    driver = Driver(checkpoint("llama"), shm_url, lease_seconds=3600)
+    (first_token,) = [token for one in driver.run(phase=pb.PREFILL) for token in one.token_ids]
+    assert count_leases(shm_url) == 3
+    if crossed_by == "the router's cancellation":
+        driver.instance.cancel("router", "r")
+    else:
+        report = pb.HandOver(request_id="r", num_blocks=3, coming=3, first_token=first_token)
+        driver.instance.hand_over("router", report)  # ahead of its request: no effect
+        driver.instance.submit("router", pb.Submit(request_id="r", phase=pb.DECODE, request=packed()))
+        driver.instance.hand_over("router", report)
+        driver.instance.run_once(wait=False)
+        while driver.instance.num_jobs:
+            driver.instance.run_once(wait=False)
+        assert count_leases(shm_url) == 3
+        driver.instance.hand_over("router", pb.HandOver(request_id="r", num_blocks=3, coming=3, final=True))
+    driver.instance.run_once(wait=False)
+    while count_leases(shm_url):
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

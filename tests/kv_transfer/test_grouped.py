@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.keys import Layout, Section
+from pdserve.keys import STATE_WINDOW, Layout, Section
 from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.grouped import GroupedConnector, attach_groups
 
@@ -90,7 +90,10 @@ def test_blocks_go_to_their_groups_and_outcomes_come_back_in_order() -> None:
     only_full = grouped.store(KEYS[:1], [0], lease_s=0.0).result()
     assert len(window.calls) == 2
     grouped.release(KEYS[:1], tickets=[only_full.ticket])
-    assert full.calls[-1] == ("release", KEYS[:1], [b"ticket of 1"]) and window.calls[-1] == ("release", KEYS[:1], [])
+    assert full.calls[-1] == ("release", KEYS[:1], [b"ticket of 1"]) and window.calls[-1][0] == "load"
+    grouped.release_blocks([*KEYS[:2], KEYS[1]], [0, 99, 100], tickets=[stored.ticket])
+    assert full.calls[-1] == ("release", KEYS[:2], [b"ticket of 3"])
+    assert window.calls[-1] == ("release", KEYS[1:2], [b"ticket of 2"])
     assert grouped.stats().blocks == {"store": 2, "load": 4}
     both = grouped.store([*KEYS[:2], KEYS[0]], [0, 1, 100], lease_s=0.0).result()
     grouped.prolong(KEYS[:2], lease_s=7.0, tickets=[both.ticket])
@@ -149,3 +152,42 @@ def test_a_store_is_asked_a_bounded_number_of_times() -> None:
     window = Part([key for i, key in enumerate(keys) if i % 3])
     grouped = GroupedConnector([Part(keys), window], LAYOUT, [100, 50])
     assert grouped.match(keys).result() == 0 and window.asked < 20
+
+
+@pytest.mark.parametrize(
+    ("states", "rounds", "expected"),
+    [
+        ([199], 1, 200),
+        ([20, 198, 5], 2, 199),
+        ([192, 150], 2, 193),
+        ([3, 193], 3, 194),  # the window is asked again, and then the state
+        ([3, 136, 140], 3, 141),
+        ([135], 3, 0),
+        ([], 3, 0),
+    ],
+)
+def test_states_are_asked_for_a_few_times_one_after_another(states: list[int], rounds: int, expected: int) -> None:
+    """A prefix of n keys is found if there is a state behind its last token. A store may take long to answer."""
+
+    class Slow(Part):
+        def __init__(self, found: Sequence[bytes]) -> None:
+            super().__init__(found)
+            self.unanswered: list[tuple[Future[int], int]] = []
+
+        def match(self, keys: Sequence[bytes]) -> Future[int]:
+            future: Future[int] = Future()
+            self.unanswered.append((future, super().match(keys).result()))
+            return future
+
+    keys = [i.to_bytes(16, "big") for i in range(200)]
+    slow, has_window = Slow([keys[i] for i in states]), expected % 2 == 0
+    state = replace(LAYOUT.more[0], window=STATE_WINDOW)
+    more = (LAYOUT.more[0], state) if has_window else (state,)
+    parts = [Part(keys), *([Part(keys)] if has_window else []), slow]
+    matched = GroupedConnector(parts, replace(LAYOUT, more=more), [100] * len(parts)).match(keys)
+    for _ in range(rounds):
+        assert not matched.done()
+        answers, slow.unanswered = slow.unanswered, []
+        for future, count in answers:
+            future.set_result(count)
+    assert matched.result(0) == expected and slow.asked <= 64

@@ -49,6 +49,7 @@ class FakeStore(Connector):
         self.rows = rows
         self._follows = follows
         self.active: list[Operation] = []
+        self.leased: list[bytes] = []
         self.released: list[bytes] = []
 
     @property
@@ -92,6 +93,7 @@ class FakeStore(Connector):
             if good is not None and i >= good:
                 outcomes.append(then)
             elif operation.kind == "store":
+                self.leased += [name] if operation.lease_s else []
                 self.rows[key] = self._memory.rows[block].copy()
                 outcomes.append(Outcome.OK)
             elif key in self.rows:

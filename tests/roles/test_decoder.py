@@ -180,6 +180,25 @@ def test_cancelled_request_keeps_its_blocks_until_the_load_ends_and_releases_the
     decode.check_nothing_is_held()
 
 
+def test_an_answer_that_ends_before_the_final_report_leaves_the_leases_to_prefill(instance: Instance) -> None:
+    """Where the router cancels the prompt. Another prompt may have leased the same blocks."""
+    there, decode = instance(follows=True), instance(follows=True)
+    computed = there.submit(pb.PREFILL, PROMPT, TOKENS)
+    there.run()
+    job = decode.submit(pb.DECODE, PROMPT, TOKENS)
+    report(decode, job, coming=5, first_token=computed.seq.output.tokens[-1])
+    while there.store.active:
+        there.store.end()  # of which its thread has not heard
+    decode.end_all()
+    decode.run()
+    assert job.ended and not computed.output.stored.final
+    there.prefiller.cancel(computed)
+    there.run()
+    assert (there.store.released, decode.store.released) == (computed.keys, [])
+    there.check_nothing_is_held()
+    decode.check_nothing_is_held()
+
+
 @pytest.mark.parametrize(
     ("store_generated", "multi_turn", "stored"),
     [("off", True, 0), ("auto", False, 4), ("auto", True, 6), ("on", False, 6)],

@@ -49,6 +49,25 @@ def most_held(one: Any, prompt: list[int]) -> list[int]:
     return held[1:]
 
 
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize("ends", ["decode", "prefill"])
+@pytest.mark.parametrize("multi_turn", [True, False])
+def test_the_leases_of_each_group_end_of_what_was_stored_of_it(instance: Instance, ends: str, multi_turn: bool) -> None:
+    """Another prompt may have leased the same key in another group."""
+    prefill, decode, prompt = instance(), instance(), PROMPTS[330][:]
+    for at in (70, 150):
+        prompt[at] = min(prefill.engine.pool.message_ends)
+    if ends == "decode":
+        hand_over(prefill, decode, prompt, multi_turn=multi_turn)
+    else:
+        job = prefill.submit(pb.PREFILL, prompt, TOKENS, multi_turn=multi_turn)
+        run(prefill, lambda: bool(job.output and job.output.token_ids))
+        prefill.prefiller.cancel_late("router", job.seq.request_id)
+    leased = [sorted(store.leased) for store in prefill.stores]
+    ended = [sorted(store.released) for store in (decode if ends == "decode" else prefill).stores]
+    assert ended == leased and len(leased[0]) == 21 > len(leased[1]) > 0
+
+
 @with_windows
 def test_each_byte_of_a_window_that_crosses_matters(
     instance: Instance, expected: Expected, rows: dict[bytes, Any]

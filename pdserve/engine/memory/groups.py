@@ -405,6 +405,16 @@ class Tails(list[Table]):
             self.append((StateTable if group.is_states else Table).of(pool, at, ids, reached, tokens))
 
 
+def stored_tails(pool: Pool, tokens: Tokens, *, multi_turn: bool) -> list[tuple[int, int]]:
+    """Return what is stored of further groups of a prompt that is computed from its start: (index, an id of the group)."""
+    stop, found = -(-len(tokens) // pool.block_size), list[tuple[int, int]]()
+    for at, group in [*enumerate(pool.groups)][1:]:
+        ids = array("q", [group.first_id] * stop)
+        table = (StateTable if group.is_states else Table).of(pool, at, ids, 0, tokens)
+        found += table.prompt_blocks(pool, 0, stop, len(tokens), multi_turn=multi_turn)
+    return found
+
+
 @dataclass(frozen=True)
 class SwappedKV:
     """Copy in host memory of a preempted sequence's KV.

@@ -275,8 +275,8 @@ class RouterThread:
         self._cores = cores
         self.busy_seconds = 0.0
         self._first = 0  # number of the first slot
-        self._work = deque([0.0])  # seconds, by slot
-        self._backlog = deque([0.0])  # seconds that are left of earlier work when the slot begins
+        self._work = deque([0.0], MAX_SLOTS)  # seconds, by slot
+        self._backlog = deque([0.0], MAX_SLOTS)  # seconds that are left of earlier work when the slot begins
 
     def add(self, at: float, seconds: float) -> float:
         """Add work that arrives, or has arrived, at a time. Returns when it is done."""
@@ -285,8 +285,8 @@ class RouterThread:
         slot = int(at / SLOT_S) - self._first
         if slot < 0:
             slot = 0
-        while slot >= len(self._work):
-            slot -= self._append_slot()
+        if slot >= len(self._work):
+            slot -= self._append_slots(slot + 1 - len(self._work))
         begins = (self._first + slot) * SLOT_S
         ahead = self._backlog[slot] + self._work[slot] - (at - begins if at > begins else 0.0)
         if ahead < 0:
@@ -297,16 +297,18 @@ class RouterThread:
             self._update_backlogs(slot + 1)
         return at + ahead + seconds
 
-    def _append_slot(self) -> int:
-        """Append a slot. Returns by how many slots the first one has moved."""
-        self._backlog.append(self._left(len(self._work) - 1))
-        self._work.append(0.0)
-        if len(self._work) <= MAX_SLOTS:
-            return 0
-        self._work.popleft()
-        self._backlog.popleft()
-        self._first += 1
-        return 1
+    def _append_slots(self, count: int) -> int:
+        """Append slots. Returns by how many slots the first one has moved."""
+        moved = max(0, len(self._work) + count - MAX_SLOTS)
+        while count and (left := self._left(-1)):
+            self._backlog.append(left)
+            self._work.append(0.0)
+            count -= 1
+        idle = (0.0,) * min(count, MAX_SLOTS)
+        self._backlog.extend(idle)
+        self._work.extend(idle)
+        self._first += moved
+        return moved
 
     def _update_backlogs(self, slot: int) -> None:
         while slot < len(self._work) and self._backlog[slot] != (left := self._left(slot - 1)):
