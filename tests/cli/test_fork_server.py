@@ -122,7 +122,7 @@ time.sleep(float(arguments[-1]))
 """
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
     processes = []
-    for (ours, _), seconds in zip(pairs, ("600", "0"), strict=True):
+    for (ours, _), seconds in zip(pairs, ("3600", "0"), strict=True):
         output, printed = os.pipe()
         light = ["router", "--model", "demo"]
         processes.append(ForkedProcess(None, request(ours, [*light, seconds], {}, printed, printed), output))
@@ -132,13 +132,13 @@ time.sleep(float(arguments[-1]))
         for _, one in pairs:
             one.close()
         try:
-            assert processes[1].wait(60) == 0 and processes[1].stdout is not None
-            assert select.select([processes[1].stdout], [], [], 10)[0], "no end of its output"
+            assert processes[1].wait(500) == 0 and processes[1].stdout is not None
+            assert select.select([processes[1].stdout], [], [], 60)[0], "no end of its output"
         finally:
             processes[0].kill()
             for ours, _ in pairs:
                 ours.close()
-            server.wait(60)
+            server.wait(500)
     for process in processes:
         assert process.stdout is not None
         process.stdout.close()
