@@ -142,8 +142,8 @@ class Decoder:
         self.waiting: dict[Sequence, _DecodeState] = {}
         self.unreserved: dict[Sequence, _DecodeState] = {}
         self.cramped: dict[Sequence, _DecodeState] = {}
-        # Requests that ended before prefill's final report, which may be on its way, by router and id.
-        self._early: dict[tuple[str, str], tuple[_Leases, Job]] = {}
+        # Requests that ended before prefill's final report, which may be on its way, by router and id: their leases.
+        self._early: dict[tuple[str, str], tuple[_Leases, list[bytes], list[tuple[bytes, int]]]] = {}
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
         """Start a request: wait for its KV or, in phase BOTH, fetch its prefix and queue it in the engine.
@@ -206,10 +206,13 @@ class Decoder:
 
     def hand_over_late(self, link: str, message: pb.HandOver) -> None:
         """Handle prefill's report of a request that has ended here: with the final one, the leases are to be ended here."""
-        found = self._early.pop((link, message.request_id), None) if message.final else None
-        if found is not None and not (found[0].ended or found[0].num_choices):
-            found[0].ended = True
-            self._transfers.end_leases(*self._leased(found[1], message.num_blocks))
+        if not message.final or (found := self._early.pop((link, message.request_id), None)) is None:
+            return
+        leases, keys, tails = found
+        if not (leases.ended or leases.num_choices):
+            leases.ended = True
+            told = {*keys[: message.num_blocks]}
+            self._transfers.end_leases(keys[: message.num_blocks], [one for one in tails if one[0] in told])
 
     def reserve(self) -> None:
         """Give blocks to requests whose KV is there. To be called whenever blocks were freed.
@@ -424,18 +427,19 @@ class Decoder:
         keys = state.job.keys[: state.loading.available] if is_due else []
         state.leases.ended |= is_due
         if state.converted is None and keys and self._engine.pool.tail_groups:
-            self._transfers.end_leases(*self._leased(state.job, len(keys)), tickets)
+            told = {*keys}
+            self._transfers.end_leases(keys, [one for one in self._tails(state.job) if one[0] in told], tickets)
         elif keys or tickets:
             (state.converted or self._connector).release(keys, tickets=tuple(tickets))
 
-    def _leased(self, job: Job, num_blocks: int) -> tuple[list[bytes], list[tuple[bytes, int]]]:
-        """Return what prefill has leased of a prompt's first blocks: their keys, and those of further groups with an id.
+    def _tails(self, job: Job) -> list[tuple[bytes, int]]:
+        """Return key and id of what prefill stores of a prompt in further groups.
 
-        Of these perhaps some more, which prefill had in its pool: no hand-over waits for such blocks.
+        Perhaps some more, which prefill had in its pool: no hand-over waits for such blocks.
         """
-        keys, kv, pool = job.keys[:num_blocks], job.seq.kv, self._engine.pool
+        kv, pool = job.seq.kv, self._engine.pool
         tails = stored_tails(pool, kv.tokens[: kv.num_initial], multi_turn=job.multi_turn) if pool.tail_groups else []
-        return keys, [(keys[index], block) for index, block in tails if index < num_blocks]
+        return [(job.keys[index], block) for index, block in tails]
 
     def _store_back(self, state: _DecodeState, min_blocks: int = 1) -> None:
         """Store the full blocks computed here since the last call, if there are at least `min_blocks`.
@@ -501,7 +505,7 @@ class Decoder:
             if not loading.has_started and not state.has_heir:
                 self._end_leases(state, state.tickets)  # no instance will load what was stored for this request
             if not loading.is_final and job.phase == pb.DECODE and state.converted is None:
-                self._early[job.link, job.seq.request_id] = state.leases, job
+                self._early[job.link, job.seq.request_id] = state.leases, job.keys, self._tails(job)
                 if len(self._early) > MAX_EARLY:
                     del self._early[next(iter(self._early))]
             del self._states[job]

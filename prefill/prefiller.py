@@ -56,6 +56,21 @@ class _StorePart:
 
 
 @dataclass(eq=False)
+class _Leases:
+    """Leases of a prompt whose final report may not have reached the router. Its choices share them.
+
+    Attributes:
+        keys: of the first group's blocks.
+        tails: key and id of blocks of further groups.
+        num_choices: those that were not cancelled.
+    """
+
+    keys: list[bytes]
+    tails: list[tuple[bytes, int]]
+    num_choices: int
+
+
+@dataclass(eq=False)
 class _PrefillState:
     """State of one prompt in the prefill role.
 
@@ -125,7 +140,7 @@ class Prefiller:
         self._lease_seconds = lease_seconds
         self._states: dict[Job, _PrefillState] = {}
         # Those that have ended with a final report, by router and id: a cancellation may have crossed it.
-        self._reported: dict[tuple[str, str], tuple[_PrefillState, Job]] = {}
+        self._reported: dict[tuple[str, str], _Leases] = {}
         if transfers.ranges > 1 and engine.runner.kv.final_bytes:
             engine.on_planned = self._begin_stores
 
@@ -187,12 +202,11 @@ class Prefiller:
 
     def cancel_late(self, link: str, request_id: str) -> None:
         """Handle that a request was cancelled before its router had the final report: decode will not end the leases."""
-        found = self._reported.pop((link, request_id), None)
-        if found is not None:
-            state, job = found
-            job.ended = True
-            if not state.running:
-                self._end_leases(state)
+        leases = self._reported.pop((link, request_id), None)
+        if leases is not None:
+            leases.num_choices -= 1
+            if leases.keys and not leases.num_choices:
+                self._transfers.end_leases(leases.keys, leases.tails)
 
     def _begin_stores(self, plan: StepPlan) -> LayerStores | None:
         """Begin to store what a step is about to compute. Returns what is to be told of each layer, if there is anything."""
@@ -282,7 +296,13 @@ class Prefiller:
 
     def _end_leases(self, state: _PrefillState, ticket: bytes = b"") -> None:
         """End once each lease of what decode will not be told of: all, or what is stored behind a gap."""
-        told, ended, tails = state.stored_blocks if state.running else 0, list[bytes](), list[tuple[bytes, int]]()
+        ended, tails = self._take_leases(state, state.stored_blocks if state.running else 0)
+        if ended:
+            self._transfers.end_leases(ended, tails, [ticket] if ticket else [])
+
+    def _take_leases(self, state: _PrefillState, told: int) -> tuple[list[bytes], list[tuple[bytes, int]]]:
+        """Return the keys of leased blocks behind the first `told`, and those of further groups with an id, once each."""
+        taken, tails = list[bytes](), list[tuple[bytes, int]]()
         for part in state.parts:
             kept = max(0, told - part.first)
             keys = {
@@ -290,11 +310,10 @@ class Prefiller:
                 for place, outcome in enumerate(part.leased)
                 if place >= kept and outcome is Outcome.OK
             }
-            ended += keys.values()
+            taken += keys.values()
             tails += [(keys[place], block) for place, block in part.tails if place in keys]
             part.leased = part.leased[:kept]
-        if ended:
-            self._transfers.end_leases(ended, tails, [ticket] if ticket else [])
+        return taken, tails
 
     def _announce(self, state: _PrefillState) -> None:
         """Report to the router how many leading blocks decode may load or follow, and whether more will come.
@@ -318,10 +337,12 @@ class Prefiller:
         for job in state.jobs:
             if job.open_transfers:
                 return
+        running = [] if self._transfers.in_place or not state.lease_s else state.running
+        leases = _Leases(*self._take_leases(state, 0), len(running)) if running else None
         for job in state.jobs:
             if self._states.pop(job, None) is not None:
                 self._context.close_job(job)
-                if state.lease_s and not (job.ended or self._transfers.in_place):
-                    self._reported[job.link, job.seq.request_id] = state, job
+                if leases is not None and job in running:
+                    self._reported[job.link, job.seq.request_id] = leases
                     if len(self._reported) > MAX_REPORTED:
                         del self._reported[next(iter(self._reported))]
