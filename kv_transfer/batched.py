@@ -503,9 +503,7 @@ class _Watchdog:
         while (operation := self._next_due()) is not None:
             if self._stopped or operation.deadline <= time.monotonic():  # a growing one may wait for its next turn
                 operation.complete(waits=False)
-                if (
-                    not operation.done()
-                ):  # a copy is in progress, as of a peer that hangs: the others do not wait for it
+                if not operation.done():  # its copy is in progress, perhaps to a peer that hangs
                     threading.Thread(target=operation.complete, name=f"{self._thread.name}-late", daemon=True).start()
 
     def _next_due(self) -> Operation[Any] | None:

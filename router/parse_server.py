@@ -65,7 +65,7 @@ class ParseServer:
     def __exit__(self, *exception: object) -> None:
         """End the server. Workers end with the threads that called them, or with this process."""
         self._control.close()
-        with suppress(ChildProcessError):  # whoever started this process ignores SIGCHLD: the kernel has reaped it
+        with suppress(ChildProcessError):  # with SIGCHLD ignored, as inherited, the kernel has reaped it
             os.waitpid(self.pid, 0)
 
     def run(self, function: Callable[[], Result]) -> Result:

@@ -412,7 +412,7 @@ class Fleet:
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
             while not self.closed and not deployment.poll_ready():
-                if time.monotonic() > deadline:  # a process ends again and again, which nobody sees here
+                if time.monotonic() > deadline:  # a process ends again and again, and its log is not shown
                     raise SetupError(f"not ready within {START_TIMEOUT_S:g} s")
                 self._closes_within(POLL_S)
         except SetupError as error:  # the reason is the last line, until the others are stopped, which print more

@@ -156,8 +156,8 @@ class AdapterChanges:
     def _end(self, state: _Order) -> None:
         order, errors = state.order, state.errors
         del self._orders[order.number]
-        nobody = "" if state.done else "the instances were lost before they answered"
-        error = min(errors.values(), default=nobody)
+        without_errors = "" if state.done else "the instances were lost before they answered"
+        error = min(errors.values(), default=without_errors)
         keeping = {*state.done} & {*self._fleet.instances.values()}
         if errors and keeping and order.path and not order.replaces:  # the client is told once none keeps it
             self._begin(pb.ChangeAdapter(name=order.name), keeping, lambda _: state.on_done(error))

@@ -93,7 +93,7 @@ def test_it_ends_where_ended_children_are_reaped_by_the_kernel() -> None:
 import signal
 from pdserve.router.parse_server import ParseServer
 from pdserve.router.text.tokenizer import Tokenizer
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as whoever starts a router may have it
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a router may inherit it
 with ParseServer(Tokenizer("demo")):
     pass
 """
