@@ -17,7 +17,6 @@ share a store need clocks that agree to a few seconds: by as much as they differ
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -42,7 +41,6 @@ from pdserve.kv_transfer.url import Query, split
 log = logging.getLogger(__name__)
 
 _MAX_AHEAD_S = MAX_LEASE_S + 60.0  # of a lease, on a host whose clock is behind
-_LOCK_WAIT_S = 1.0
 STALE_TEMP_AGE_S = 600.0  # the writer of an older temporary file is considered dead
 _SWEEP_INTERVAL_S = 60.0
 _NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
@@ -193,7 +191,7 @@ class FileConnector(BatchedConnector):
             outcome = block.accept(buffer[: min(end, HEADER_BYTES)].tobytes(), [buffer[HEADER_BYTES:end]])
         now = time.time()
         if outcome is Outcome.OK and self._evictor.is_enabled and not _is_leased(os.fstat(fd).st_mtime, now):
-            _extend(fd, now)
+            _set_mtime(fd, now)
         return outcome
 
     def _read_from_page_cache(self, block: Incoming, fd: int) -> Outcome | None:
@@ -215,18 +213,12 @@ class FileConnector(BatchedConnector):
         mtime = self._get_mtime(path)
         if mtime is None:
             return False
-        end = time.time() + lease_s
-        if not _is_set(mtime, end):
-            try:
-                fd = os.open(path, _OPEN_FLAGS)
-            except OSError as error:
-                if error.errno not in _NO_BLOCK_ERRNOS:
-                    raise
-                return False
-            try:
-                _extend(fd, end)
-            finally:
-                os.close(fd)
+        now = time.time()
+        try:
+            if mtime < now + lease_s or mtime > now + _MAX_AHEAD_S:
+                _set_mtime(path, now + lease_s)
+        except FileNotFoundError:
+            return False
         return True
 
     def _get_mtime(self, path: str) -> float | None:
@@ -365,28 +357,6 @@ def _is_leased(mtime: float, now: float) -> bool:
     return now < mtime <= now + _MAX_AHEAD_S
 
 
-def _is_set(mtime: float, end: float) -> bool:
-    """Return True for the time of a file whose lease or last use ends at `end` at the earliest."""
-    return end <= mtime <= time.time() + _MAX_AHEAD_S
-
-
-def _extend(fd: int, end: float) -> None:
-    """Let the lease or last use of an open file end at `end` at the earliest, under a lock: others may extend it too.
-
-    Goes on without the lock if a file server has none, or if another process holds it that has stopped.
-    """
-    give_up = time.monotonic() + _LOCK_WAIT_S
-    with contextlib.suppress(OSError):
-        while time.monotonic() < give_up:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
-                break
-            except BlockingIOError:
-                time.sleep(0.001)
-    if not _is_set(os.fstat(fd).st_mtime, end):
-        _set_mtime(fd, end)
-
-
 def _warn_if_others_may_write(folder: str, owners: set[int]) -> None:
     status = os.stat(folder)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in owners:
@@ -463,8 +433,8 @@ def _is_in_memory(path: str) -> bool:
     return any(words[2] == name and words[words.index("-") + 1] in ("tmpfs", "ramfs") for words in found)
 
 
-def _set_mtime(fd: int, mtime: float) -> None:
-    os.utime(fd, (time.time(), mtime))
+def _set_mtime(file: int | str, mtime: float) -> None:
+    os.utime(file, (time.time(), mtime))
 
 
 def _unlink(path: str) -> None:

@@ -138,31 +138,6 @@ def test_a_store_extends_the_lease_and_never_shortens_it(tmp_path: Path, attach:
         assert path.stat().st_mtime == pytest.approx(time.time() + ends_in, abs=30)
 
 
-def test_a_shorter_lease_of_another_instance_replaces_no_longer_one(
-    tmp_path: Path, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has read the time of the file before the longer one is set, and sets its own after that."""
-    short, long, (key,) = attach(f"file://{tmp_path}"), attach(f"file://{tmp_path}"), new_keys(1)
-    short.store([key], [0], lease_s=0.0)
-    (path,), utime = blocks_in(tmp_path), os.utime
-    about_to_set, may_set = threading.Event(), threading.Event()
-
-    def slow(file: Any, times: Any) -> None:
-        if not about_to_set.is_set():
-            about_to_set.set()
-            may_set.wait(0.3)  # less than others wait for the lock
-        utime(file, times)
-
-    monkeypatch.setattr(os, "utime", slow)
-    shorter = threading.Thread(target=lambda: short.store([key], [0], lease_s=10.0))
-    shorter.start()
-    assert about_to_set.wait(60)
-    long.store([key], [0], lease_s=1000.0)
-    may_set.set()
-    shorter.join()
-    assert path.stat().st_mtime > time.time() + 500
-
-
 @pytest.fixture
 def aged(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> tuple[Any, list[bytes]]:
     """Eight blocks: the first two leased, the others last used 10, 20, … 60 seconds ago."""
