@@ -181,7 +181,7 @@ def test_cancelled_request_keeps_its_blocks_until_the_load_ends_and_releases_the
 
 
 def test_an_answer_that_ends_before_the_final_report_leaves_the_leases_to_prefill(instance: Instance) -> None:
-    """Where the router cancels the prompt. Another prompt may have leased the same blocks."""
+    """The router then cancels the prompt. Another prompt may have leased the same blocks."""
     there, decode = instance(follows=True), instance(follows=True)
     computed = there.submit(pb.PREFILL, PROMPT, TOKENS)
     there.run()
