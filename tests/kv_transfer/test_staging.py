@@ -275,16 +275,17 @@ def test_a_load_that_fails_is_over_when_nothing_is_written_any_more(monkeypatch:
     source, target = torch.randn(SHAPE), torch.zeros(SHAPE)
     writer, reader = staged(connect("memory://staging-late"), source), staged(store, target, recorder)
     assert writer.store(KEYS, range(10), lease_s=10).result(60).leading == 10
-    scatter, failed = recorder.scatter_blocks, threading.Event()
+    scatter, held, failed = recorder.scatter_blocks, threading.Event(), threading.Event()
 
     def fail_once(*arguments: Any) -> None:
         if not failed.is_set():
+            assert held.wait(60), "the second piece, which would be left out now, is not being loaded"
             store.gate.clear()  # holds the second piece, which waits for the line below
             failed.set()
             raise torch.AcceleratorError("CUDA error: out of memory")
         scatter(*arguments)
 
-    get, held = store.get, threading.Event()
+    get = store.get
 
     def get_slowly(name: str) -> Buffer | None:
         if not name.endswith(KEYS[0].hex()):
