@@ -9,7 +9,7 @@ that requests that began with it can move here.
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +59,7 @@ class Adapters:
         self._retired: deque[tuple[str, LoadedAdapter, int]] = deque(
             maxlen=NUM_RETIRED
         )  # with name and time of its loss
+        self._num_unloads = Counter[str]()  # by name
         self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
         self._slots = SlotTable(config.max_loras, lambda *filled: self._fill(*filled))
         self._in_slots: dict[int, LoadedAdapter] = {}
@@ -95,9 +96,12 @@ class Adapters:
 
     def change(self, order: pb.ChangeAdapter, host: Host, on_done: OnDone) -> None:
         """See `Adapters` of the engine."""
-        known = self._by_digest.get(order.digest)
+        known, num_unloads = self._by_digest.get(order.digest), self._num_unloads[order.name]
 
         def add(adapter: LoadedAdapter) -> None:
+            if self._num_unloads[order.name] > num_unloads:  # while it was being read: the later order holds
+                on_done("")
+                return
             if order.name in self._names and not order.replaces:
                 on_done(f"the name {order.name!r} is taken")
                 return
@@ -126,6 +130,7 @@ class Adapters:
             on_done(f"{order.name!r} is the name of the model")
         elif not order.path and not order.offers:
             self.remove(order.name)
+            self._num_unloads[order.name] += 1
             on_done("")
         elif known is not None and not order.offers:
             add(known)

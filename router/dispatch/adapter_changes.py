@@ -90,13 +90,14 @@ class AdapterChanges:
     def share(self, adapters: Mapping[str, ServedAdapter], has_joined: bool = False) -> None:
         """Let instances load what others have and they lack, now that one has attached, or some have loaded it.
 
-        What has lost its name on one since others have loaded it, these unload: they were not here when it was unloaded.
+        What is being unloaded, or has lost its name on one since others have loaded it, these unload: they were not here
+        when it was unloaded.
         """
         loading = [one for one in self._fleet.instances.values() if one.hello.loads_adapters]
         for name, adapter in adapters.items():
             if has_joined and self._is_gone(name, adapter.digest):
                 for instance in loading:
-                    if (name, adapter.digest) in _named(instance):
+                    if name in {one.name for one in instance.hello.adapters}:
                         instance.connection.send(pb.RouterFrame(change_adapter=pb.ChangeAdapter(name=name)))
                 continue
             lack = {one for one in loading if (name, adapter.digest) not in _named(one)}
@@ -108,9 +109,10 @@ class AdapterChanges:
                 self._begin(order, lack, partial(_log_error, name))
 
     def _is_gone(self, name: str, digest: bytes) -> bool:
-        """Return whether an adapter was unloaded, by name, after it was last loaded."""
-        if any(state.order.name == name for state in self._orders.values()):
-            return False
+        """Return whether an adapter was unloaded, by name, after it was last loaded; if under way, the newest order says."""
+        orders = [state.order for state in self._orders.values() if state.order.name == name]
+        if orders:
+            return not orders[-1].path
         found = [one for instance in self._fleet.instances.values() for one in instance.hello.adapters]
         of_digest = [one for one in found if one.digest == digest]
         lost = max((one.loaded_at for one in of_digest if one.lost_name == name), default=0)
@@ -155,7 +157,7 @@ class AdapterChanges:
 
     def _end(self, state: _Order) -> None:
         order, errors = state.order, state.errors
-        del self._orders[order.number]
+        self._orders.pop(order.number, None)
         without_errors = "" if state.done else "the instances were lost before they answered"
         error = min(errors.values(), default=without_errors)
         keeping = {*state.done} & {*self._fleet.instances.values()}

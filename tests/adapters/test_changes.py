@@ -124,6 +124,18 @@ def test_orders_that_are_refused(loader: Loader, name: str, path: str, message: 
     assert len(loader.announced) == 1
 
 
+def test_an_adapter_that_is_unloaded_while_it_is_being_read_is_not_added(loader: Loader) -> None:
+    for path in ("good", ""):  # both are there before anything is read
+        loader.instance.change_adapter("router", pb.ChangeAdapter(number=7, name="sql", path=path))
+    deadline = time.monotonic() + PATIENCE_S
+    while len(loader.answers) < 2:
+        assert time.monotonic() < deadline
+        loader.instance.run_once(wait=False)
+        time.sleep(0.001)
+    assert loader.answers == ["", ""] and all("sql" not in one for one in loader.announced)
+    assert loader.order("sql", "good") == "" and "sql" in loader.announced[-1]
+
+
 def test_earlier_weights_that_come_back_are_the_latest_of_their_name(loader: Loader) -> None:
     """Routers serve the latest of a name: an instance that was away must not bring the others back."""
     times = []

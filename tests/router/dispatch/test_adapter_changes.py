@@ -237,6 +237,38 @@ def test_an_instance_that_attaches_while_others_load(cluster: Any) -> None:
     assert done == [""] and order.digest == NEW
 
 
+@pytest.mark.parametrize("had", [None, NEW, OLD], ids=["it has none", "it has it", "it has earlier weights"])
+def test_an_instance_that_attaches_while_others_unload(cluster: Any, had: bytes | None) -> None:
+    """It is not told to load it, nor are those that have unloaded it; and if it has one of the name, it unloads that."""
+    done: list[str] = []
+    prefill, decode = cluster.instances
+    has(cluster, decode, pb.Adapter(name="sql", digest=NEW, path="/sql", loaded_at=2))
+    has(cluster, prefill, loads=False)
+    cluster.dispatcher.change_adapter("sql", "", False, done.append)
+    [(_, order)] = cluster.sent(decode)
+    has(cluster, prefill, *([pb.Adapter(name="sql", digest=had, path="/sql", loaded_at=1)] if had else []))
+    cluster.dispatcher.on_joined(prefill)
+    orders = [(one.name, one.path) for _, one in cluster.sent(prefill)]
+    assert orders == ([("sql", "")] if had else [])
+    has(cluster, decode, pb.Adapter(lost_name="sql", digest=NEW, loaded_at=3))
+    answer(cluster, decode, order)
+    assert done == [""] and not [one.path for _, one in cluster.sent(decode) if one.path]
+
+
+def test_an_instance_that_has_unloaded_it_is_not_told_to_load_it_again(cluster: Any) -> None:
+    """Another one attaches while a third has not unloaded it yet."""
+    prefill, decode = cluster.instances
+    sql = pb.Adapter(name="sql", digest=NEW, path="/sql", loaded_at=2)
+    for instance in cluster.instances:
+        has(cluster, instance, sql)
+    cluster.dispatcher.change_adapter("sql", "", False, lambda _: None)
+    [(_, order)], _ = cluster.sent(prefill), cluster.sent(decode)
+    has(cluster, prefill, pb.Adapter(lost_name="sql", digest=NEW, loaded_at=3))
+    answer(cluster, prefill, order)
+    cluster.dispatcher.on_joined(decode)
+    assert cluster.sent(prefill) == []
+
+
 def test_only_instances_that_have_an_adapter_get_its_requests(cluster: Any) -> None:
     """Of two weights of one name, new requests get the later ones."""
     prefill, decode = cluster.instances
