@@ -119,10 +119,10 @@ class ParseQueue:
 
         try:
             await thread_is_free
-        except asyncio.CancelledError:
+            work = loop.run_in_executor(self._threads, parse)
+        except BaseException:  # it was cancelled, or no thread can be started
             end(thread_is_free)
             raise
-        work = loop.run_in_executor(self._threads, parse)
         work.add_done_callback(end)
         return await asyncio.shield(work)  # a client that leaves must not lend the busy thread to its next body
 

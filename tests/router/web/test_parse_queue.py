@@ -95,6 +95,30 @@ def test_a_body_whose_client_has_left_counts_until_its_thread_is_free(
     run(scenario)
 
 
+def test_a_body_for_which_no_thread_can_be_started_holds_up_no_other(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as at a limit of the container."""
+    monkeypatch.setattr(parse_queue, "LARGE_BODY", 1)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        budget = BodyBudget(has_keys=False, largest=1, on_refusal=lambda key: None)
+        queue, most = ParseQueue(4, WEIGHTS, budget, metrics), parse_queue.NUM_THREADS
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            for _ in range(most + 1):
+                async with asyncio.timeout(60):
+                    with pytest.raises(RuntimeError, match="start new thread"):
+                        await queue.run("a", bytes(9), lambda: 5)
+        assert budget.num_bytes == 0
+        assert await queue.run("a", bytes(9), lambda: 5) == 5
+
+    run(scenario)
+
+
 def test_bodies_beyond_the_limit_are_rejected_and_counted(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parse_queue, "LARGE_BODY", 1)
     gate = threading.Event()
