@@ -1,5 +1,6 @@
-"""Files that commands write at their end: they are checked before the work, which may take minutes."""
+"""What commands write and show: files are checked before the work, which may take minutes; no thread shows progress."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,3 +75,30 @@ def test_a_look_at_a_file_leaves_it_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "old").read_text() == "content" and not (tmp_path / "folder" / "new").exists()
     with pytest.raises(SetupError, match="cannot be written: Is a directory"):
         check_writable(tmp_path)
+
+
+class Simulated(Exception):
+    """The work has begun."""
+
+
+@pytest.mark.parametrize(
+    ("run", "settings"),
+    [(planner.run, PlanConfig(slo=SLO)), (simulator.run, SimulateConfig())],
+    ids=["plan", "simulate"],
+)
+def test_no_thread_shows_progress_while_simulations_fork(
+    run: Callable[[Any], object], settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork while it draws would leave its locks held in the new process, which then hangs at its first line."""
+    before = {*threading.enumerate()}
+
+    def simulate(*_: Any) -> NoReturn:
+        assert {*threading.enumerate()} <= before
+        raise Simulated
+
+    for module, name in ((planner, "Planner"), (simulator, "simulate_all")):
+        monkeypatch.setattr(module, name, simulate)
+    for module in (planner, simulator):
+        monkeypatch.setattr(module, "load_profile", lambda _: None)
+    with pytest.raises(Simulated):
+        run(settings)

@@ -26,7 +26,7 @@ from pdserve.tools.planner.search import NOISE, SATURATED_SHARE, Trial, best
 from pdserve.tools.planner.settings import Dimension
 from pdserve.tools.planner.slo_file import check_groups, load_targets
 from pdserve.tools.planner.targets import Target, thin_sentences
-from pdserve.tools.simulator.command import as_dict, as_table, console_for_tables
+from pdserve.tools.simulator.command import as_dict, as_table, console_for_tables, progress_line
 from pdserve.tools.simulator.fleet import draw_requests, load_profile, notes, num_gpus
 
 WORTHLESS_PROFILE, NO_FLEET = 1, 3  # exit codes
@@ -82,11 +82,11 @@ def run(config: PlanConfig) -> int:
 def _progress() -> Iterator[Callable[[str], None]]:
     """Yield a function that says what is simulated: on a terminal as it changes, otherwise a line every few seconds."""
     console, last = Console(stderr=True), time.monotonic()
-    with console.status("simulating") as status:
+    with progress_line(console) as show_line:
 
         def show(text: str) -> None:
             nonlocal last
-            status.update(text)
+            show_line(text)
             if not console.is_terminal and time.monotonic() - last > PROGRESS_S:
                 last = time.monotonic()
                 print(text, file=sys.stderr)

@@ -3,12 +3,14 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from pdserve.errors import SetupError
@@ -42,14 +44,13 @@ def run(config: SimulateConfig) -> None:
         raise SetupError(str(error)) from None
     profile, fleets = load_profile(config), parse_fleets(config)
     check_writable(config.json, config.csv)
-    console, started = Console(stderr=True), time.monotonic()
-    forecasts = list[Forecast]()
-    with console.status("") as status:
-        status.update(f"simulating {len(fleets)} fleets")
+    started, forecasts = time.monotonic(), list[Forecast]()
+    with progress_line(Console(stderr=True)) as show:
+        show(f"simulating {len(fleets)} fleets")
         rate = config.request_rate if config.ramp_up_strategy is None else math.inf
         for forecast in simulate_all(config, profile, objectives, [(fleet, rate) for fleet in fleets]):
             forecasts.append(forecast)
-            status.update(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
+            show(f"simulated {len(forecasts)} of {len(fleets)} fleets, {time.monotonic() - started:.0f} s")
     console_for_tables().print(as_table(forecasts))
     fewest = min(one.figures["completed"] for one in forecasts)
     thin = thin_sentence("TTFT p99", 99, fewest, "requests")
@@ -59,6 +60,16 @@ def run(config: SimulateConfig) -> None:
         write_file(Path(config.json), json.dumps([as_dict(forecast) for forecast in forecasts], indent=2) + "\n")
     if config.csv:
         write_csv(config.csv, forecasts[-1].samples, objectives)
+
+
+@contextmanager
+def progress_line(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a text on a terminal, in place of the one before; the last one is erased.
+
+    No thread draws it, as of rich's status: simulations fork, and a lock that it held would stay so in their processes.
+    """
+    with Live(console=console, auto_refresh=False, transient=True) as line:
+        yield lambda text: line.update(text, refresh=True)
 
 
 def console_for_tables() -> Console:
