@@ -9,6 +9,7 @@ say otherwise.
 import asyncio
 import random
 import tempfile
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ WORDS = " ".join(path.read_text() for path in sorted((Path(__file__).parent.pare
 COLUMNS = ("answered", "requests", "differ in tokens", "differ in log probabilities only")
 AT_ONCE = 32  # requests
 DEAD_STORE = "over a dead store"
+PATIENCE_S = 300.0  # with a fleet whose instances may be starting again
 Answer = tuple[list[int], list[float]]
 
 
@@ -81,8 +83,13 @@ class _Fleet:
         self._stack.close()
 
     async def answer(self, body: dict[str, Any]) -> Answer:
-        """Return token ids and log probabilities of a request, which is repeated while no instance is available."""
-        while True:
+        """Return token ids and log probabilities of a request, which is repeated while no instance is available.
+
+        Raises:
+            RuntimeError: for `PATIENCE_S` seconds there was none.
+        """
+        give_up_at = time.monotonic() + PATIENCE_S
+        while time.monotonic() < give_up_at:
             with suppress(httpx.TransportError):
                 reply = await self.http.post("/v1/completions", json={**body, "model": self.deployment.config.name})
                 if reply.status_code == 200:
@@ -90,6 +97,7 @@ class _Fleet:
                     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
                 assert reply.status_code in (429, 503), reply.text
             await asyncio.sleep(0.1)
+        raise RuntimeError(f"no instance of the fleet has answered within {PATIENCE_S:g} s")
 
     async def answers(self, bodies: list[dict[str, Any]], at_once: int) -> list[Answer]:
         turns = asyncio.Semaphore(at_once)
