@@ -171,6 +171,10 @@ class FileConnector(BatchedConnector):
                 os.close(fd)
             if not block.in_time():  # the row may have changed during the write
                 raise Expired
+            if self._renew(path, lease_s):  # another writer was faster, and its lease may be longer
+                _unlink(temporary)
+                block.present()
+                return
             _with_parent_folder(path, lambda: os.rename(temporary, path))
         except BaseException:
             _unlink(temporary)

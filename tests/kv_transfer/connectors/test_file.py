@@ -138,6 +138,27 @@ def test_a_store_extends_the_lease_and_never_shortens_it(tmp_path: Path, attach:
         assert path.stat().st_mtime == pytest.approx(time.time() + ends_in, abs=30)
 
 
+def test_of_two_writers_of_a_block_at_once_the_longer_lease_stays(
+    tmp_path: Path, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one with the shorter lease ends last."""
+    short, long, (key,) = attach(f"file://{tmp_path}"), attach(f"file://{tmp_path}"), new_keys(1)
+    write, is_first = os.writev, True
+
+    def write_after_the_other(*arguments: Any) -> int:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            assert long.store([key], [0], lease_s=1000.0).leading == 1
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "writev", write_after_the_other)
+    assert short.store([key], [0], lease_s=10.0).leading == 1
+    (path,) = blocks_in(tmp_path)
+    assert path.stat().st_mtime == pytest.approx(time.time() + 1000, abs=100)
+    assert list((tmp_path / "tmp").iterdir()) == [] and short.load([key], [1]).leading == 1
+
+
 @pytest.fixture
 def aged(tmp_path: Path, attach: Attach, new_keys: NewKeys) -> tuple[Any, list[bytes]]:
     """Eight blocks: the first two leased, the others last used 10, 20, … 60 seconds ago."""
