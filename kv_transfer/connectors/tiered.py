@@ -1,7 +1,8 @@
 """`tiered://shm://kv?size=8GiB,redis://host:6379/0`: several stores combined as tiers, fastest first.
 
     store    writes to the first tier that accepts the block; in the background, copies it from there to the slower tiers
-    load     reads from the first tier that has the block intact, and stores it in the faster tiers before it returns
+    load     reads from the first tier that has the block intact, and stores it in the faster tiers before it returns,
+             unless these have been so slow that the timeout would not suffice
     match    counts leading keys that any of the tiers has
 
 The tiers' URLs are separated by commas. The only own parameter comes before them, as in
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_COPIES = 4096  # stores not yet copied to the slower tiers
 _COPIERS = 2  # tasks that copy blocks to slower tiers, each with its own part of the buffer
 _ATTACH_RETRY_S = 5.0
+SLACK_S = 0.1  # by which an operation may be late
 _DRAIN_TIMEOUT_S = 10.0  # at close, for copies to slower tiers
 # The outcome reported for a block that failed in all tiers: the first of these that occurred.
 _PRECEDENCE = (Outcome.CORRUPT, Outcome.FULL, Outcome.UNAVAILABLE, Outcome.MISSING)
@@ -173,6 +175,19 @@ class TieredConnector(Connector):
         rows = max(_COPIERS, min(len(memory.rows), self._buffer_bytes // memory.layout.block_bytes))
         buffer = np.zeros((rows, memory.layout.block_bytes), np.uint8)
         self._buffer = dataclasses.replace(memory, rows=buffer)
+        try:
+            self._attach_tiers()
+            started: Future[None] = Future()
+            thread = threading.Thread(target=self._run_loop, args=(started,), name="kv-tiered", daemon=True)
+            thread.start()
+            started.result()
+        except BaseException:  # such as for lack of descriptors
+            self.close()
+            raise
+        self._thread = thread
+
+    def _attach_tiers(self) -> None:
+        """Attach the tiers that can be used. Raises `SetupError` or `StoreOut` if there is none."""
         errors = [error for tier in self._tiers if (error := self._try_to_attach(tier)) is not None]
         if len(errors) == len(self._tiers):
             are_out = any(isinstance(error, StoreOut) for error in errors)
@@ -182,10 +197,6 @@ class TieredConnector(Connector):
             self.has_started_out = True
         for error in errors:
             log.warning("%s Retrying every %g s; using the other tiers until then.", error, _ATTACH_RETRY_S)
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), name="kv-tiered", daemon=True)
-        self._thread.start()
-        started.result()
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
         self.memory.check(keys, block_ids)
@@ -232,10 +243,23 @@ class TieredConnector(Connector):
 
     def _close_limit_s(self) -> float:
         """Return the seconds within which operations in flight and the copies that are waited for end."""
-        pool_s = self.memory.rows.nbytes / MIN_BYTES_PER_S
-        return self.capabilities.timeout_s + len(self._tiers) * pool_s + _DRAIN_TIMEOUT_S
+        return self.capabilities.timeout_s + len(self._tiers) * self._moving_s(len(self.memory.rows)) + _DRAIN_TIMEOUT_S
+
+    def _moving_s(self, blocks: int) -> float:
+        """Return the seconds by which the timeout of an operation on this many blocks is extended, by each tier."""
+        return blocks * self.memory.layout.block_bytes / MIN_BYTES_PER_S
 
     # On the event loop's thread.
+
+    def _run_loop(self, started: Future[None]) -> None:
+        work = self._run(started)
+        try:
+            asyncio.run(work)
+        except Exception as error:
+            work.close()
+            if started.done():
+                raise
+            started.set_exception(error)
 
     async def _run(self, started: Future[None]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -279,10 +303,11 @@ class TieredConnector(Connector):
         return result
 
     async def _load(self, keys: list[bytes], ids: list[int]) -> Result:
+        give_up_at = time.monotonic() + self.capabilities.timeout_s + len(self._tiers) * self._moving_s(len(keys))
         result, moved = await self._try_tiers("load", keys, ids)
         await asyncio.gather(
             *(
-                self._promote(faster, [keys[block] for block in blocks], [ids[block] for block in blocks])
+                self._promote(faster, [keys[block] for block in blocks], [ids[block] for block in blocks], give_up_at)
                 for number, blocks in enumerate(moved)
                 for faster in self._tiers[:number]
                 if blocks
@@ -297,7 +322,7 @@ class TieredConnector(Connector):
         while True:
             for tier in self._tiers:
                 is_exhausted = found == len(keys) or exhausted == len(self._tiers)
-                if is_exhausted or time.monotonic() + tier.timeout > give_up_at + 0.1:
+                if is_exhausted or time.monotonic() + tier.timeout > give_up_at + SLACK_S:
                     return found
                 more = await tier.match(keys[found:])
                 found += more
@@ -347,7 +372,10 @@ class TieredConnector(Connector):
             self._stats.count(direction, result)
         return result, moved
 
-    async def _promote(self, tier: _Tier, keys: list[bytes], ids: list[int]) -> None:
+    async def _promote(self, tier: _Tier, keys: list[bytes], ids: list[int], give_up_at: float) -> None:
+        if time.monotonic() + tier.timeout + self._moving_s(len(keys)) > give_up_at + SLACK_S:
+            tier.count_skipped("store", len(keys))
+            return
         await tier.transfer("store", keys, lambda: tier.front.store(keys, ids, lease_s=0.0))
 
     def _queue_copy(self, number: int, keys: list[bytes], lease_s: float) -> None:

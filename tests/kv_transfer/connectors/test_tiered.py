@@ -1,5 +1,7 @@
 """Tests of `tiered://`: which tier has which blocks, and the effect of tiers that fail."""
 
+import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,6 +104,35 @@ def test_blocks_evicted_from_the_first_tier_are_loaded_from_the_second_and_promo
     assert instance.connector.stats().parts["tiered/2/file"].blocks["load"] == 4
     assert instance.load(keys[:4], range(16, 20)).leading == 4
     assert instance.connector.stats().parts["tiered/2/file"].blocks["load"] == 4  # the second tier is not used again
+
+
+@pytest.mark.parametrize(("seconds", "is_promoted"), [(5.0, True), (12.0, False)])
+def test_blocks_are_promoted_only_if_the_load_then_ends_by_its_timeout(
+    tmp_path: Path,
+    attach: Attach,
+    new_keys: NewKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    is_promoted: bool,
+) -> None:
+    """Both tiers take some seconds by the clock of the loads, of 20 each, and a store in the first may take 20 more."""
+    first, second = (f"file://{tmp_path}/{tier}?timeout=20" for tier in ("first", "second"))
+    keys, get_many, later = new_keys(1), FileConnector.get_many, 0.0
+    attach(second).store(keys, [0])
+    instance = attach(f"tiered://{first},{second}")
+
+    def slow(self: FileConnector, *arguments: Any) -> None:
+        nonlocal later
+        later += seconds
+        get_many(self, *arguments)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later, perf_counter=time.perf_counter)
+    monkeypatch.setattr(FileConnector, "get_many", slow)
+    monkeypatch.setattr(tiered, "time", clock)
+    assert instance.load(keys, [1]).leading == 1
+    assert attach(first).match(keys) == is_promoted
+    skipped = {} if is_promoted else {("store", Outcome.UNAVAILABLE): 1}
+    assert failures(instance, "tiered/1/file") == {("load", Outcome.MISSING): 1, **skipped}
 
 
 def test_a_block_corrupt_in_the_first_tier_is_loaded_from_the_second(
@@ -362,6 +394,23 @@ def test_attach_fails_if_no_tier_is_reachable(start_redis: StartRedis, attach: A
     server.kill()
     with pytest.raises(SetupError, match=r"None of the tiers can be used\. No Redis .* file:///proc/x is not"):
         attach(f"tiered://{server.url},file:///proc/x")
+
+
+@pytest.mark.parametrize("failing", [(FileConnector, "open"), (asyncio, "run")], ids=["a tier", "the event loop"])
+def test_an_attach_that_fails_for_lack_of_descriptors_leaves_nothing_open(
+    fast: str, slow: str, attach: Attach, monkeypatch: pytest.MonkeyPatch, failing: tuple[Any, str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(*failing, fail)
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="Too many open files"):
+        attach(f"tiered://{fast},{slow}")
+    give_up = time.monotonic() + 60
+    while not set(threading.enumerate()) <= before:  # that of the event loop ends by itself
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 def test_an_exception_in_one_tier_does_not_affect_the_others(
