@@ -69,6 +69,21 @@ class _Leases:
     ended: bool = False
 
 
+@dataclass(frozen=True)
+class _Early:
+    """The leases of a request that ended before prefill's final report, which may be on its way.
+
+    Attributes:
+        leases: those of the prompt.
+        keys: of the prompt's blocks.
+        tails: key and id of what prefill stores in further groups.
+    """
+
+    leases: _Leases
+    keys: list[bytes]
+    tails: list[tuple[bytes, int]]
+
+
 @dataclass(eq=False)
 class _DecodeState:
     """State of one job in the decode role.
@@ -142,8 +157,7 @@ class Decoder:
         self.waiting: dict[Sequence, _DecodeState] = {}
         self.unreserved: dict[Sequence, _DecodeState] = {}
         self.cramped: dict[Sequence, _DecodeState] = {}
-        # Requests that ended before prefill's final report, which may be on its way, by router and id: their leases.
-        self._early: dict[tuple[str, str], tuple[_Leases, list[bytes], list[tuple[bytes, int]]]] = {}
+        self._early: dict[tuple[str, str], _Early] = {}  # by router and id
 
     def submit(self, job: Job, converted: ConvertedPrompt | None = None, others: SequenceABC[Job] = ()) -> None:
         """Start a request: wait for its KV or, in phase BOTH, fetch its prefix and queue it in the engine.
@@ -206,13 +220,12 @@ class Decoder:
 
     def hand_over_late(self, link: str, message: pb.HandOver) -> None:
         """Handle prefill's report of a request that has ended here: with the final one, the leases are to be ended here."""
-        if not message.final or (found := self._early.pop((link, message.request_id), None)) is None:
-            return
-        leases, keys, tails = found
-        if not (leases.ended or leases.num_choices):
-            leases.ended = True
-            told = {*keys[: message.num_blocks]}
-            self._transfers.end_leases(keys[: message.num_blocks], [one for one in tails if one[0] in told])
+        early = self._early.pop((link, message.request_id), None) if message.final else None
+        if early is not None and not (early.leases.ended or early.leases.num_choices):
+            early.leases.ended = True
+            keys = early.keys[: message.num_blocks]
+            told = {*keys}
+            self._transfers.end_leases(keys, [one for one in early.tails if one[0] in told])
 
     def reserve(self) -> None:
         """Give blocks to requests whose KV is there. To be called whenever blocks were freed.
@@ -505,7 +518,7 @@ class Decoder:
             if not loading.has_started and not state.has_heir:
                 self._end_leases(state, state.tickets)  # no instance will load what was stored for this request
             if not loading.is_final and job.phase == pb.DECODE and state.converted is None:
-                self._early[job.link, job.seq.request_id] = state.leases, job.keys, self._tails(job)
+                self._early[job.link, job.seq.request_id] = _Early(state.leases, job.keys, self._tails(job))
                 if len(self._early) > MAX_EARLY:
                     del self._early[next(iter(self._early))]
             del self._states[job]

@@ -56,17 +56,17 @@ class _StorePart:
 
 
 @dataclass(eq=False)
-class _Leases:
-    """Leases of a prompt whose final report may not have reached the router. Its choices share them.
+class _Reported:
+    """A prompt that has ended, and whose final report may not have reached the router. Its choices share it.
 
     Attributes:
-        keys: of the first group's blocks.
-        tails: key and id of blocks of further groups.
+        keys: of its blocks.
+        parts: its stores.
         num_choices: those that were not cancelled.
     """
 
     keys: list[bytes]
-    tails: list[tuple[bytes, int]]
+    parts: list[_StorePart]
     num_choices: int
 
 
@@ -140,7 +140,7 @@ class Prefiller:
         self._lease_seconds = lease_seconds
         self._states: dict[Job, _PrefillState] = {}
         # Those that have ended with a final report, by router and id: a cancellation may have crossed it.
-        self._reported: dict[tuple[str, str], _Leases] = {}
+        self._reported: dict[tuple[str, str], _Reported] = {}
         if transfers.ranges > 1 and engine.runner.kv.final_bytes:
             engine.on_planned = self._begin_stores
 
@@ -202,11 +202,11 @@ class Prefiller:
 
     def cancel_late(self, link: str, request_id: str) -> None:
         """Handle that a request was cancelled before its router had the final report: decode will not end the leases."""
-        leases = self._reported.pop((link, request_id), None)
-        if leases is not None:
-            leases.num_choices -= 1
-            if leases.keys and not leases.num_choices:
-                self._transfers.end_leases(leases.keys, leases.tails)
+        reported = self._reported.pop((link, request_id), None)
+        if reported is not None:
+            reported.num_choices -= 1
+            if not reported.num_choices:
+                self._transfers.end_leases(*_take_leases(reported.keys, reported.parts, 0))
 
     def _begin_stores(self, plan: StepPlan) -> LayerStores | None:
         """Begin to store what a step is about to compute. Returns what is to be told of each layer, if there is anything."""
@@ -296,24 +296,9 @@ class Prefiller:
 
     def _end_leases(self, state: _PrefillState, ticket: bytes = b"") -> None:
         """End once each lease of what decode will not be told of: all, or what is stored behind a gap."""
-        ended, tails = self._take_leases(state, state.stored_blocks if state.running else 0)
+        ended, tails = _take_leases(state.job.keys, state.parts, state.stored_blocks if state.running else 0)
         if ended:
             self._transfers.end_leases(ended, tails, [ticket] if ticket else [])
-
-    def _take_leases(self, state: _PrefillState, told: int) -> tuple[list[bytes], list[tuple[bytes, int]]]:
-        """Return the keys of leased blocks behind the first `told`, and those of further groups with an id, once each."""
-        taken, tails = list[bytes](), list[tuple[bytes, int]]()
-        for part in state.parts:
-            kept = max(0, told - part.first)
-            keys = {
-                place: state.job.keys[part.first + place]
-                for place, outcome in enumerate(part.leased)
-                if place >= kept and outcome is Outcome.OK
-            }
-            taken += keys.values()
-            tails += [(keys[place], block) for place, block in part.tails if place in keys]
-            part.leased = part.leased[:kept]
-        return taken, tails
 
     def _announce(self, state: _PrefillState) -> None:
         """Report to the router how many leading blocks decode may load or follow, and whether more will come.
@@ -338,11 +323,29 @@ class Prefiller:
             if job.open_transfers:
                 return
         running = [] if self._transfers.in_place or not state.lease_s else state.running
-        leases = _Leases(*self._take_leases(state, 0), len(running)) if running else None
+        reported = _Reported(state.job.keys, state.parts, len(running))
         for job in state.jobs:
             if self._states.pop(job, None) is not None:
                 self._context.close_job(job)
-                if leases is not None and job in running:
-                    self._reported[job.link, job.seq.request_id] = leases
+                if job in running:
+                    self._reported[job.link, job.seq.request_id] = reported
                     if len(self._reported) > MAX_REPORTED:
                         del self._reported[next(iter(self._reported))]
+
+
+def _take_leases(
+    keys: Sequence[bytes], parts: Sequence[_StorePart], told: int
+) -> tuple[list[bytes], list[tuple[bytes, int]]]:
+    """Return the keys of leased blocks behind the first `told`, and those of further groups with an id, once each."""
+    taken, tails = list[bytes](), list[tuple[bytes, int]]()
+    for part in parts:
+        kept = max(0, told - part.first)
+        leased = {
+            place: keys[part.first + place]
+            for place, outcome in enumerate(part.leased)
+            if place >= kept and outcome is Outcome.OK
+        }
+        taken += leased.values()
+        tails += [(leased[place], block) for place, block in part.tails if place in leased]
+        part.leased = part.leased[:kept]
+    return taken, tails
