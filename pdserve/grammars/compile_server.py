@@ -8,7 +8,8 @@ SOCKET is the descriptor of a Unix stream socket; the last two arguments are JSO
 receives descriptors of sockets, each with one byte: MASKS for a mask worker's connection, or COMPILE. From the latter, the
 forked process reads the specification of a grammar up to its end, and it writes STARTED, and then OK or ERROR, a length in 4
 bytes, and the grammar in Lark's syntax or a message. A process that exceeds a limit, or whose stack llguidance overflows,
-dies and writes nothing more. What it had allocated goes with it, so a grammar cannot leave anything behind.
+dies, and the last that it writes begins with one of EXCEEDED; one that writes none was lost for another reason. What it had
+allocated goes with it, so a grammar cannot leave anything behind.
 
 The server has one thread, so forking is safe. It ends when the other end of its socket is closed.
 """
@@ -26,8 +27,8 @@ import time
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from pdserve.grammars.limits import MAX_MASK_CPU_S, CompileLimits, mask_budget_s
-from pdserve.grammars.mask_worker import EXCEEDED, build_matcher, encoded_message, serve_masks
+from pdserve.grammars.limits import EXCEEDED, MAX_MASK_CPU_S, CompileLimits, mask_budget_s
+from pdserve.grammars.mask_worker import build_matcher, encoded_message, report_limits, serve_masks
 from pdserve.grammars.vocabulary import Vocabulary
 from pdserve.priority import NICENESS, lower_session
 
@@ -90,14 +91,14 @@ def _run(job: socket.socket, loaded: Loaded, limits: CompileLimits) -> None:
     try:
         os.nice(NICENESS)
         _limit_memory(limits)
-        resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s))
-        signal.alarm(limits.elapsed_s)  # not handled, so it kills
+        report_limits(job, signal.SIGXCPU, signal.SIGALRM)
+        resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))  # a signal, and the kernel's kill
+        signal.alarm(limits.elapsed_s)
         job.sendall(STARTED)
         with job.makefile("rb") as stream:
             spec = stream.read()
         status, content = _compile(spec, loaded)
-        if status:
-            job.sendall(status + len(content).to_bytes(LENGTH_BYTES, "big") + content)
+        job.sendall(status + len(content).to_bytes(LENGTH_BYTES, "big") + content)
     finally:
         os._exit(0)  # without the exit handlers of the process from which this one was forked
 
@@ -112,14 +113,15 @@ def _limit_memory(limits: CompileLimits) -> None:
 
 
 def _compile(spec: bytes, loaded: Loaded) -> tuple[bytes, bytes]:
-    """Return OK and the grammar, or ERROR and a message; both empty if the grammar exceeds a limit."""
+    """Return OK and the grammar, ERROR and a message, or one of EXCEEDED and nothing if the grammar exceeds a limit."""
     try:
         grammar, matcher = build_matcher(spec, loaded.tokenizer, loaded.special)
+        is_cheap = _follows_within_budget(matcher, loaded.vocab_size)
     except MemoryError:
-        return b"", b""
+        return EXCEEDED[:1], b""
     except ValueError as error:
         return ERROR, encoded_message(error)
-    return (OK, grammar.encode()) if _follows_within_budget(matcher, loaded.vocab_size) else (b"", b"")
+    return (OK, grammar.encode()) if is_cheap else (EXCEEDED[:1], b"")
 
 
 def _follows_within_budget(matcher: LLMatcher, vocab_size: int) -> bool:

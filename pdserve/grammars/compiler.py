@@ -16,7 +16,7 @@ from io import BufferedReader
 from typing import TypeVar
 
 from pdserve.errors import BadRequest, RequestError, Unavailable
-from pdserve.grammars.limits import CompileLimits, GrammarTooComplex, check_grammar
+from pdserve.grammars.limits import EXCEEDED, CompileLimits, GrammarTooComplex, check_grammar
 
 START_AFTER_S = 2.0  # from the start of a process to that of its compile server: the cores are for the first request
 START_TIMEOUT_S = 600.0  # for loading the vocabulary; only ends a hang
@@ -35,7 +35,7 @@ class GrammarCompiler:
     All methods may be called in any thread, and block.
 
     Attributes:
-        num_workers_lost: mask workers that have ended or hang for no limit.
+        num_workers_lost: processes that compiled or followed a grammar, and have ended or hang for no limit.
     """
 
     def __init__(
@@ -63,16 +63,19 @@ class GrammarCompiler:
         Raises:
             GrammarTooComplex: it exceeds a limit.
             BadRequest: it is invalid, or llguidance cannot hold it.
-            RequestError: the compile server does not start.
+            RequestError: the compile server does not start, or two of its processes ended or hang for no limit.
         """
         check_grammar(spec)
         limit_s = self.limits.elapsed_s + GRACE_S
         status, content = self._ask(lambda server: server.answer(spec, limit_s))
+        if not status:  # no grammar is to blame yet
+            self.worker_lost()
+            status, content = self._ask(lambda server: server.answer(spec, limit_s))
         if status == OK:
             return content
         if status == ERROR:
             raise invalid_grammar(content)
-        raise self.too_complex(spec)
+        raise self.too_complex(spec) if status else self.worker_lost()
 
     def too_complex(self, spec: str) -> GrammarTooComplex:
         """Return the error for a specification that exceeds a limit."""
@@ -81,11 +84,11 @@ class GrammarCompiler:
         return GrammarTooComplex(message, kind="invalid_grammar")
 
     def worker_lost(self) -> RequestError:
-        """Count a mask worker that has ended or hangs for no limit, and return the error for a request that it served."""
+        """Count a process that has ended or hangs for no limit, and return the error for a request that it served."""
         with self._lock:
             self.num_workers_lost += 1
-        log.warning("a process that follows a grammar has ended or hangs; was it killed, as for lack of memory?")
-        return RequestError("the process that follows the grammar has ended or hangs; try again", kind="rejected")
+        log.warning("a process for a grammar has ended or hangs; was it killed, as for lack of memory?")
+        return RequestError("the process for the grammar has ended or hangs; try again", kind="rejected")
 
     def fork_mask_worker(self) -> tuple[socket.socket, int]:
         """Return the connection and the process id of a new mask worker, which ends when the connection is closed.
@@ -204,7 +207,9 @@ class _CompileServer:
         return None
 
     def answer(self, spec: str, timeout_s: float) -> tuple[bytes, bytes] | None:
-        """Have a grammar compiled. Return a status and content, both empty if a limit was exceeded; None if the server died.
+        """Have a grammar compiled. Return a status and content, both empty if the process was lost; None if the server died.
+
+        Of a grammar that exceeds a limit, the status is one of EXCEEDED.
 
         Raises:
             ConnectionError: the server has died.
@@ -221,8 +226,10 @@ class _CompileServer:
 
 def _read_result(answer: BufferedReader) -> tuple[bytes, bytes]:
     """Return a status and its content, both empty if the answer ends early or takes too long."""
-    with suppress(TimeoutError):
+    with suppress(OSError):
         head = answer.read(1 + LENGTH_BYTES)
+        if head and head[0] in EXCEEDED:
+            return head[:1], b""
         length = int.from_bytes(head[1:], "big")
         content = answer.read(length)
         if len(head) == 1 + LENGTH_BYTES and len(content) == length:

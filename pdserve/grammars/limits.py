@@ -12,6 +12,9 @@ MAX_DEPTH = 64  # levels of objects and arrays in a JSON schema, or of parenthes
 MASK_CPU_S = 1.0  # CPU time for the masks of one request, plus
 MASK_CPU_S_PER_TOKEN = 0.02  # this much for each token of its choices
 MAX_MASK_CPU_S = 0.25  # CPU time for one of them
+# How the last thing begins that a process sends when it exceeds a limit: "Fatal Python error", of a signal such as that of a
+# lack of stack, or "Stack", of one of time. Python's `faulthandler` writes that while the signal ends the process.
+EXCEEDED = b"FS"
 
 
 class GrammarTooComplex(BadRequest):

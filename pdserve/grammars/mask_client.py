@@ -23,9 +23,9 @@ from typing import Any
 
 from pdserve.errors import RequestError
 from pdserve.grammars.compiler import GrammarCompiler, invalid_grammar
-from pdserve.grammars.limits import MAX_MASK_CPU_S, GrammarTooComplex, check_grammar, mask_budget_s
+from pdserve.grammars.limits import EXCEEDED, MAX_MASK_CPU_S, GrammarTooComplex, check_grammar, mask_budget_s
 from pdserve.grammars.mask_turns import Line, MaskTurns, Spending
-from pdserve.grammars.mask_worker import BROKEN, EXCEEDED, EXPENSIVE, HEAD, INVALID, LATER, LENGTH_BYTES, LOADED, MASK
+from pdserve.grammars.mask_worker import BROKEN, EXPENSIVE, HEAD, INVALID, LATER, LENGTH_BYTES, LOADED, MASK
 from pdserve.priority import cpu_seconds, lower
 from pdserve.request import NO_TENANT, Tenant
 

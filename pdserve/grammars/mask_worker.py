@@ -14,8 +14,8 @@ For each mask, in their order, the answer has a status, the CPU seconds that it 
 message. A mask that exceeds its CPU time ends the process, so the first one without an answer is the one to blame. Rows that
 the worker does not come to within `TURN_S` are answered by LATER, each once, and to be asked for again.
 
-The last thing that a worker sends when it exceeds a limit begins with one of EXCEEDED: Python's `faulthandler` writes that
-while the signal ends the process. One that ends without has met something else, such as the kernel's lack of memory.
+The last thing that a worker sends when it exceeds a limit begins with one of EXCEEDED. One that ends without has met
+something else, such as the kernel's lack of memory.
 """
 
 import faulthandler
@@ -35,9 +35,6 @@ from pdserve.priority import NICENESS, lower_session
 
 STARTED, LOADED, INVALID = b"s", b"l", b"x"
 MASK, BROKEN, EXPENSIVE, LATER = b"+", b"-", b"!", b"."
-EXCEEDED = (
-    b"FS"  # "Fatal Python error", of a signal such as that of a lack of stack, and "Stack", of the one of CPU time
-)
 LENGTH_BYTES = 4
 MAX_MESSAGE_CHARS = 1000
 TOO_COMPLEX = ("too big", "too large", "too many", "too complex", "too deeply", "fuel", "limit", "panic")
@@ -79,6 +76,14 @@ def _message(error: str) -> str:
     return re.sub(r"^(?:at )?\d+\(\d+\): ", "", reason.rpartition("failed to compile JSON schema: ")[2])
 
 
+def report_limits(connection: socket.socket, *limits: signal.Signals) -> None:
+    """Write one of EXCEEDED, and more, to a connection when a fatal error or one of these signals ends the process."""
+    faulthandler.enable(connection.fileno(), all_threads=False)
+    for number in limits:
+        signal.signal(number, signal.SIG_DFL)  # ends the process
+        faulthandler.register(number, connection.fileno(), all_threads=False, chain=True)
+
+
 def serve_masks(
     connection: socket.socket, tokenizer: LLTokenizer, special: Mapping[str, int | None], load_cpu_s: float
 ) -> None:
@@ -87,9 +92,7 @@ def serve_masks(
     Raises:
         MemoryError: the grammar exceeds a limit.
     """
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
-    faulthandler.enable(connection.fileno(), all_threads=False)
-    faulthandler.register(signal.SIGPROF, connection.fileno(), all_threads=False, chain=True)
+    report_limits(connection, signal.SIGPROF)
     followed: dict[int, _Followed] = {}
     with connection.makefile("rb") as stream:
 

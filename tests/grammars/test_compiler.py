@@ -18,7 +18,7 @@ from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
 from pdserve.grammars.mask_client import LoadedGrammar
 from pdserve.grammars.mask_worker import LOADED
-from pdserve.priority import NICENESS, lower
+from pdserve.priority import NICENESS, cpu_seconds, lower
 
 GOOD = json.dumps({"regex": r"[ab]{3,7}-\d{4}"})
 VOCAB_SIZE = 256
@@ -89,6 +89,30 @@ def test_a_grammar_that_takes_too_long_is_rejected(model: Path, get: Get, monkey
         get(compiler, json.dumps({"json": {"type": "integer", "multipleOf": 999_983}}))
     assert lowered == ([] if get is GrammarCompiler.compile else [min(19, os.nice(0) + NICENESS)])
     assert_ends_with(compiler, {compiler.server_pid})
+    compiler.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_is_killed_for_no_limit_is_replaced_once(model: Path, times: int) -> None:
+    """Such as by the kernel, for lack of memory: that says nothing about the grammar, and clients are not told so."""
+    limits = CompileLimits(cpu_s=3, elapsed_s=600, memory_bytes=16 * 2**30)
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], limits)
+    compiler.start()
+    with ThreadPoolExecutor(1) as threads:
+        compiling = threads.submit(compiler.compile, json.dumps({"json": {"type": "integer", "multipleOf": 999_983}}))
+        killed = set[int]()
+        while len(killed) < times:
+            for pid in {*children_of(compiler.server_pid)} - killed:
+                if cpu_seconds(pid) > 0.1:  # it is compiling
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+            time.sleep(0.005)
+        error = compiling.exception(600)
+    assert isinstance(error, RequestError) and compiler.num_workers_lost == times
+    if times == 1:
+        assert isinstance(error, GrammarTooComplex), "of the second process"
+    else:
+        assert error.status == 500 and "try again" in str(error)
     compiler.close()
 
 
