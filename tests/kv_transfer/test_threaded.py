@@ -394,9 +394,15 @@ def test_a_bug_at_the_end_of_an_operation_does_not_end_the_thread(
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_close_waits_for_shut_until_its_deadline(
-    attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hangs: bool
+    attach: Callable[..., Any],
+    hurry_shut: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hangs: bool,
 ) -> None:
-    instance, resume, ended = attach("memory://test-shut?timeout=0.2"), threading.Event(), threading.Event()
+    instance, resume, ended = attach("memory://test-shut"), threading.Event(), threading.Event()
+    if hangs:
+        hurry_shut(instance.connector)
 
     def shut() -> None:
         if hangs:
