@@ -25,12 +25,12 @@ FILES = Files(Path("sql"), b'{"r": 8}', bytes(range(256)) * 100)
 @pytest.mark.parametrize(
     "url",
     [
-        "memory://{name}",
-        "shm://{name}?size=1MiB&codec=int8",
-        "shm://{name}?codec=lz4&size=1MiB",
-        "file://{folder}",
-        "{redis}",
-        "tiered://memory://{name}?codec=fp8,file://{folder}?codec=zstd",
+        "memory://{name}?timeout=600",
+        "shm://{name}?size=1MiB&codec=int8&timeout=600",
+        "shm://{name}?codec=lz4&size=1MiB&timeout=600",
+        "file://{folder}?timeout=600",
+        "{redis}?timeout=600",
+        "tiered://memory://{name}?codec=fp8&timeout=600,file://{folder}?codec=zstd&timeout=600",
     ],
 )
 def test_files_come_back(url: str, redis_server: Any, tmp_path: Path) -> None:
