@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from pdserve.cli.commands import app
 from pdserve.cli.deployment import free_port
+from pdserve.errors import StoreOut
 from pdserve.keys import Layout
 from pdserve.kv_transfer import batched, cancellation
 from pdserve.kv_transfer.batched import BatchedConnector
@@ -225,6 +226,18 @@ def attach() -> Iterator[Attach]:
     yield start
     for instance in instances:
         instance.connector.close()
+
+
+@pytest.fixture
+def attach_hasty(attach: Attach) -> Attach:
+    """Attaches with a time-out within which a server may not answer on a busy machine, and tries again then."""
+
+    def start(url: str, layout: Layout | None = None, *, blocks: int = 16) -> Instance:
+        while True:
+            with contextlib.suppress(StoreOut):
+                return attach(url, layout, blocks=blocks)
+
+    return start
 
 
 @pytest.fixture

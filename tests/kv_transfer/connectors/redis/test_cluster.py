@@ -108,10 +108,10 @@ def test_a_node_that_dies_loses_only_its_own_blocks_and_restarts(
 
 
 def test_a_hanging_node_costs_its_own_blocks_and_no_more_than_the_timeout(
-    start_cluster: StartCluster, attach: Attach, new_keys: NewKeys
+    start_cluster: StartCluster, attach_hasty: Attach, new_keys: NewKeys
 ) -> None:
     cluster = start_cluster(*PARTIAL)
-    instance, keys = attach(f"{cluster.url}?timeout=1", blocks=64), new_keys(32)
+    instance, keys = attach_hasty(f"{cluster.url}?timeout=1", blocks=64), new_keys(32)
     wait_until(lambda: instance.store(keys, range(32)).leading == 32, "each of the nodes answers in time")
     hung = cluster.nodes[0]
     expected = [Outcome.UNAVAILABLE if node_of(cluster, slot_of(instance, key)) is hung else Outcome.OK for key in keys]

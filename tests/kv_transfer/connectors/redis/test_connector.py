@@ -209,10 +209,10 @@ def test_a_server_killed_during_transfers(
 
 
 def test_a_hanging_server_costs_no_more_than_the_timeout(
-    start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+    start_redis: StartRedis, attach_hasty: Attach, new_keys: NewKeys
 ) -> None:
     server = start_redis()
-    instance, keys = attach(f"{server.url}?timeout=0.5"), new_keys(2)
+    instance, keys = attach_hasty(f"{server.url}?timeout=0.5"), new_keys(2)
     with closing(redis.Redis.from_url(server.url)) as client:
         client.client_pause(600_000)
     assert instance.load(keys, [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2
