@@ -16,6 +16,7 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
+from pdserve.kv_transfer import batched
 from pdserve.kv_transfer.connector import PROBE_KEY, Outcome, Stats
 from pdserve.kv_transfer.connectors import memory, tiered
 from pdserve.kv_transfer.connectors.file import FileConnector
@@ -412,7 +413,7 @@ def test_commas_within_a_tier_url_do_not_split_it() -> None:
         "redis+cluster://one:1,two:2?ttl=5",
         "file:///b,c?timeout=2",
     ]
-    assert connector.capabilities.timeout_s == 12
+    assert connector.capabilities.timeout_s == 2 * batched.DEFAULT_TIMEOUT_S + 2
     assert not connector.capabilities.keeps_leases
 
 
