@@ -537,8 +537,7 @@ def start_redis(redis_servers: Any, tmp_path: Path) -> Iterator[Callable[..., An
 
 @pytest.fixture(scope="session")
 def redis_cluster(redis_servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    flags = ("--cluster-node-timeout", "60000")  # a node that gets no core for a while is not declared dead
-    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"), *flags)) as cluster:
+    with closing(redis_servers.RedisCluster(tmp_path_factory.mktemp("cluster"))) as cluster:
         yield cluster
 
 

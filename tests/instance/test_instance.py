@@ -84,7 +84,7 @@ def test_a_reset_pins_nothing_of_a_warm_prompt_that_is_under_way(driver: Driver)
 @pytest.fixture
 def shm_url() -> Iterator[str]:
     """URL of a store for this test only."""
-    url = f"shm://test-{uuid.uuid4().hex}?size=16MiB"
+    url = f"shm://test-{uuid.uuid4().hex}?size=16MiB&timeout=600"
     yield url
     unlink(url)
 

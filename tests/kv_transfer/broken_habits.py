@@ -261,11 +261,11 @@ class RemembersStored(WireConnector):
 
 
 class ReturnsBeforeStored(WireConnector):
-    """Stores 20 ms after it has said so."""
+    """Stores half a second after it has said so."""
 
     def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
         value = memoryview(bytes(payload))
-        threading.Timer(0.02, self._put_later, (name, header, value, lease_s)).start()
+        threading.Timer(0.5, self._put_later, (name, header, value, lease_s)).start()
 
     def _put_later(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
         with contextlib.suppress(OSError):
@@ -273,10 +273,10 @@ class ReturnsBeforeStored(WireConnector):
 
 
 class ReadsRowLater(ReturnsBeforeStored):
-    """Stores 20 ms after it has said so, what the row holds then."""
+    """Stores half a second after it has said so, what the row holds then."""
 
     def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
-        threading.Timer(0.02, self._put_later, (name, header, payload, lease_s)).start()
+        threading.Timer(0.5, self._put_later, (name, header, payload, lease_s)).start()
 
 
 class CachesValues(WireConnector):

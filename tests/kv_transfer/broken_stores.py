@@ -246,7 +246,7 @@ class SetsTimeOutOfAll(WireConnector):
     """Sets the time-out of all new sockets of the process."""
 
     def open(self) -> None:
-        socket.setdefaulttimeout(0.8 * self.timeout)
+        socket.setdefaulttimeout(4.0)
         super().open()
 
 

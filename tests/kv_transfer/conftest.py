@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,11 @@ import redis
 from typer.testing import CliRunner
 
 from pdserve.cli.commands import app
+from pdserve.cli.deployment import free_port
+from pdserve.errors import StoreOut
 from pdserve.keys import Layout
+from pdserve.kv_transfer import batched, cancellation
+from pdserve.kv_transfer.batched import BatchedConnector
 from pdserve.kv_transfer.connector import Connector, PoolMemory, Result
 from pdserve.kv_transfer.connectors import memory
 from pdserve.kv_transfer.connectors.file import FileConnector
@@ -225,6 +229,18 @@ def attach() -> Iterator[Attach]:
 
 
 @pytest.fixture
+def attach_hasty(attach: Attach) -> Attach:
+    """Attaches with a time-out within which a server may not answer on a busy machine, and tries again then."""
+
+    def start(url: str, layout: Layout | None = None, *, blocks: int = 16) -> Instance:
+        while True:
+            with contextlib.suppress(StoreOut):
+                return attach(url, layout, blocks=blocks)
+
+    return start
+
+
+@pytest.fixture
 def store_access(scheme: str) -> Callable[[str, Layout], StoreAccess]:
     return STORE_ACCESS[scheme]
 
@@ -254,6 +270,30 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     if folder.is_mount():
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(autouse=True)
+def patient_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise the default time-out of operations from 5 seconds, which a busy machine may exceed."""
+    monkeypatch.setattr(batched, "DEFAULT_TIMEOUT_S", 60.0)
+
+
+@pytest.fixture
+def hurry_shut(monkeypatch: pytest.MonkeyPatch) -> Callable[[BatchedConnector], None]:
+    """Puts the deadline of a connector's `close` 0.2 s behind the end of its last worker, however late that is."""
+
+    def hurry(connector: BatchedConnector) -> None:
+        workers, length = connector._workers, connector.timeout
+
+        def now() -> float:
+            has_workers = any(worker.is_alive() for worker in workers)
+            return time.monotonic() + (0.0 if has_workers else length - 0.2)
+
+        clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter, sleep=time.sleep)
+        for module in (batched, cancellation):
+            monkeypatch.setattr(module, "time", clock)
+
+    return hurry
 
 
 # The conformance kit.
@@ -314,8 +354,7 @@ def memcached_address() -> Iterator[str]:
     program = shutil.which("memcached")
     if program is None:
         pytest.skip("memcached is not installed: apt-get install memcached")
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([program, "-l", "127.0.0.1", "-p", str(port), "-m", "128", "-I", "2m", "-u", "nobody"])
     try:
         give_up_at = time.monotonic() + 60

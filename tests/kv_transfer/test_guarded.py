@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,8 +15,10 @@ from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import PROBE_KEY, Capabilities, Connector, Outcome, PoolMemory, Result, Stats
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.guarded import GuardedConnector, guard
+from tests.waiting import wait_until
 
 TIMEOUT = 4.0
+SHORT = 0.05  # the time-out of a connector with threads
 KEYS = [b"a" * 16, b"b" * 16]
 UNAVAILABLE = [Outcome.UNAVAILABLE] * 2
 
@@ -204,15 +205,23 @@ def test_an_exception_is_passed_on_and_is_no_timeout(scene: Scene) -> None:
 
 
 class Hanging(MemoryConnector):
-    """Answers while `answers` is set."""
+    """Answers until it `hangs`, with a short time-out then: a busy machine makes no answer late."""
 
     scheme = "hanging"
 
     def __init__(self, url: str) -> None:
-        super().__init__(f"{url}?timeout=0.05&threads=1")
+        super().__init__(f"{url}?timeout={SHORT}&threads=1")
         self.answers = threading.Event()
-        self.answers.set()
         self.released: list[bytes] = []
+        self.go_on()
+
+    def hang(self) -> None:
+        self.answers.clear()
+        self.timeout = SHORT
+
+    def go_on(self) -> None:
+        self.timeout = 60.0
+        self.answers.set()
 
     def contains(self, name: str) -> bool:
         assert self.answers.wait(60)
@@ -239,7 +248,9 @@ def test_the_breaker_of_a_batched_connector_does_as_one_around_it(
 ) -> None:
     inner, posted = kind(f"memory://{uuid.uuid4().hex}"), SimpleQueue[Callable[[], None]]()
     inner.attach(PoolMemory(np.ones((4, 4096), np.uint8), layout_of(4096)))
+    inner.timeout = SHORT  # by which the breaker tells a time-out
     connector = guard(inner, posted.put)
+    inner.go_on()
     assert (connector is inner) == (kind is Hanging), "one that replaces operations is wrapped"
 
     def run_posted() -> bool:
@@ -248,10 +259,10 @@ def test_the_breaker_of_a_batched_connector_does_as_one_around_it(
         return not connector.stats().is_out
 
     assert connector.store(KEYS, [0, 1], lease_s=1.0).result(60).leading == 2
-    inner.answers.clear()
+    inner.hang()
     assert connector.match(KEYS).result(60) == 0 and not connector.stats().is_out
     assert connector.store([b"c" * 16, b"d" * 16], [0, 1], lease_s=1.0).result(60).outcomes == UNAVAILABLE
-    assert connector.stats().is_out
+    wait_until(lambda: connector.stats().is_out)  # a breaker around it may hear of the end after this thread
     failed = connector.stats().failures.copy()
     for future in (connector.load(KEYS, [0, 1]), connector.follow(KEYS, [0, 1], patience_s=1.0)):
         assert future.done() and future.result().outcomes == UNAVAILABLE
@@ -261,11 +272,8 @@ def test_the_breaker_of_a_batched_connector_does_as_one_around_it(
     assert connector.stats().failures == failed | {("load", Outcome.UNAVAILABLE): 4}, "the probe is not counted"
     assert not connector.stats().seconds["load"]
     run_posted()
-    inner.answers.set()
-    give_up_at = time.monotonic() + 60
-    while not run_posted():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
+    inner.go_on()
+    wait_until(run_posted)
     assert connector.match(KEYS).result(60) == 2 and not inner.released
     connector.release(KEYS)
     connector.close()

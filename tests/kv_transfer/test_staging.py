@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from pdserve.kv_transfer.connector import Connector, Outcome, request_cancel
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.header import Buffer
 from pdserve.kv_transfer.registry import connect
-from pdserve.kv_transfer.staging import PIECE_BYTES, StagedConnector, attach_pool
+from pdserve.kv_transfer.staging import PIECE_BYTES, StagedConnector, _Transfer, attach_pool
 
 LAYOUT = Layout(
     model_fingerprint="x", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32", itemsize=4
@@ -238,15 +239,24 @@ def test_following_goes_on_piece_by_piece_as_blocks_are_stored() -> None:
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_a_cancelled_load_ends_after_the_block_being_moved(follows: bool) -> None:
+def test_a_cancelled_load_ends_after_the_block_being_moved(follows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    track, under_way = _Transfer.track, threading.Semaphore(0)
+
+    def track_and_tell(self: _Transfer, operation: Future[Any]) -> None:
+        track(self, operation)
+        under_way.release()
+
     store = Following(f"memory://staging-gate-{follows}?timeout=60")
     connector = staged(store, torch.randn(SHAPE))
     assert connector.capabilities.cancels
     store.gate.set()
     assert connector.store(KEYS, range(10), lease_s=10).result(60).leading == 10
     store.gate.clear()
+    monkeypatch.setattr(_Transfer, "track", track_and_tell)
     blocks = range(20, 30)
     future = connector.follow(KEYS, blocks, patience_s=60) if follows else connector.load(KEYS, blocks)
+    for _ in range(1 if follows else 2):  # pieces for which there are rows
+        assert under_way.acquire(timeout=60)
     request_cancel(future)
     store.gate.set()
     outcomes = future.result(60).outcomes

@@ -21,28 +21,12 @@ from pdserve.kv_transfer.header import HEADER_BYTES, Buffer, HeaderFormat, is_in
 from pdserve.kv_transfer.rules.context import make_layout
 from pdserve.kv_transfer.threaded import Full, ThreadedConnector
 from pdserve.kv_transfer.url import Query
+from tests.kv_transfer.clock import Clock
 
 LayoutOf = Callable[..., Layout]
 NewKeys = Callable[[int], list[bytes]]
 
 TIMEOUT = 0.3
-
-
-class Clock:
-    """Replaces `time`. It advances only by `advance`, so that a busy machine makes nothing late."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
-
-    def advance(self, seconds: float, connector: "Scripted") -> None:
-        self.now += seconds
-        with connector._watchdog._changed:
-            connector._watchdog._changed.notify()  # the condition waits by the real clock
 
 
 class Scripted(ThreadedConnector):
@@ -93,10 +77,7 @@ class HangInCall:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (batched, blocks):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+    return Clock(monkeypatch)
 
 
 @pytest.fixture
@@ -394,9 +375,15 @@ def test_a_bug_at_the_end_of_an_operation_does_not_end_the_thread(
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_close_waits_for_shut_until_its_deadline(
-    attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hangs: bool
+    attach: Callable[..., Any],
+    hurry_shut: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hangs: bool,
 ) -> None:
-    instance, resume, ended = attach("memory://test-shut?timeout=0.2"), threading.Event(), threading.Event()
+    instance, resume, ended = attach("memory://test-shut"), threading.Event(), threading.Event()
+    if hangs:
+        hurry_shut(instance.connector)
 
     def shut() -> None:
         if hangs:

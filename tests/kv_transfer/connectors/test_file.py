@@ -251,7 +251,7 @@ def test_the_size_is_bounded_between_two_sweeps(tmp_path: Path, attach: Attach, 
 def test_what_is_no_file_of_this_user_is_no_block(
     tmp_path: Path, attach: Attach, new_keys: NewKeys, thing: str
 ) -> None:
-    instance, (key, other) = attach(f"file://{tmp_path}/kv?timeout=2&max_bytes=1MiB"), new_keys(2)
+    instance, (key, other) = attach(f"file://{tmp_path}/kv?max_bytes=1MiB"), new_keys(2)
     instance.store([key, other], [0, 1])
     path, kept = (blocks_of(instance, tmp_path / "kv", one) for one in (key, other))
     value = path.read_bytes()
@@ -399,12 +399,18 @@ def test_a_sweep_that_ends_by_an_exception_is_seen(
 
 
 def test_close_does_not_wait_for_a_sweep_that_hangs(
-    tmp_path: Path, attach: Attach, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    attach: Attach,
+    new_keys: NewKeys,
+    hurry_shut: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    instance, resume = attach(f"file://{tmp_path}/kv?max_bytes=1KiB&timeout=0.3"), threading.Event()
+    instance, resume = attach(f"file://{tmp_path}/kv?max_bytes=1KiB"), threading.Event()
     instance.connector._evictor.join()
     monkeypatch.setattr(file, "_scan", lambda path: resume.wait(60) and [])
-    instance.store(new_keys(1), [0], lease_s=0.0)
+    assert instance.store(new_keys(1), [0], lease_s=0.0).leading == 1
+    hurry_shut(instance.connector)
     instance.connector.close()
     assert instance.connector._evictor._thread.is_alive() and "background work" in caplog.text
     resume.set()

@@ -68,7 +68,9 @@ def test_a_block_another_client_has_begun_to_write_is_not_reported_as_stored(
 
 def test_blocks_are_lost_with_the_process_that_holds_them(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(3)
+    instance.connector.timeout = 60.0
     assert instance.store(keys, range(3)).leading == 3
+    instance.connector.timeout = 2.0
     mooncake.holder.kill()
     seen = set(instance.load(keys, range(8, 11)).outcomes)
     assert seen <= {Outcome.MISSING, Outcome.UNAVAILABLE}
@@ -100,7 +102,9 @@ def test_a_read_that_outlasts_mooncakes_own_lease_is_repeated_once(
 
 def test_a_master_that_dies_and_restarts(mooncake: Any, attach: Attach, new_keys: NewKeys) -> None:
     instance, keys = attach(f"{mooncake.url}?timeout=2"), new_keys(2)
+    instance.connector.timeout = 60.0
     assert instance.store(keys, [0, 1]).leading == 2
+    instance.connector.timeout = 2.0
     mooncake.master.kill()
     mooncake.master.wait()
     assert instance.store(new_keys(2), [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2

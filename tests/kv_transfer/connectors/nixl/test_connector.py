@@ -13,6 +13,7 @@ from pdserve.errors import SetupError
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors.nixl.connector import NixlConnector
 from pdserve.kv_transfer.rules.context import make_layout
+from tests.waiting import wait_until
 
 BLOCK_BYTES = 16384
 OK, MISSING, CORRUPT, UNAVAILABLE = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.UNAVAILABLE
@@ -224,7 +225,8 @@ def test_a_stopped_peer_costs_the_timeout_and_writes_nothing_later(
 ) -> None:
     stopped, other = owners(2, block_bytes=1 << 20, blocks=16)
     mine, keys = reader("nixl://?timeout=2&piece=2MiB", layout=make_layout(1 << 20), blocks=16), new_keys(17)
-    assert mine.load(keys[:1], [0], stopped.store(keys[:1], [0])).leading == 1
+    first = stopped.store(keys[:1], [0])
+    wait_until(lambda: mine.load(keys[:1], [0], first).leading == 1, "it answers within its time-out")
     stored, instead = stopped.store(keys[1:], range(16)), other.store(keys[1:], range(16))
     stopped.signal(signal.SIGSTOP)
     mine.rows[:] = 7

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.kv_transfer.connectors.nixl import leases
+from tests.waiting import wait_until
 
 StartOwners = Callable[..., list[Any]]  # the classes are in conftest.py
 StartReader = Callable[..., Any]
@@ -51,11 +52,13 @@ def test_an_idle_instance_does_not_poll(
     monkeypatch.setattr(mine.connector._agent, "poll", counted)
     time.sleep(0.1)
     assert not calls
-    mine.connector.store(new_keys(1), [0], lease_s=0.2).result(60)
-    time.sleep(0.6)
+    keys = new_keys(1)
+    held = mine.connector.store(keys, [0], lease_s=600)
+    wait_until(lambda: len(calls) > 2, "it polls while there is a lease")
+    mine.connector.release(keys, tickets=[held.result(60).ticket])
+    held.result(60).held.result(60)
     give_up_at, count = time.monotonic() + 60, -1
     while count != len(calls):  # until polling stops
         count = len(calls)
         assert time.monotonic() < give_up_at, "polling does not stop"
         time.sleep(0.2)
-    assert count > 2

@@ -17,6 +17,7 @@ from pdserve.errors import SetupError
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
 from pdserve.kv_transfer.connectors.redis.cluster import RedisClusterConnector
+from tests.waiting import wait_until
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]
@@ -46,7 +47,7 @@ def names_on(node: Any) -> set[bytes]:
 
 def keys_on(cluster: Any, instance: Any, node: Any, count: int, new_keys: NewKeys) -> list[bytes]:
     """New keys whose slots are on this node."""
-    return [key for key in new_keys(20 * count) if node_of(cluster, slot_of(instance, key)) is node][:count]
+    return [key for key in new_keys(60 + 20 * count) if node_of(cluster, slot_of(instance, key)) is node][:count]
 
 
 def test_blocks_are_distributed_evenly_and_each_is_in_one_slot(
@@ -107,11 +108,11 @@ def test_a_node_that_dies_loses_only_its_own_blocks_and_restarts(
 
 
 def test_a_hanging_node_costs_its_own_blocks_and_no_more_than_the_timeout(
-    start_cluster: StartCluster, attach: Attach, new_keys: NewKeys
+    start_cluster: StartCluster, attach_hasty: Attach, new_keys: NewKeys
 ) -> None:
     cluster = start_cluster(*PARTIAL)
-    instance, keys = attach(f"{cluster.url}?timeout=1", blocks=64), new_keys(32)
-    instance.store(keys, range(32))
+    instance, keys = attach_hasty(f"{cluster.url}?timeout=1", blocks=64), new_keys(32)
+    wait_until(lambda: instance.store(keys, range(32)).leading == 32, "each of the nodes answers in time")
     hung = cluster.nodes[0]
     expected = [Outcome.UNAVAILABLE if node_of(cluster, slot_of(instance, key)) is hung else Outcome.OK for key in keys]
     os.kill(hung.pid, signal.SIGSTOP)

@@ -35,7 +35,7 @@ def test_blocks_are_stored_in_pieces(
         names = sorted(client.keys(f"*{keys[0].hex()}*"))
         assert [client.strlen(name) for name in names] == [64, 10000, 10000, 10000, 2768]
         assert all(40_000 < client.pttl(name) <= 100_000 for name in names)
-        client.expire(names[2], 1)
+        client.expire(names[2], 20)
         instance.store(keys, [0, 1], lease_s=500)  # renews all of them, to the lease because that is longer
         assert all(440_000 < client.pttl(name) <= 500_000 for name in names)
         client.delete(names[2])  # evicted partly
@@ -57,7 +57,7 @@ def test_a_block_does_not_end_earlier_than_before(
         for name in names[0]:
             client.expire(name, 1000)
         client.persist(names[1][0])
-        client.expire(names[1][1], 1)
+        client.expire(names[1][1], 50)
         if how == "stored":
             assert instance.store(keys[:2], [0, 1], lease_s=300).leading == 2
         else:
@@ -72,7 +72,7 @@ def test_a_store_does_not_end_a_longer_lease(
 ) -> None:
     """An instance may have prolonged the block, while another one stores it with the shortest of leases."""
     server = start_redis()
-    instance, keys = attach(f"{server.url}?ttl=0.5&threads=1", layout_of(32768), blocks=8), new_keys(2)
+    instance, keys = attach(f"{server.url}?ttl=60&threads=1", layout_of(32768), blocks=8), new_keys(2)
     instance.store(keys, [0, 1])
     instance.connector.prolong(keys, lease_s=300)
     assert instance.store(keys, [0, 1], lease_s=0.0).leading == 2
@@ -209,10 +209,10 @@ def test_a_server_killed_during_transfers(
 
 
 def test_a_hanging_server_costs_no_more_than_the_timeout(
-    start_redis: StartRedis, attach: Attach, new_keys: NewKeys
+    start_redis: StartRedis, attach_hasty: Attach, new_keys: NewKeys
 ) -> None:
     server = start_redis()
-    instance, keys = attach(f"{server.url}?timeout=0.5"), new_keys(2)
+    instance, keys = attach_hasty(f"{server.url}?timeout=0.5"), new_keys(2)
     with closing(redis.Redis.from_url(server.url)) as client:
         client.client_pause(600_000)
     assert instance.load(keys, [0, 1]).outcomes == [Outcome.UNAVAILABLE] * 2

@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.keys import Layout
 from pdserve.kv_transfer.connector import Outcome
+from tests.kv_transfer.clock import Clock
 
 Attach = Callable[..., Any]
 LayoutOf = Callable[..., Layout]
@@ -124,17 +125,20 @@ def test_a_front_of_another_writing_is_not_trusted(pair: tuple[Any, Any], new_ke
 
 
 def test_a_store_waits_for_blocks_longer_than_its_timeout(
-    name: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys
+    name: str, attach: Attach, layout_of: LayoutOf, new_keys: NewKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, keys = attach(f"shm://{name}?size={SIZE}&timeout=0.2", layout_of(BLOCK_BYTES)), new_keys(COUNT)
+    clock = Clock(monkeypatch)
+    writer, keys = attach(f"shm://{name}?size={SIZE}", layout_of(BLOCK_BYTES)), new_keys(COUNT)
     store = writer.connector.store_growing(keys, IDS, lease_s=60.0)
     store.advance(1)
     until(lambda: store.is_growing)
-    time.sleep(1.0)
+    clock.advance(10 * writer.connector.timeout, writer.connector)
+    time.sleep(0.1)  # for the watchdog
+    assert not store.done()
     store.advance(BLOCK_BYTES)
     result = store.result(timeout=60)
     assert result.outcomes == [Outcome.OK] * COUNT
-    assert result.seconds < 1.0, "waiting is not moving"
+    assert result.seconds == 0.0, "waiting is not moving"
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

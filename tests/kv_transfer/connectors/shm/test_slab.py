@@ -87,7 +87,7 @@ def test_the_least_recently_used_block_is_evicted_first(small: str, attach: Atta
 
 
 def test_a_lease_ends_when_all_holders_have_released_it(small: str, attach: Attach, new_keys: NewKeys) -> None:
-    instance = attach(small, blocks=SLOTS)
+    instance = attach(f"{small}&threads=1", blocks=SLOTS)  # so that a store comes behind the release before it
     keys = new_keys(SLOTS)
     instance.store(keys, range(SLOTS))
     assert count_leases(small) == SLOTS
