@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -406,10 +407,7 @@ def test_an_attach_that_fails_for_lack_of_descriptors_leaves_nothing_open(
     before = set(threading.enumerate())
     with pytest.raises(OSError, match="Too many open files"):
         attach(f"tiered://{fast},{slow}")
-    give_up = time.monotonic() + 60
-    while not set(threading.enumerate()) <= before:  # that of the event loop ends by itself
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
+    wait_until(lambda: set(threading.enumerate()) <= before, "the thread of the event loop ends by itself")
 
 
 def test_an_exception_in_one_tier_does_not_affect_the_others(
