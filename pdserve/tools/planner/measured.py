@@ -76,6 +76,17 @@ class Comparison:
         )
 
 
+def drafts_sentence(measured: Measured) -> str:
+    """Say how many tokens came from drafts, without which steps would seem to be faster than they are; otherwise empty."""
+    accepted, outputs = measured.figures.get("spec_decode_accepted_tokens"), measured.figures["total_output_tokens"]
+    if not isinstance(accepted, int) or accepted <= TOLERANCE * outputs:
+        return ""
+    return (
+        f"{accepted / outputs:.0%} of the tokens in {measured.name} were drafts, which forecasts leave out unless "
+        "--acceptance is given: measure with --speculate off."
+    )
+
+
 def load_measured(text: str, requests: Sequence[Request]) -> list[Measured]:
     """Read measurements such as `1P+1D=result.json,2B=other.json`, of the same load as the plan's.
 
@@ -160,6 +171,7 @@ class Correction:
         """Return how far forecasts were off, and what was done about it."""
         lines = list(map(str, self.before))
         lines += filter(None, [together_sentence(one.measured.figures) for one in self.before])
+        lines += filter(None, [drafts_sentence(one.measured) for one in self.before])
         if self.factors:
             parts = " and ".join(f"{kind} steps {factor:.2g}" for kind, factor in self.factors.items())
             error = max(one.error for one in self.after)
