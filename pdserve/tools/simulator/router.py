@@ -230,17 +230,16 @@ class SimulatedClient:
             clock.after(0, partial(self._end, error))
             return
         for chunk in chunks:
-            count, now = len(chunk.token_ids), clock.time
-            before = self.sample.token_times[-1] if self.sample.token_times else now
-            spread = [now - (now - before) * left / count for left in range(count - 1, -1, -1)]  # of a step with drafts
-            self.sample.token_times += times if len(times) == count else spread
+            count = len(chunk.token_ids)
+            self.sample.output_tokens += count
+            self.sample.token_times += times if len(times) == count else [clock.time]  # one event of a step with drafts
         if chunks and chunks[-1].finish_reason is not None:
             clock.after(0, partial(self._end, None))
 
     def _end(self, error: RequestError | None) -> None:
         sample = self.sample
         sample.ended = self.router.clock.time
-        sample.input_tokens, sample.output_tokens = self.num_prompt, len(sample.token_times)
+        sample.input_tokens = self.num_prompt
         sample.status = 200
         if error is not None:
             sample.error = str(error)

@@ -151,7 +151,7 @@ def test_a_plan_writes_its_reports(tiny_profile: Path, capsys: pytest.CaptureFix
     folder = tiny_profile.parent
     measured = folder / "measured.json"
     figures = {"total_input_tokens": 2000, "p50_ttft_ms": 50.0, "p99_itl_ms": 12.0, "request_throughput": 5.0}
-    figures |= {"tokens_together_fraction": 0.2, "spec_decode_accepted_tokens": RESULT["total_output_tokens"] // 2}
+    figures |= {"tokens_together_fraction": 0.2, "spec_decode_draft_tokens": 125, "spec_decode_accepted_tokens": 100}
     measured.write_text(json.dumps(RESULT | figures))
     config = plan_config(
         tiny_profile,
@@ -183,7 +183,7 @@ def test_a_plan_writes_its_reports(tiny_profile: Path, capsys: pytest.CaptureFix
         "by --policy",
         "<th>forecast</th><th>measured</th><th>error</th>",
         "came together with the one before",
-        "50% of the tokens in measured.json were drafts, which forecasts leave out",
+        "50% of the tokens in measured.json were drafts: forecasts know them by --acceptance 0.8, or measure",
     ):
         assert part in text, part
     assert "report heat" not in text.partition("</style>")[2]
