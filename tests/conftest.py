@@ -283,6 +283,26 @@ def few_probes() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def ports_drawn_once() -> None:
+    """Let no two workers of xdist draw the same free port, nor one of them twice: what is to listen there begins later."""
+    with suppress(ImportError):  # where only kernels are tested
+        from pdserve.cli import deployment
+
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        worker, size = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), len(deployment.PORT_RANGE) // workers
+        draw, drawn = deployment._random_unused_port, set[int]()
+
+        def draw_once() -> int:
+            while (port := draw()) in drawn and len(drawn) < size // 2:
+                pass
+            drawn.add(port)
+            return port
+
+        deployment.PORT_RANGE = deployment.PORT_RANGE[worker % workers * size :][:size]
+        deployment._random_unused_port = draw_once
+
+
+@pytest.fixture(scope="session", autouse=True)
 def small_certificate_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give httpx a bundle of one CA certificate: it loads the bundle for every client, even without TLS."""
     end = "-----END CERTIFICATE-----\n"

@@ -45,14 +45,17 @@ def test_exited_child_is_restarted_after_its_back_off() -> None:
     child, lines = Child("child", ["print('hello'); raise SystemExit(7)"]), list[str]()
     with PythonSupervisor([child], lines.append) as supervisor:
         wait_for_exit(child)
-        first = child.process
+        first, reader = child.process, child.reader
         supervisor.check_children()
         assert child.restart_at is not None and child.restart_at - time.monotonic() <= RESTART_BACKOFF_S[0]
+        child.restart_at += 600  # this process may get no core for longer than the back-off
         supervisor.check_children()
         assert child.process is first, "the back-off is not over"
         child.restart_at = 0.0
         supervisor.check_children()
         assert child.process is not first and child.failures == 1
+        assert reader is not None
+        reader.join(600)
     assert "[child] exited (exit code 7); restarting in 0.5 s" in lines and "[child] hello" in lines
 
 

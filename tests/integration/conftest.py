@@ -3,9 +3,10 @@
 import os
 import re
 import shutil
+import signal
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -306,6 +307,32 @@ def complete_all(complete: Callable[..., dict[str, Any]]) -> Callable[..., list[
             return [reply["choices"][0]["token_ids"] for reply in replies]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def stop_busy() -> Callable[..., list[Future[Any]]]:
+    """stop_busy(deployment, "decode-0", send) → the futures that `send()` returned, once this instance has 2 of the requests.
+
+    It is stopped then by SIGSTOP, and so cannot end them before the test goes on. If they have ended before this process got
+    a core to look, they are sent again.
+    """
+
+    def stop(deployment: Deployment, name: str, send: Callable[[], list[Future[Any]]]) -> list[Future[Any]]:
+        def is_busy() -> bool:
+            found = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
+            return any(one["instance_id"] == name and one["requests"] >= 2 for one in found)
+
+        while True:
+            answers = send()
+            wait_until(lambda: is_busy() or all(answer.done() for answer in answers), f"{name} is busy")  # noqa: B023
+            os.kill(deployment.child(name).pid, signal.SIGSTOP)
+            if is_busy():
+                return answers
+            os.kill(deployment.child(name).pid, signal.SIGCONT)
+            for answer in answers:
+                answer.result(600)
+
+    return stop
 
 
 @pytest.fixture(scope="session", name="wait_until")

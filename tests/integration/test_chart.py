@@ -77,8 +77,12 @@ def test_pods_of_the_cpu_demo_find_each_other_and_serve(
             url = pods["router"].url("http")
             body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
             assert "Paris" in httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
-            attached = httpx.get(f"{url}/debug/instances").json()["instances"]
-            assert {one["instance_id"] for one in attached} == {"chat-pdserve-prefill-0", "chat-pdserve-decode-0"}
+            names = ["chat-pdserve-decode-0", "chat-pdserve-prefill-0"]
+
+            def attached() -> list[str]:
+                return sorted(one["instance_id"] for one in httpx.get(f"{url}/debug/instances").json()["instances"])
+
+            wait_until(lambda: attached() == names, "one that was silent for longer than a lease is back")
         finally:
             for process in processes:
                 process.kill()

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def test_the_prompt_is_computed_and_moved_once(
         wait_until(lambda: metric(deployment, "generation_tokens_total") == 4 * 24, "the heartbeats after the answer")
         assert metric(deployment, "prompt_tokens_by_source_total", source="computed") == len(PROMPT)
         if "both" not in topology:
-            for direction in ("store", "load"):
-                assert metric(deployment, "kv_transfer_blocks_total", direction=direction) == 7
+            blocks = partial(metric, deployment, "kv_transfer_blocks_total")
+            wait_until(lambda: blocks(direction="store") >= 7, "the heartbeat of prefill after its store")
+            assert blocks(direction="store") == blocks(direction="load") == 7
         alone = [complete(deployment, prompt=PROMPT, **{**BODY, "seed": 11 + i})["choices"][0] for i in range(4)]
         for many, one in zip(answer["choices"], alone, strict=True):
             assert (many["token_ids"], many["logprobs"]) == (one["token_ids"], one["logprobs"])

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def test_streams_wait_for_an_instance_and_go_on_with_the_same_tokens(
     metric: Callable[..., float],
     blocks_held: Callable[..., dict[str, float]],
     wait_until: Callable[..., None],
+    stop_busy: Callable[..., list[Future[Any]]],
 ) -> None:
     """Prefill is frozen and then killed, decode is frozen and comes back."""
     path = checkpoint("llama")
@@ -51,11 +52,9 @@ def test_streams_wait_for_an_instance_and_go_on_with_the_same_tokens(
             lines = httpx.get(f"{url}/metrics", timeout=600).text.splitlines()
             return next(float(line.split()[1]) for line in lines if line.startswith(WAITING))
 
-        running = [threads.submit(ask, prompt) for prompt in PROMPTS]
-        wait_until(lambda: _num_running(url) >= 2)
+        running = stop_busy(deployment, "decode-0", lambda: [threads.submit(ask, prompt) for prompt in PROMPTS])
         pids = {name: deployment.child(name).pid for name in ("prefill-0", "decode-0")}
-        for pid in pids.values():
-            os.kill(pid, signal.SIGSTOP)
+        os.kill(pids["prefill-0"], signal.SIGSTOP)
         try:
             wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503 and not _attached(url))
             num_waiting = waiting()
@@ -101,7 +100,3 @@ def test_without_an_instance_in_time_requests_end_with_a_503(
 def _attached(url: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = httpx.get(f"{url}/debug/instances", timeout=600).json()["instances"]
     return found
-
-
-def _num_running(url: str) -> int:
-    return sum(one["requests"] for one in _attached(url))

@@ -4,9 +4,10 @@ The failures are faked, in real processes: no GPU has run this.
 """
 
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def test_an_instance_whose_gpu_fails_ends_with_one_sentence_and_its_streams_move
     deploy: Callable[..., Any],
     complete_all: Callable[..., list[list[int]]],
     wait_until: Callable[..., None],
+    stop_busy: Callable[..., list[Future[Any]]],
 ) -> None:
     (url, marks), path = failing_gpu, checkpoint("llama")
     expected, lines = generate(path, PROMPTS, TOKENS), list[str]()
@@ -48,15 +50,12 @@ def test_an_instance_whose_gpu_fails_ends_with_one_sentence_and_its_streams_move
         ThreadPoolExecutor(1) as thread,
     ):
         victim = deployment.child("decode-0")
-        answers = thread.submit(complete_all, deployment, PROMPTS, max_tokens=TOKENS)
-
-        def decodes() -> bool:
-            found = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
-            assert {one["kernel"] for one in found} == {"cpu"}
-            return any(one["instance_id"] == "decode-0" and one["requests"] for one in found)
-
-        wait_until(decodes, "decode-0 is busy")
+        found = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
+        assert {one["kernel"] for one in found} == {"cpu"}
+        send = lambda: [thread.submit(complete_all, deployment, PROMPTS, max_tokens=TOKENS)]  # noqa: E731
+        [answers] = stop_busy(deployment, "decode-0", send)
         (marks / f"failed.{victim.pid}").touch()
+        os.kill(victim.pid, signal.SIGCONT)
         assert answers.result(600) == expected
         wait_until(lambda: not victim.running, "it has ended")
         deployment.check_children()

@@ -79,7 +79,11 @@ def test_a_reset_forgets_pools_and_store_and_breaks_no_request(
         wait_until(lambda: cached_now() == FULL, "it is in the pool or in the store")
         running = threads.submit(cached_now, 300)
         instances = f"{deployment.url}/debug/instances"
-        wait_until(lambda: any(one["requests"] for one in httpx.get(instances).json()["instances"]), "it runs")
+
+        def is_busy() -> bool:
+            return any(one["requests"] for one in httpx.get(instances).json()["instances"])
+
+        wait_until(lambda: is_busy() or running.done(), "it runs")
         pools = sorted(one["instance_id"] for one in httpx.get(instances).json()["instances"])
         assert reset(deployment.url) == {"pools": pools, "stores": [connector_url.partition(":")[0]]}
         assert cached_now(4) == 0

@@ -46,9 +46,11 @@ class Processes:
         self.port, self.control_port = free_port(), free_port()
         self._store = f"memory://{uuid.uuid4().hex}"
 
-    def start_router(self, model: Path, *flags: str) -> Any:
+    def start_router(self, model: Path) -> Any:
         ports = ("--port", str(self.port), "--control-port", str(self.control_port))
-        return self._start("router", *ports, *flags, "--model", str(model), "--served-model-name", "tiny")
+        # On a busy machine an instance may be silent for longer than a lease, and would lose its streams and its place.
+        patience = ("--instance-timeout-seconds", "600")
+        return self._start("router", *ports, *patience, "--model", str(model), "--served-model-name", "tiny")
 
     def start_instance(self, model: Path, *flags: str) -> tuple[Any, int]:
         """Return the process and its metrics port."""
@@ -73,8 +75,7 @@ def test_an_instance_is_alive_once_loaded_and_ready_while_registered_and_not_dra
     process, port = processes.start_instance(checkpoint("llama"), "--paced", str(slow_profile))
     wait_until(lambda: probe(port, "/health")[0] == 200, "the model is loaded")
     assert probe(port, "/ready") == (503, "not ready: it is registered with no router")
-    # On a busy machine an instance may be silent for longer than a lease, and would lose the stream.
-    router = processes.start_router(checkpoint("llama"), "--instance-timeout-seconds", "600")
+    router = processes.start_router(checkpoint("llama"))
     wait_until(lambda: probe(port, "/ready") == READY, "it is registered")
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"http://127.0.0.1:{processes.port}/v1/completions", json=body) as reply:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,7 @@ def test_streams_migrate_when_a_rank_is_lost(
     deploy: Deploy,
     complete: Complete,
     wait_until: WaitUntil,
+    stop_busy: Callable[..., list[Future[Any]]],
 ) -> None:
     """A killed or hung follower ends its leader, and followers end with a killed leader. No stream notices."""
     prompts, log_lines = [[i, 7, 9] * (4 + 20 * (i % 3)) for i in range(6)], list[str]()
@@ -192,15 +193,11 @@ def test_streams_migrate_when_a_rank_is_lost(
             ids: list[int] = reply["choices"][0]["token_ids"]
             return ids
 
-        def instances() -> dict[str, dict[str, Any]]:
-            found = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
-            return {instance["instance_id"]: instance for instance in found}
-
         expected = list(threads.map(send, prompts))
-        futures = [threads.submit(send, prompt) for prompt in prompts]
-        wait_until(lambda: instances()["decode-1"]["requests"] >= 2, "decode-1 is busy")
+        futures = stop_busy(deployment, "decode-1", lambda: [threads.submit(send, prompt) for prompt in prompts])
         leader, follower = deployment.child("decode-1").pid, follower_of("decode-1", log_lines)
         os.kill(follower if victim == "follower" else leader, signum)
+        os.kill(leader, signal.SIGCONT)
         assert [future.result(600) for future in futures] == expected
         wait_until(lambda: has_ended(leader), "the leader has ended")
         if signum == signal.SIGSTOP:  # the kernel kills followers that the leader has started itself

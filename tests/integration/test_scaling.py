@@ -1,7 +1,9 @@
 """Instances that are started and stopped while a deployment serves: no stream ends or changes."""
 
+import os
+import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ def test_instances_start_and_stop_while_streams_run(
     deploy: Callable[..., Any],
     complete_all: Callable[..., list[list[int]]],
     wait_until: Callable[..., None],
+    stop_busy: Callable[..., list[Future[Any]]],
 ) -> None:
     path, lines = checkpoint("llama"), list[str]()
     expected = generate(path, PROMPTS, TOKENS)
@@ -44,13 +47,17 @@ def test_instances_start_and_stop_while_streams_run(
         assert set(instances()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
         assert streams.result(600) == expected
 
-        streams = thread.submit(complete_all, deployment, PROMPTS, max_tokens=TOKENS)
-        wait_until(lambda: instances()["decode-0"]["requests"] >= 2, "decode-0 is busy")
+        send = lambda: [thread.submit(complete_all, deployment, PROMPTS, max_tokens=TOKENS)]  # noqa: E731
+        [streams] = stop_busy(deployment, "decode-0", send)
+        stopped = deployment.child("decode-0").pid
         for name in ("prefill-0", "decode-0"):
             launcher.stop(name)
+        deployment.check_children()
+        os.kill(stopped, signal.SIGCONT)
         wait_until(lambda: is_gone("prefill-0") and is_gone("decode-0"), "both have drained and ended")
         assert streams.result(600) == expected
-        assert set(instances()) == {"prefill-1", "decode-1"} and deployment.poll_ready()
+        deployment.wait_ready(600)
+        assert set(instances()) == {"prefill-1", "decode-1"}
         assert complete_all(deployment, PROMPTS[:2], max_tokens=8) == [tokens[:8] for tokens in expected[:2]]
         assert 'migrations_total{kind="drained"}' in httpx.get(f"{deployment.url}/metrics").text
     assert not [line for line in lines if "restarting" in line or "killed" in line], lines

@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
+from tests.waiting import wait_until
 
 Complete = Callable[..., dict[str, Any]]
 Generate = Callable[[Path, list[list[int]], int], list[list[int]]]
@@ -128,6 +129,7 @@ def test_hanging_store_delays_no_token(
     both.submit("x", PROMPT, TOKENS, pb.BOTH)
     both.run_until(lambda outputs: any(o.finish_reason for o in outputs))
     assert both.tokens("x") == generate(path, [PROMPT], TOKENS)[0]
+    wait_until(lambda: store.puts > 0, "on a busy machine the store's thread may not have run yet")
     assert store.puts == 1 and not store.values, "the store hangs in the first block"
     assert both.instance.num_jobs and both.instance.engine.pool.num_held == FULL
     resume.set()

@@ -45,14 +45,18 @@ def test_routers_share_a_port_and_one_restarts(
 
         wait_until(all_serve, "both routers serve")
         body = {"model": str(path), "prompt": prompts[0], "max_tokens": 300, "ignore_eos": True, "temperature": 0}
-        url = f"{deployment.routers[1]}/v1/completions"
+        url, decode = f"{deployment.routers[1]}/v1/completions", deployment.child("decode-0").pid
         with ThreadPoolExecutor(1) as threads:
-            streaming = threads.submit(_stream, url, {**body, "return_token_ids": True, "stream": True})
-            wait_until(
-                lambda: any(one["requests"] for one in _instances(deployment.routers[1])), "the stream is running"
-            )
-            os.kill(deployment.child("router-0").pid, signal.SIGKILL)
-            wait_until(lambda: not deployment.child("router-0").running, "router-0 has exited")
+            os.kill(decode, signal.SIGSTOP)  # until router-0 has exited, so that the stream has not ended then
+            try:
+                streaming = threads.submit(_stream, url, {**body, "return_token_ids": True, "stream": True})
+                wait_until(
+                    lambda: any(one["requests"] for one in _instances(deployment.routers[1])), "the stream is running"
+                )
+                os.kill(deployment.child("router-0").pid, signal.SIGKILL)
+                wait_until(lambda: not deployment.child("router-0").running, "router-0 has exited")
+            finally:
+                os.kill(decode, signal.SIGCONT)
             request_id, tokens = streaming.result()
         assert tokens == long, "the stream of the other router continues"
         assert complete_all(deployment, prompts) == expected, "new connections go to the remaining router"

@@ -72,7 +72,7 @@ class Publisher:
 
     async def announce(self, done: Callable[[], bool]) -> None:
         """Publish empty batches until the subscriber has them and the condition holds."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while not done():
                 await self.publish(msgspec.msgpack.encode([1.0, [], 0]))
                 await asyncio.sleep(0.02)
@@ -119,6 +119,13 @@ async def following(source: KVEventsSource) -> AsyncIterator[Follower]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher may take as long as it likes to repeat its batches, and a test to send them."""
+    for name in ("REPLAY_TIMEOUT_S", "LOG_INTERVAL_S"):
+        monkeypatch.setattr(subscriber_module, name, 600.0)
+
+
 @pytest.mark.parametrize("topic", [(b"kv@x",), ()])
 def test_earlier_and_missed_batches_are_repeated(topic: Sequence[bytes]) -> None:
     async def scenario() -> None:
@@ -141,7 +148,7 @@ def test_a_lost_batch_with_none_after_it_is_repeated(monkeypatch: pytest.MonkeyP
 
     async def scenario() -> None:
         publisher = Publisher()
-        async with following(publisher.source) as follower, asyncio.timeout(60):
+        async with following(publisher.source) as follower, asyncio.timeout(600):
             for block in range(3):
                 await publisher.store(block, is_sent=False)
                 while follower.num_leading <= block:
@@ -164,7 +171,7 @@ def test_an_endpoint_that_does_not_answer_is_warned_of_once(
         silent = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         source = KVEventsSource(endpoint=publisher.source.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")
-        async with following(source), asyncio.timeout(60):
+        async with following(source), asyncio.timeout(600):
             while requests < 4:
                 await silent.recv_multipart()
                 requests += 1

@@ -162,6 +162,7 @@ def test_a_message_has_to_arrive_in_time(serve: Serve) -> None:
 
 @pytest.mark.parametrize("path", [CHECK, REFLECT])
 def test_calls_without_a_key_are_few_and_short(serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(grpc_health, "RECEIVE_SECONDS", 600.0)
     with serve(api_key="secret") as port, connection(port) as client:
         for number in range(40):
             client.call(path, number)

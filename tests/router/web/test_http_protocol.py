@@ -84,6 +84,15 @@ def _connect(url: str, receive_buffer: int | None = None) -> socket.socket:
     return connection
 
 
+def begin(connect: Connect, data: bytes) -> socket.socket:
+    """Return a new connection on which these data were sent. One that was ended before that is replaced."""
+    while True:
+        connection = connect()
+        with suppress(ConnectionError, ssl.SSLError):
+            connection.sendall(data)
+            return connection
+
+
 def read_all(connection: socket.socket) -> bytes:
     """Return what arrives until the connection ends, however it ends."""
     parts = []
@@ -169,13 +178,14 @@ def test_what_surrounds_a_chunked_body_is_limited(app: Application, serve: Calla
 def test_a_head_that_is_too_slow(app: Application, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.router.server.KEEP_ALIVE_S", 2.0)
     with serve(app, client_timeout_seconds=1) as connect:
-        silent, slow, idle, blank = connect(), connect(), connect(), connect()
-        slow.sendall(HEALTH)
-        idle.sendall(HEALTH + b"\r\n")
-        blank.sendall(b"\r\n")
-        assert error_of(read_all(slow), 408) == "head_too_slow"
+        silent, blank, slow, idle = (begin(connect, data) for data in (b"", b"\r\n", HEALTH, HEALTH + b"\r\n"))
+        of_slow, of_idle = read_all(slow), read_all(idle)
+        for _ in range(5):  # this process may have got no core for the second that it had to send them
+            of_slow = of_slow or read_all(begin(connect, HEALTH))
+            of_idle = of_idle or read_all(begin(connect, HEALTH + b"\r\n"))
+        assert error_of(of_slow, 408) == "head_too_slow"
         assert read_all(silent) == read_all(blank) == b"", "there is no request to answer"
-        assert read_all(idle).startswith(b"HTTP/1.1 200"), "it is closed after its answer"
+        assert of_idle.startswith(b"HTTP/1.1 200"), "it is closed after its answer"
 
 
 def test_a_running_request_is_not_cut_off(
@@ -183,11 +193,11 @@ def test_a_running_request_is_not_cut_off(
 ) -> None:
     backend.generates([5], pause=4.0)
     body = b'{"prompt": "hello"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     with serve(app, client_timeout_seconds=1) as connect:
-        connection = connect()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
-        connection.sendall(head + body)
-        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        answers = (read_all(begin(connect, head % len(body) + body)) for _ in range(3))
+        answer = next(filter(None, answers), b"")  # one that was sent too late, by this process, has none
+        assert answer.startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("seconds", [600.0, 0.05])
