@@ -54,7 +54,13 @@ def test_class_attributes_become_capabilities(url: str, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         connector, _ = connect(url), connect(url)
     expected = {
-        "v1-threaded": Capabilities(follows=True, cancels=True, keeps_leases=False, relayable=False),
+        "v1-threaded": Capabilities(
+            timeout_s=60.0,  # of the fixture `patient_stores`
+            follows=True,
+            cancels=True,
+            keeps_leases=False,
+            relayable=False,
+        ),
         "v1-plain": Capabilities(timeout_s=7.0, skips_hanging=True),
     }
     assert connector.capabilities == expected[connector.scheme]
