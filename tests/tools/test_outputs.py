@@ -1,4 +1,4 @@
-"""What commands write and show: files are checked before the work, which may take minutes; no thread shows progress."""
+"""Tests of what commands write and draw: files are checked before the work starts, and no thread draws while it forks."""
 
 import threading
 from collections.abc import Callable
