@@ -1,7 +1,8 @@
 """Weights of 4 or 8 bits, packed for products that unpack them as they go (low_bit.h).
 
 A weight is (code - zero) · scale, rounded to the dtype of the scale and then to that of the product, as by `dequantize`. So a
-row's result has the bits of the same product with the dequantized weight. Shape legend: see linear.py; G groups along K.
+row's result has the bits of the same product with the dequantized weight. (Processors' instructions for bfloat16 take numbers
+below 2**-126 as 0: here also what rounding would lift to that.) Shape legend: see linear.py; G groups along K.
 """
 
 import math
