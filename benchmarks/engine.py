@@ -60,6 +60,7 @@ SHAPES = {"0.6b": checkpoints.QWEN3_0_6B, "8b": checkpoints.QWEN3_8B}
 QUICK = {"requests": 4, "prompt_tokens": 16, "output_tokens": 8, "prefill_tokens": 64, "repeat": 1}
 ROOFLINE_BYTES = 1 << 30  # more than any cache
 ROOFLINE_PIECE = 1 << 26  # bytes per read: short reads, some of which no other process disturbs
+PAUSE_S = 2  # between runs: threads of the engine before may wait for work without sleeping
 BITS_READ = {"int8": (8.5, 8.5), "int4": (4.5, 8.5)}  # of a weight of the layers, and of the head, scales included
 ROOFLINE_SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 
@@ -186,6 +187,7 @@ class OurEngine:
             num_blocks=blocks,
             max_num_seqs=settings.requests,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            speculate="off",  # random weights answer in loops, which any draft guesses
         )
         self._engine = Engine(config)
         self._sampling = SamplingParams(temperature=settings.temperature, top_p=settings.top_p, ignore_eos=True)
@@ -285,6 +287,7 @@ def _measure(
             for task in tasks:
                 for name, run in runs.items():
                     status.update(f"round {turn}, {name}, {task.name}")
+                    time.sleep(PAUSE_S)
                     timing = run(task.prompts(shape.vocabulary, turn), task.output_tokens)
                     timings.setdefault((name, task.name), []).append(timing)
     return timings, roofline
