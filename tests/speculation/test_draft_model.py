@@ -177,11 +177,13 @@ def test_kv_that_is_off_by_one_is_noticed(checkpoint: Checkpoint, monkeypatch: p
 def test_drafts_are_what_the_model_would_answer(
     kind: dict[str, Any], checkpoint: Checkpoint, alike: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind right and wrong drafts alike, its KV is that of the sequence's tokens."""
+    """Behind right and wrong drafts alike, and where steps had no room for any, its KV is that of the sequence's tokens."""
     engine, alone = (make_engine(*models, dtype="bfloat16") for models in ((checkpoint("llama"), alike), (alike, None)))
-    propose, proposals = DraftModel.propose, list[tuple[list[int], int, list[int]]]()
+    propose, turns, proposals = DraftModel.propose, itertools.count(), list[tuple[list[int], int, list[int]]]()
 
     def watch(drafter: DraftModel, plan: StepPlan) -> Mapping[Sequence, list[int]]:
+        if next(turns) % 3 == 2:
+            return {}
         proposed = propose(drafter, plan)
         found = [([*seq.output.tokens], seq.output.num_prompt, drafts) for seq, drafts in proposed.items()]
         proposals.extend(found)
