@@ -20,9 +20,9 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
-SPECULATE = ("auto", "off", "ngram", "suffix")
+SPECULATE = ("auto", "off", "ngram", "suffix", "draft")
 # Of vLLM's speculative_config. The last two say there which matches to look for, and have no effect here.
-SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+SPECULATIVE_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 AUTO_ON_OFF = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
@@ -144,15 +144,23 @@ class EngineConfig(ModelConfig):
     )
     speculate: str = flag(
         "compute tokens that may follow, and keep those that the model samples itself: what has followed the same words in"
-        " prompt or answer, last (ngram) or most often (suffix, also in earlier answers of the same key), or as much of that"
-        " as pays (auto; off on GPUs, with recurrent layers, and where steps are launched ahead); answers stay the"
-        " same",
+        " prompt or answer, last (ngram) or most often (suffix, also in earlier answers of the same key), as much of that"
+        " as pays (auto; off on GPUs, with recurrent layers, and where steps are launched ahead), or what a second model"
+        " samples (draft); answers stay the same",
         "auto",
         choices=SPECULATE,
     )
-    speculative_tokens: int = flag("most tokens that a step computes ahead of a sequence", 16, least=0)
+    speculative_tokens: int | None = flag(
+        "most tokens that a step computes ahead of a sequence; default: 16, or as many of a draft model as pay, up to 8",
+        None,
+        least=0,
+    )
+    speculative_model: str = flag(
+        "model of --speculate draft, smaller and with the same tokenizer: a local directory or a hub id", ""
+    )
     speculative_config: str = flag(
-        "as vLLM's: a JSON object with method (ngram, suffix) and num_speculative_tokens, in place of these two", ""
+        "as vLLM's: a JSON object with method (ngram, suffix) or model, and num_speculative_tokens, in place of these",
+        "",
     )
     lora_modules: str = flag(
         "adapters (LoRA) in PEFT's format, as name=folder, comma separated or repeated; requests name one as their model",
@@ -192,7 +200,18 @@ class EngineConfig(ModelConfig):
         if self.speculative_config:
             for name, value in _read_speculative(self.speculative_config).items():
                 object.__setattr__(self, name, value)
+        if (self.speculate == "draft") != bool(self.speculative_model):
+            raise ValueError("--speculate draft and --speculative-model belong together: give both or none")
+        if self.speculative_model and (self.paced or self.tensor_parallel_size > 1):
+            raise ValueError("--speculate draft works on one device that computes: not with --paced or several ranks")
         self.adapters  # noqa: B018 - raises ValueError
+
+    @property
+    def draft_length(self) -> int:
+        """Most tokens that a step computes ahead of a sequence."""
+        if self.speculative_tokens is None:
+            return 8 if self.speculate == "draft" else 16
+        return self.speculative_tokens
 
     @property
     def has_adapters(self) -> bool:
@@ -223,16 +242,20 @@ def _read_speculative(text: str) -> dict[str, Any]:
         asked = json.loads(text)
     except ValueError as error:
         raise ValueError(f"--speculative-config is not JSON: {error}") from error
-    if not isinstance(asked, dict) or "method" not in asked or asked.keys() - set(SPECULATIVE_KEYS):
+    if not isinstance(asked, dict) or not asked.keys() & {"method", "model"} or asked.keys() - set(SPECULATIVE_KEYS):
         raise ValueError(
-            f"--speculative-config needs a method, and knows {', '.join(SPECULATIVE_KEYS)} only, not {text}"
+            f"--speculative-config needs a method or a model, and knows {', '.join(SPECULATIVE_KEYS)} only, not {text}"
         )
-    method, tokens = asked["method"], asked.get("num_speculative_tokens")
+    method, model, tokens = asked.get("method", "draft"), asked.get("model", ""), asked.get("num_speculative_tokens")
+    method = "draft" if method == "draft_model" else method
     if method not in SPECULATE:
         raise ValueError(f"--speculative-config: method must be one of {', '.join(SPECULATE)}, not {method!r}")
+    if not isinstance(model, str):
+        raise ValueError(f"--speculative-config: model must be a directory or a hub id, not {model!r}")
     if tokens is not None and (type(tokens) is not int or tokens < 0):
         raise ValueError(f"--speculative-config: num_speculative_tokens must be a number from 0, not {tokens!r}")
-    return {"speculate": method} | ({} if tokens is None else {"speculative_tokens": tokens})
+    found = {"speculate": method} | ({"speculative_model": model} if model else {})
+    return found | ({} if tokens is None else {"speculative_tokens": tokens})
 
 
 @dataclass(frozen=True, kw_only=True)

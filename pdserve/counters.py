@@ -45,6 +45,8 @@ HELP = {
     "spec_decode_num_draft_tokens": "tokens of these drafts",
     "spec_decode_num_accepted_tokens": "those of them that the model sampled itself, which answers got",
     "spec_decode_num_accepted_tokens_per_pos": "accepted tokens by their position in the draft, from 0",
+    "spec_decode_num_without_drafts": "sequences for which a draft model (`--speculate draft`) proposed nothing in a step: "
+    "it was behind and computed what came before, or had no room in its pool or context",
     "steps_launched_ahead": "decode steps that were launched before the tokens of the last one were read",
     "rows_launched_in_vain": "rows of these that no schedule asked for, since their sequence had ended or was preempted",
     "lookups_of_routers_failed": "failed lookups of the router list in the registry",
@@ -71,6 +73,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "prompt_tokens_by_source": ("source",),
     "store_hits": ("decision",),
     "spec_decode_num_accepted_tokens_per_pos": ("position",),
+    "spec_decode_num_without_drafts": ("reason",),
     "swapped_blocks": ("direction",),
     "kv_transfer_bytes": ("connector", "direction"),
     "kv_transfer_seconds": ("connector", "direction"),

@@ -125,7 +125,9 @@ class Engine:
         room = self.pool.num_blocks - longest  # the longest request always fits
         self.pool.max_pinned = min(room, int(self.pool.num_blocks * MAX_PINNED_SHARE))
         self.layout = replace(self.checkpoint.layout, numerics=self.runner.numerics)
-        if config.speculate != "off" and not (config.speculate == "auto" and self._drafts_do_not_pay):
+        if config.speculate == "draft":
+            self.drafter = extension("draft-model")(config, self.scheduler, self.runner)
+        elif config.speculate != "off" and not (config.speculate == "auto" and self._drafts_do_not_pay):
             self.drafter = extension("speculation")(config, self.scheduler, self.extra_seconds)
         if config.has_adapters:
             self.adapters = extension("adapters")(config, self.runner)

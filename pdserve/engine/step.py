@@ -121,10 +121,14 @@ class Drafter(Protocol):
     Attributes:
         rest: how many of the next steps it need not be asked about.
         followed: the sequences of whose end it is told.
+        counters: of `pdserve.counters`, by series.
+        seconds: of the last proposal, which the cost model of steps leaves out.
     """
 
     rest: int = 0
     followed: Container[Sequence] = ()
+    counters: Mapping[str, float] = {}
+    seconds: float = 0.0
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, SequenceABC[int]]:
         """Return the tokens that may follow some of a plan's sequences, of those that take drafts (`takes_drafts`)."""

@@ -97,6 +97,7 @@ class Reporter:
             for position in range(accepted):
                 self.count("spec_decode_num_accepted_tokens_per_pos", 1, position=str(position))
         if result.work:
+            seconds -= self._engine.drafter.seconds if self._engine.drafter is not None else 0.0
             # Without tokens, embeddings and candidates of beams are waited for, too.
             is_read = result.num_tokens > 0 or any(seq.features for seq in result.outcome)
             self.meter.record_step(result.work, is_read, seconds, now)
@@ -183,6 +184,8 @@ class Reporter:
         if pipeline is not None:
             metrics["steps_launched_ahead"] = pipeline.num_launched
             metrics["rows_launched_in_vain"] = pipeline.num_dropped_rows
+        if self._engine.drafter is not None:
+            metrics.update(self._engine.drafter.counters)
         scheme = self._connector.scheme
         parts = {scheme: stats, **stats.parts}
         if self._layout_converter.loaders:

@@ -1,6 +1,7 @@
-"""Speculative decoding without a draft model: draft tokens by prompt lookup, and draft lengths by a cost model.
+"""Speculative decoding: draft tokens by prompt lookup, with lengths by a cost model, or by a second, smaller model.
 
-`Speculator` is the engine's drafter (`--speculate`). Drafts never change the output (`engine/step.py`), only its speed.
+`Speculator` or `DraftModel` is the engine's drafter (`--speculate`). Drafts never change the output, only its speed
+(`engine/step.py`).
 
-In reading order: matches, answers, lengths, speculator.
+In reading order: matches, answers, lengths, speculator; draft_model.
 """

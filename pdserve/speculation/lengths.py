@@ -7,7 +7,7 @@ anything: what would have been drafted is compared with what has come. So nothin
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -144,6 +144,24 @@ def worthwhile(step: Step, expected: Mapping[Sequence, list[float]]) -> dict[Seq
         if count & (count - 1) == 0 and (rate := _rate(step, tokens, seconds, count)) > best_rate:
             best, best_rate = count, rate
     return Counter(chosen[:best])
+
+
+def common_length(step: Step, chances: Collection[float], most: int, more: float) -> int:
+    """Return how many drafts of each of some sequences pay, if each further one of all of them is a step of a draft model.
+
+    Args:
+        chances: of each sequence, how likely a draft behind right ones is right.
+        most: drafts of each.
+        more: seconds of one more draft of all of them: the draft model's step, and their rows.
+    """
+    tokens, seconds, best = float(step.num_seqs), step.seconds, 0
+    best_rate = MARGIN * tokens / (seconds or 1.0)
+    for length in range(1, most + 1):
+        tokens += sum(chance**length for chance in chances)
+        seconds += more
+        if (rate := tokens / (seconds or 1.0)) > best_rate:
+            best, best_rate = length, rate
+    return best
 
 
 def _rate(step: Step, tokens: float, seconds: float, drafts: int) -> float:

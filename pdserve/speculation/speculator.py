@@ -85,7 +85,7 @@ class Speculator(Drafter):
         self.followed: dict[Sequence, _Followed] = {}
         self.rest = 0
         self._proposes_all = config.speculate != "auto"
-        self._most = config.speculative_tokens
+        self._most = config.draft_length
         self._continue = continue_last if config.speculate == "ngram" else continue_by_votes
         self._scheduler, self._extra_seconds, self._now = scheduler, extra_seconds, now
         self._acceptance = Acceptance()  # of all sequences

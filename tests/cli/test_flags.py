@@ -133,15 +133,31 @@ def test_speculation_is_set_as_in_vllm() -> None:
     config = EngineConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}')
     assert (config.speculate, config.speculative_tokens) == ("ngram", 4)
     assert EngineConfig(speculative_config='{"method": "suffix"}').speculative_tokens == EngineConfig.speculative_tokens
+    for text in ('{"model": "x", "num_speculative_tokens": 5}', '{"method": "draft_model", "model": "x"}'):
+        config = EngineConfig(speculative_config=text)
+        assert (config.speculate, config.speculative_model) == ("draft", "x")
+        assert config.draft_length == (5 if "5" in text else 8) and EngineConfig().draft_length == 16
     for wrong, message in {
         "ngram": "not JSON",
-        '{"num_speculative_tokens": 4}': "needs a method",
+        '{"num_speculative_tokens": 4}': "needs a method or a model",
         '{"method": "eagle3"}': "must be one of",
-        '{"method": "ngram", "model": "x"}': "prompt_lookup_max only, not",
+        '{"method": "ngram", "model": "x"}': "belong together",
+        '{"method": "draft_model"}': "belong together",
+        '{"model": ["x"]}': "a directory or a hub id",
+        '{"method": "ngram", "disable_by_batch_size": 4}': "prompt_lookup_max only, not",
         '{"method": "ngram", "num_speculative_tokens": -1}': "a number from 0",
     }.items():
         with pytest.raises(ValueError, match=message):
             EngineConfig(speculative_config=wrong)
+    settings: list[dict[str, Any]] = [
+        {"speculative_model": "x"},
+        {"speculate": "draft"},
+        {"speculate": "draft", "speculative_model": "x", "tensor_parallel_size": 2},
+        {"speculate": "draft", "speculative_model": "x", "paced": "x"},
+    ]
+    for one in settings:
+        with pytest.raises(ValueError, match="belong together" if len(one) == 1 else "on one device that computes"):
+            EngineConfig(**one)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_what_one_program_has_stored_another_loads(run_script: Run, tmp_path: Pa
         ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, ValueError, "kv_connector is a URL here"),
         ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported; leave it out"),
         ({"pipeline_parallel_size": 2}, ValueError, "pipeline_parallel_size=2 is not supported"),
-        ({"speculative_config": {"model": "small"}}, ValueError, "--speculative-config needs a method"),
+        ({"speculative_config": {"tokens": 4}}, ValueError, "--speculative-config needs a method"),
         ({"tensor_paralel_size": 2}, TypeError, "LLM has no argument 'tensor_paralel_size'"),
         ({"kv_transfer_config": "file:///kv"}, ValueError, "kv_transfer_config must be a KVTransferConfig"),
         ({"num_blocks": "many"}, ValueError, "num_blocks must be int, not 'many'"),

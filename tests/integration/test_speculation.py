@@ -37,8 +37,9 @@ PROMPTS = [[97, 98, 99, 100] * 12, [97] * 40, [10, 20, 30, 10, 20, 30, 10, 20], 
     [
         ({"prefill": 1, "decode": 1}, ["--speculate", "suffix", "--speculative-tokens", "4"]),
         ({"prefill": 0, "decode": 0, "both": 1}, ["--speculate", "auto"]),
+        ({"prefill": 1, "decode": 1}, ["--speculative-tokens", "3", "--speculate", "draft", "--speculative-model"]),
     ],
-    ids=["split", "both"],
+    ids=["split", "both", "draft"],
 )
 def test_answers_over_http(
     roles: dict[str, int],
@@ -52,6 +53,7 @@ def test_answers_over_http(
     bodies = [{"prompt": prompt, "max_tokens": 40, **kind} for prompt in PROMPTS for kind in KINDS]
     found = []
     role = "both" if "both" in roles else "decode"
+    flags = [*flags, str(checkpoint("llama", dtype="bfloat16"))] if "draft" in flags else flags
     for extra in (["--speculate", "off"], flags):
         with deploy(model=str(checkpoint("llama", dtype="bfloat16")), flags={role: extra}, **roles) as deployment:
             with ThreadPoolExecutor(8) as threads:
@@ -60,6 +62,8 @@ def test_answers_over_http(
             wait_until(lambda: metric(deployment, "kv_cache_blocks_held", role=role) == 0, "no block is held")
             if "auto" not in extra:  # what that drafts depends on the machine's times
                 assert (metric(deployment, f"{ACCEPTED}_total", role=role) > 0) == (extra == flags)
+            if "draft" in extra:  # a prompt of 180 tokens takes two steps of the draft model
+                assert metric(deployment, "spec_decode_num_without_drafts_total", role=role, reason="behind") > 0
             assert metric(deployment, "kv_transfer_failures_total") == 0
 
             def is_sum() -> bool:
@@ -187,7 +191,7 @@ def ended(outputs: list[Output]) -> bool:
     return any(output.finish_reason for output in outputs)
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft"])
 def test_drafts_are_the_same_after_a_hand_over_and_as_good_after_a_move(
     method: str,
     make_instance: Callable[..., Any],
@@ -199,9 +203,10 @@ def test_drafts_are_the_same_after_a_hand_over_and_as_good_after_a_move(
     prompt, size = [5, 6, 7, 8] * 5 + [*range(40, 60)], 300
 
     def make() -> Any:
-        settings = {"num_blocks": 64, "speculate": method, "speculative_tokens": 4}
+        settings = {"num_blocks": 200, "speculate": method, "speculative_tokens": 4, "speculative_model": model}
         return make_instance(controlled_store(values=values), model=path, **settings)
 
+    model = str(checkpoint("llama", seed=1)) if method == "draft" else ""
     sampling = SamplingParams(temperature=0.4, seed=3, max_tokens=size, ignore_eos=True, allowed_token_ids=(4, 5, 6))
 
     def submit(driver: Any, phase: Any, output: list[int] | None = None) -> None:
@@ -226,3 +231,25 @@ def test_drafts_are_the_same_after_a_hand_over_and_as_good_after_a_move(
     drafted, accepted = (end - begin for begin, end in zip(at_move, drafts(whole), strict=True))
     drafted_there, accepted_there = drafts(moved)
     assert 0 < accepted < drafted and abs(accepted / drafted - accepted_there / drafted_there) < 0.02
+
+
+class Pondering(Drafter):
+    """Proposes nothing, which takes it an hour."""
+
+    seconds = 3600.0
+
+    def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
+        return {}
+
+
+def test_the_cost_model_leaves_out_what_drafting_takes(
+    make_instance: Callable[..., Any], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_instance(model=str(checkpoint("llama")), num_blocks=64, connector="memory://", speculate="off")
+    driver.instance.engine.drafter = Pondering()
+    seconds = list[float]()
+    monkeypatch.setattr(driver.instance.reporter.meter, "record_step", lambda work, is_read, s, now: seconds.append(s))
+    driver.submit("a", [1, 2, 3], 4, pb.BOTH)
+    driver.instance.run_once(wait=True)
+    driver.run_until_idle()
+    assert len(seconds) == 4 and max(seconds) < 0

@@ -8,7 +8,7 @@ from pdserve.costs import Costs
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import token_array
 from pdserve.request import SamplingParams
-from pdserve.speculation.lengths import Acceptance, Step, bucket, chances, worthwhile
+from pdserve.speculation.lengths import Acceptance, Step, bucket, chances, common_length, worthwhile
 from pdserve.speculation.matches import Draft
 
 CHEAP = Costs(decode=(0.01, 1e-4, 0.0))  # a row costs a hundredth of a step
@@ -44,6 +44,16 @@ def test_drafts_stop_where_a_step_would_take_too_long() -> None:
     seq, other = sequence(), sequence()
     assert lengths({seq: [0.9] * 9}, [seq, other], CHEAP, 0.01062) == {seq: 4}
     assert Step.forecast({seq: 1}, CHEAP, 0.0101, lambda rows: 0.0).least_chance == 1
+
+
+def test_drafts_of_a_model_are_as_long_as_pays_with_its_own_steps() -> None:
+    step = Step.forecast({sequence(): 1, sequence(): 1}, CHEAP, None, Step.extra_seconds)
+    row = 2 * step.row
+    assert common_length(step, [0.99, 0.99], 8, row) == 8
+    assert common_length(step, [0.99, 0.99], 8, row + step.seconds) == 0, "it is as slow as the model itself"
+    assert [common_length(step, [chance, 0.6], 8, row + step.seconds / 10) for chance in (0.1, 0.6, 0.9)] == [2, 3, 6]
+    assert common_length(step, [0.01, 0.01], 8, row) == 0
+    assert common_length(Step(1, 0.0, 0.0, 0.0), [0.5], 3, 0.0) == 3, "nothing takes time, as in a simulation"
 
 
 def test_likelier_drafts_go_first_and_long_contexts_cost_more() -> None:

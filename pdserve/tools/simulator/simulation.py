@@ -137,7 +137,7 @@ class Simulation:
         )
         if model.acceptance:
             engine = instance.thread.engine
-            engine.drafter = SimulatedDrafter(engine.scheduler, self._accepted, config.speculative_tokens)
+            engine.drafter = SimulatedDrafter(engine.scheduler, self._accepted, config.draft_length)
         instance.on_drained = partial(self.kill, name)
         self.instances[name] = instance
         for router in self.routers:
