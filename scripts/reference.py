@@ -83,11 +83,26 @@ def fields_page() -> str:
     schemas = openapi_document(routes(), "demo", {})["components"]["schemas"]
     lines = ["# Fields", "", "Every field of requests and answers over HTTP, as /openapi.json describes them."]
     for name, schema in sorted(schemas.items()):
-        lines += ["", f"## {name}", "", "| field | required | meaning |", "|---|---|---|"]
+        lines += ["", f"## {name}", "", "| field | type | meaning |", "|---|---|---|"]
         for field, described in schema["properties"].items():
-            required = "yes" if field in schema.get("required", ()) else ""
-            lines.append(f"| `{field}` | {required} | {_one_line(described.get('description'))} |")
+            kind = f"{_type(described)}{', required' if field in schema.get('required', ()) else ''}"
+            lines.append(f"| `{field}` | {kind} | {_one_line(described.get('description'))} |")
     return "\n".join(lines) + "\n"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Return the type of a field in words; a schema's name is a link to it."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema or "oneOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema.get("anyOf") or schema["oneOf"])))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"`{json.dumps(one)}`" for one in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "any")
+    if kind == "array" and schema.get("items"):
+        return f"array of {_type(schema['items'])}"
+    return kind if isinstance(kind, str) else " or ".join(kind)
 
 
 def public_names() -> dict[str, Any]:

@@ -93,6 +93,8 @@ def test_every_metric_says_what_it_means() -> None:
 
 def test_the_reference_pages_have_every_flag_and_metric(tmp_path: Path) -> None:
     reference.main(tmp_path)
+    fields = (tmp_path / "fields.md").read_text()
+    assert "| `messages` | array of " in fields and "](#answertokens)" in fields, "fields have types"
     flags = first_column((tmp_path / "flags.md").read_text())
     assert set(flags) == {flag for flag in known_flags() if flag.startswith("--")} - {"--help"}
     assert set(first_column((tmp_path / "metrics.md").read_text())) == known_metrics()

@@ -57,7 +57,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], chosen: Iterable
         for number, row in enumerate(rows)
     ]
     thead = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
-    return f'<div class="scroll card"><table class="report">{thead}<tbody>{"".join(lines)}</tbody></table></div>'
+    return f'<div class="scroll card" tabindex="0"><table class="report">{thead}<tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def heat_map(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[float | None]]) -> str:
@@ -75,7 +75,7 @@ def heat_map(corner: str, columns: Sequence[str], rows: Mapping[str, Sequence[fl
     head = "".join(f"<th>{escape(one)}</th>" for one in (corner, *columns))
     lines = [f"<tr><td>{escape(name)}</td>{''.join(map(cell, ratios))}</tr>" for name, ratios in rows.items()]
     return (
-        f'<div class="scroll card"><table class="report heat"><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll card" tabindex="0"><table class="report heat"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 

@@ -93,8 +93,8 @@ def run_charts(samples: Sequence[Sample], objectives: dict[str, float]) -> list[
     return [
         _percentiles("TTFT, ms", ttft, objectives.get("ttft"), "prefill"),
         _percentiles("ITL, ms", gaps, objectives.get("itl"), "decode"),
-        plot("TTFT, ms", [sent], "second of sending", at_y=_limit(objectives.get("ttft"))),
-        plot("Requests in flight", [flight], "second"),
+        plot("TTFT, ms", [sent], "time of sending, s", at_y=_limit(objectives.get("ttft"))),
+        plot("Requests in flight", [flight], "time, s"),
     ]
 
 

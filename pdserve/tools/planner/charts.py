@@ -1,6 +1,6 @@
 """The report of a plan: verdict and fleets, what breaks first, what requests wait for, and what settings are worth."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.tools.bench.page import (
     Section,
@@ -23,6 +23,7 @@ from pdserve.tools.planner.search import Trial, best
 from pdserve.tools.planner.settings import Dimension
 from pdserve.tools.simulator.breakdown import DECODE_STEP, HAND_OVER, TTFT_PARTS
 from pdserve.tools.simulator.command import as_rows
+from pdserve.tools.simulator.fleet import Fleet
 
 COLOURS = ("prefill", "connector")  # of compared fleets
 PART_COLOURS = dict(
@@ -36,7 +37,7 @@ def plan_page(
     fleets: Sequence[Trial],
     comparisons: Sequence[Comparison],
     rate: float,
-    price: float,
+    price_of: Callable[[Fleet], float] | None,
     verdict: Sequence[str],
     details: Sequence[str],
     start: Sequence[str],
@@ -46,7 +47,7 @@ def plan_page(
     Args:
         fleets: of the table.
         comparisons: of forecasts and measurements.
-        price: of an instance per hour; 0: unknown.
+        price_of: price of a fleet per hour; None: unknown.
         verdict, details: sentences.
         start: lines that start the fleet.
     """
@@ -57,7 +58,7 @@ def plan_page(
         ("What breaks first", [pair([sensitivity(plan), rate_curves(plan.curves, rate)])]),
         ("Prefill by decode instances: worst figure ÷ target, the SLO is met below 1", [splits(shown)]),
         ("What requests wait for", [waterfall(plan.compared)]),
-        ("Fleets beside each other", [pair([pareto(shown, price), frontier(plan.trials[-1]), speeds(shown)])]),
+        ("Fleets beside each other", [pair([pareto(shown, price_of), frontier(plan.trials[-1]), speeds(shown)])]),
         ("Settings", [pair(setting(dimension, trials) for dimension, trials in plan.worth.items())]),
         ("In words", [words(details), listing(start)]),
     ]
@@ -121,16 +122,16 @@ def splits(trials: Sequence[Trial]) -> str:
     return heat_map("", [f"{decode}D" for decode in columns], rows)
 
 
-def pareto(trials: Sequence[Trial], price: float) -> str:
+def pareto(trials: Sequence[Trial], price_of: Callable[[Fleet], float] | None = None) -> str:
     """Return attainment by instances, or by their price; the line joins fleets that none beats in both."""
-    each, unit = (price, "price per hour") if price else (1.0, "instances")
+    size_of = price_of or (lambda fleet: float(fleet.size))
     front = list[Trial]()
-    for trial in sorted(trials, key=lambda one: (one.fleet.size, -one.attainment)):
+    for trial in sorted(trials, key=lambda one: (size_of(one.fleet), -one.attainment)):
         if not front or trial.attainment > front[-1].attainment:
             front.append(trial)
 
     def curve(chosen: Sequence[Trial], name: str, colour: str, *, is_front: bool) -> Curve:
-        x, y = [each * one.fleet.size for one in chosen], [100 * one.attainment for one in chosen]
+        x, y = [size_of(one.fleet) for one in chosen], [100 * one.attainment for one in chosen]
         return Curve(
             x, y, name, colour, is_line=is_front, labels=[one.fleet.shape for one in chosen], is_named=is_front
         )
@@ -139,7 +140,7 @@ def pareto(trials: Sequence[Trial], price: float) -> str:
         curve(trials, "fleets", "router", is_front=False),
         curve(front, "the best for its size", "prefill", is_front=True),
     ]
-    return plot("% of requests within all targets", curves, unit)
+    return plot("% of requests within all targets", curves, "price per hour" if price_of else "instances")
 
 
 def frontier(trials: Sequence[Trial]) -> str:

@@ -19,7 +19,7 @@ from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner import deploy
 from pdserve.tools.planner.advice import advise, describe, trade
 from pdserve.tools.planner.charts import plan_page
-from pdserve.tools.planner.gpus import cheapest, costs, fitting, gpus_by_role
+from pdserve.tools.planner.gpus import cheapest, costs, fitting, gpus_by_role, prices
 from pdserve.tools.planner.measured import Correction, load_measured
 from pdserve.tools.planner.plan import CHANGE, Plan, Planner
 from pdserve.tools.planner.search import NOISE, SATURATED_SHARE, Trial, best
@@ -73,7 +73,8 @@ def run(config: PlanConfig) -> int:
     if config.html:
         slo = ", ".join(filter(None, [config.slo, config.slo_file]))
         title = f"Plan for {slo} at {planner.rate:.3g} requests/s"
-        text = plan_page(title, plan, fleets, correction.before, planner.rate, config.price, verdict, details, start)
+        price_of = (lambda fleet: sum(prices(config, fleet).values())) if config.price else None
+        text = plan_page(title, plan, fleets, correction.before, planner.rate, price_of, verdict, details, start)
         write_file(Path(config.html), text)
     return WORTHLESS_PROFILE if correction.is_worthless else NO_FLEET if plan.chosen is None else 0
 

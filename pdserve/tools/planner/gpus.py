@@ -82,6 +82,11 @@ def gpus_by_role(config: PlanConfig, fleet: Fleet, profile: Profile | None = Non
     return {role: gpus_of(own, role) if config.gpu else measured for role in (*ROLES, "both")}
 
 
+def prices(config: PlanConfig, fleet: Fleet) -> dict[str, float]:
+    """Return the price per hour of the instances of each role."""
+    return {role: getattr(fleet, role) * config.price * gpus for role, gpus in gpus_by_role(config, fleet).items()}
+
+
 def costs(config: PlanConfig, trial: Trial, rate: float) -> str:
     """Return what a fleet costs, in a sentence; of one that answers nothing, by the hour only. Prefill instances are
     also paid for prompts, and decode instances for answers.
@@ -91,7 +96,7 @@ def costs(config: PlanConfig, trial: Trial, rate: float) -> str:
             requests, beside which fewer and fewer run.
     """
     fleet, figures = trial.fleet, trial.forecast.figures
-    price = {role: getattr(fleet, role) * config.price * gpus for role, gpus in gpus_by_role(config, fleet).items()}
+    price = prices(config, fleet)
     total = sum(price.values())
     text = f"{fleet.shape} costs {total:.2f} per hour"
     if not (figures["total_output_tokens"] and figures["duration"]):

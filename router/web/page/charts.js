@@ -1,6 +1,6 @@
 // Curves over time, in SVG: axes with units, marks of faults, and a crosshair that all charts share.
 
-const HEIGHT = 116, LEFT = 52, RIGHT = 6, TOP = 8, BOTTOM = 18; // pixels, around and with the axes
+const HEIGHT = 124, LEFT = 64, RIGHT = 6, TOP = 16, BOTTOM = 18; // pixels, around and with the axes
 const GAP_S = 40; // without a snapshot, after which a curve begins anew
 const TICK_STEPS_S = [15, 60, 300]; // between the times on the axis
 const TICKS = 4; // times on the axis at most, which fit on a phone
@@ -30,9 +30,9 @@ function roundUp(value) {
   return [1, 2, 5, 10].map((digit) => digit * power).find((step) => step >= value * (1 - 1e-9));
 }
 
-/** A linear scale from 0: its ticks, and where a value lies between 0 (bottom) and 1. */
-export function linear(values, top = null) {
-  const max = top ?? (Math.max(0, ...values) || 1), step = top ? top / 2 : roundUp(max / 3);
+/** A linear scale from 0: its ticks, which are at least `least` apart, and where a value lies between 0 (bottom) and 1. */
+export function linear(values, top = null, least = 0) {
+  const max = top ?? (Math.max(0, ...values) || 1), step = top ? top / 2 : Math.max(least, roundUp(max / 3));
   const end = Math.ceil(max / step - 1e-9) * step;
   return { ticks: Array.from({ length: Math.round(end / step) + 1 }, (_, i) => i * step), place: (value) => value / end };
 }
@@ -50,8 +50,8 @@ function logarithmic(values) {
 /** A chart in `element`. `update` gives it data and draws it; so does the pointer, or an arrow key in it, with the crosshair. */
 export class Chart {
   /** `format` makes text of a value, `tick` of one at the axis; `top` fixes the upper end of a linear scale. */
-  constructor(title, format, { tick = format, top = null, isLogarithmic = false } = {}) {
-    Object.assign(this, { title, tick, top, isLogarithmic, data: null });
+  constructor(title, format, { tick = format, top = null, least = 0, isLogarithmic = false } = {}) {
+    Object.assign(this, { title, tick, top, least, isLogarithmic, data: null });
     this.format = (value) => (value === null || value === undefined ? "–" : format(value));
     this.svg = svg("svg", { height: HEIGHT, "aria-hidden": "true" });
     this.tip = box("tip");
@@ -96,7 +96,7 @@ export class Chart {
     if (!this.data || width <= LEFT) return;
     const { start, end, times, series, limit, marks } = this.data, bottom = HEIGHT - BOTTOM;
     const values = [...series.flatMap((one) => one.values), limit?.value].filter((value) => Number.isFinite(value));
-    const { ticks, place } = this.isLogarithmic ? logarithmic(values) : linear(values, this.top);
+    const { ticks, place } = this.isLogarithmic ? logarithmic(values) : linear(values, this.top, this.least);
     const x = (time) => LEFT + ((time - start) / (end - start)) * (width - LEFT - RIGHT);
     const y = (value) => bottom - place(value) * (bottom - TOP);
     const line = (name, x1, y1, x2, y2) => svg("line", { class: name, x1, y1, x2, y2 });
@@ -109,7 +109,7 @@ export class Chart {
       if (isFilled) parts.push(svg("path", { class: `area c-${color}`, d: areas }));
       parts.push(svg("path", { class: `curve c-${color}`, d: lines }));
     }
-    if (limit) parts.push(line("limit", LEFT, y(limit.value), width - RIGHT, y(limit.value)), text("name", width - RIGHT, y(limit.value) - 4, `${limit.name} ${this.tick(limit.value)}`));
+    if (limit) parts.push(line("limit", LEFT, y(limit.value), width - RIGHT, y(limit.value)), text("name", width - RIGHT, TOP - 6, `${limit.name} ${this.tick(limit.value)}`));
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.replaceChildren(...parts, ...this.crosshair(x, y, bottom));
     const latest = series.map((one) => `${one.name} ${this.format(one.values[one.values.length - 1])}`).join(", ");

@@ -49,7 +49,7 @@ export const PANELS = [
     figure: () => ({ shown: perSecond(rate(finishedRequests), "/s"), below: `${format(perSecond(rate(unanswered), "/s"))} failed or refused` }),
   },
   {
-    title: "Under way", chart: new Chart("Under way", (value) => integer(value), { tick: short }),
+    title: "Under way", chart: new Chart("Under way", (value) => integer(value), { tick: short, least: 1 }),
     curves: () => [curve("running", "decode", snapshots.map((one) => one.under_way), true), curve("queued", "connector", snapshots.map((one) => one.waiting))],
     figure: (now) => ({ shown: [integer(now.under_way), "requests"], below: `${integer(now.waiting)} queued` }),
   },

@@ -153,6 +153,8 @@ def test_curves_have_units_values_the_slo_and_marks_of_faults(open_page: Callabl
     ticks = panel.locator("text.tick").all_text_contents()
     assert len(ticks) >= 2 and all(re.fullmatch(r"[\d.]+ m?s", tick) for tick in ticks)
     assert "SLO 1 s" in panel.locator(".plot").get_attribute("aria-label")
+    counts = page.locator("#figures > div", has_text="Under way").locator("text.tick").all_text_contents()
+    assert all(count.isdigit() for count in counts), "requests are counted in whole numbers"
     panel.locator(".plot").focus()
     page.keyboard.press("ArrowLeft")
     assert re.fullmatch(
@@ -164,6 +166,14 @@ def test_curves_have_units_values_the_slo_and_marks_of_faults(open_page: Callabl
     page.locator("#latency .column").first.hover()
     assert "requests" in page.locator("#latency .column .tip").first.inner_text()
     assert not page.problems
+
+
+def test_a_dark_page_is_printed_as_a_light_one(open_page: Callable[..., Any]) -> None:
+    page = open_page()
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.documentElement).color") == "rgb(22, 25, 29)"
+    page.emulate_media(media="screen", color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.documentElement).color") == "rgb(232, 235, 239)"
 
 
 def test_a_fault_has_its_cost(open_page: Callable[..., Any]) -> None:

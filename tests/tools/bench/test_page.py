@@ -26,7 +26,7 @@ def test_a_report_needs_no_other_host_no_script_and_little_room() -> None:
     text = report_of(SAMPLES, {"itl": 0.6})
     assert not re.search(r"(?:src|href|url\()=?", text) and "://" not in text and "<script" not in text
     assert "&lt;b&gt; &amp; more" in text and "width=device-width" in text
-    assert "@media (prefers-color-scheme: dark)" in text and len(text) < 60_000
+    assert "@media screen and (prefers-color-scheme: dark)" in text and len(text) < 60_000
     assert text.count("<figure") == 4
 
 

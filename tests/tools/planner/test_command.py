@@ -18,6 +18,7 @@ from pdserve.tools.bench.requests import Request, Sample
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.charts import frontier, pareto
 from pdserve.tools.planner.command import run
+from pdserve.tools.planner.gpus import prices
 from pdserve.tools.planner.here import Here, config_here, needed_by
 from pdserve.tools.planner.measured import compare, load_measured, scaled
 from pdserve.tools.planner.plan import Planner
@@ -107,8 +108,17 @@ def test_no_fleet_of_the_front_is_beaten_by_a_smaller_one() -> None:
         return replace(trial(fleet), attainment=share)
 
     shares = {Fleet(both=1): 0.5, Fleet(1, 1): 0.4, Fleet(both=2): 0.7, Fleet(2, 1): 0.7, Fleet(1, 2): 0.9}
-    drawn = pareto([with_attainment(*pair) for pair in shares.items()], price=2.5)
-    assert named(drawn) == ["1 both", "2 both", "1P+2D"] and "price per hour" in drawn and ">6</span>" in drawn
+    trials = [with_attainment(*pair) for pair in shares.items()]
+    drawn = pareto(trials)
+    assert named(drawn) == ["1 both", "2 both", "1P+2D"] and "instances" in drawn and ">3</span>" in drawn
+
+
+def test_a_fleet_is_drawn_at_the_price_of_all_its_gpus() -> None:
+    config = PlanConfig(model="Qwen/Qwen3-32B", gpu="h100", tensor_parallel_size="2", price=2.5)
+    assert prices(config, Fleet(1, 2)) == {"prefill": 5.0, "decode": 10.0, "both": 0.0}
+    trials = [replace(trial(Fleet(both=size)), attainment=size / 2) for size in (1, 2)]
+    drawn = pareto(trials, lambda fleet: sum(prices(config, fleet).values()))
+    assert "price per hour" in drawn and '">10</span>' in drawn
 
 
 def test_the_frontier_names_what_no_fleet_beats_in_all_figures() -> None:
