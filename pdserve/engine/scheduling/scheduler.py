@@ -60,6 +60,7 @@ from pdserve.request import ARRIVALS_PER_PRIORITY, SamplingParams, Tenant
 Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, the first waiting one, and the order
 Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
 MAX_OVERTAKEN = 64  # how often others go before one that lacks blocks
+MAX_PREEMPTIONS = 32  # of a sequence that may still have hits in pages of several blocks
 _RANK, _FIRST = attrgetter("rank"), itemgetter(0)
 _NO_COPY = SwappedKV(0, 0, [])  # of a sequence that was not swapped
 
@@ -431,7 +432,7 @@ class Scheduler:
             if has_room := seq.kv.blocks_needed(self.pool) <= self.pool.num_free:
                 self.loaded.remove(seq)
             return has_room
-        copy, most, spare = seq.kv.swapped or _NO_COPY, seq.num_usable_hits, self._watermark(seq)
+        copy, most, spare = seq.kv.swapped or _NO_COPY, len(self._usable_keys(seq)), self._watermark(seq)
         first, coming = copy.first_block, copy.num_tokens
         now = 1 if copy is _NO_COPY and not seq.kv.needs_refetch else None
         has_room = self.reserve(seq, most, len(seq), first_block=first, watermark=spare, num_now=now, num_coming=coming)
@@ -491,7 +492,15 @@ class Scheduler:
     def _hits(self, seq: Sequence) -> list[int]:
         """Return the blocks of the pool's first group that a sequence without any finds there."""
         copy = seq.kv.swapped or _NO_COPY
-        return self.pool.match(seq.usable_keys[copy.first_block :], copy.first_block, copy.num_tokens)
+        return self.pool.match(self._usable_keys(seq)[copy.first_block :], copy.first_block, copy.num_tokens)
+
+    def _usable_keys(self, seq: Sequence) -> list[bytes]:
+        """Return the keys that may be hits: none, where pages have several blocks, of one that was preempted many times.
+
+        Its hits may be spread over so many pages that the other beams of its search never have room.
+        """
+        is_scattered = self.pool.tail_groups and seq.kv.num_preemptions >= MAX_PREEMPTIONS
+        return [] if is_scattered else seq.usable_keys
 
     def _pop_next(self, output: SchedulerOutput, budget: StepBudget, below: float) -> Sequence | None:
         """Dequeue and return the next sequence to admit: the first loaded one that has room, or the first waiting one.
