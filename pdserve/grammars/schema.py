@@ -235,6 +235,12 @@ class _Writer:
 
     def _reference(self, reference: Any, path: Path, closed: bool, required: frozenset[str]) -> str:
         target, where = self._target(expect(reference, str, '"$ref"', path), path)
+        seen, one = {reference}, target
+        while _restrictions(one) == {"$ref"}:
+            if (further := str(one["$ref"])) in seen:
+                raise Unsupported(f'"$ref" to {reference!r}, which leads to itself,', path)
+            seen.add(further)
+            one, _ = self._target(further, path)
         if reference.startswith("#") and any(path[: len(one)] == one for one in self._embedded):
             raise Unsupported(f'"$ref" to {reference!r} within a schema that has an "$id" of its own', path)
         key = (reference, closed, required)

@@ -169,6 +169,10 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
         ({"oneOf": [{"allOf": 5}, {"type": "string"}]}, '"allOf" must be a list'),
         ({"oneOf": [{"type": "object", "required": 5}, {"type": "object"}]}, '"required" must be a list'),
         ({"oneOf": [{"type": [{}]}, {"type": "string"}]}, '"type" [{}], which is not a type,'),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            "\"$ref\" to '#/$defs/a', which leads to itself,",
+        ),
         ({"oneOf": [{"const": 1}, {"const": 1.0}]}, '"oneOf" with schemas that may both hold'),
         (
             {
