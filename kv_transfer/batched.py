@@ -117,6 +117,7 @@ class BatchedConnector(Connector):
         self._limited_log = RateLimitedLog(self.scheme)
         self._closed = False
         self._pending_blocks = 0  # of operations in flight
+        self.__is_open = False  # `open` has returned, and `shut` has not been called
         self.__breaker: StoreBreaker | None = None
         self.__probe: Operation[int] | None = None
         self.__growing: set[GrowingOperation] = set()
@@ -214,6 +215,7 @@ class BatchedConnector(Connector):
         self.namespace, self.payload_lengths = self.codec.namespace, self.codec.payload_lengths
         self.header_format = HeaderFormat(memory.layout, self.namespace, self.payload_lengths)
         self.open()
+        self.__is_open = True
         for name, value in zip(_OWN_ATTRIBUTES, self.__own, strict=True):
             if getattr(self, name) is not value:
                 raise _shadows(type(self), name)
@@ -285,11 +287,11 @@ class BatchedConnector(Connector):
             operation.request_cancel()  # what it waits for will not come
         for _ in self._workers:
             self._queue.put(None)
-        deadline = self._deadline(1) if self._workers else 0.0  # for operations in flight
+        deadline = self._deadline(1) if self.__is_open else 0.0  # for operations in flight
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
         self._watchdog.stop()
-        if not self._workers:
+        if not self.__is_open:
             return  # never attached
         if any(worker.is_alive() for worker in self._workers):
             # Disconnecting under a thread that hangs in the store would crash; it is freed when the process ends.

@@ -29,6 +29,7 @@ Start = Callable[[Rule, RuleContext], None]  # called when a rule starts, with t
 
 RULES: tuple[Rule, ...] = (
     blocks.round_trip,
+    blocks.any_content,
     blocks.results,
     blocks.leading_match,
     blocks.missing,
@@ -58,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     behaviour.many_threads,
     operations.concurrent_operations,
     operations.large_operations,
+    operations.large_pools,
     operations.random_loads,
     operations.deleted_blocks,
     behaviour.caller_never_waits,

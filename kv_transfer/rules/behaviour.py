@@ -1,12 +1,15 @@
 """Rules about the connector's effects on its caller and process: blocking, timeouts, cancellation, counters, clean-up."""
 
+import logging
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.kv_transfer.connector import OperationFuture, Outcome, Result, request_cancel
 from pdserve.kv_transfer.header import Row
@@ -241,8 +244,13 @@ def many_threads(context: RuleContext) -> str:
 def counts(context: RuleContext) -> str:
     """`stats` returns a snapshot of the blocks, bytes and failures counted since `attach`."""
     pool, keys = context.attach(), new_keys(5)
-    pool.must_store(keys[:3], range(3))
-    expect_outcomes(pool.load(keys, range(4, 9)).outcomes, [Outcome.OK] * 3 + [Outcome.MISSING] * 2)
+    started = time.perf_counter()
+    stored, loaded = pool.store(keys[:3], range(3)), pool.load(keys, range(4, 9))
+    elapsed = time.perf_counter() - started
+    pool.must_have_stored(stored)
+    expect_outcomes(loaded.outcomes, [Outcome.OK] * 3 + [Outcome.MISSING] * 2)
+    seconds = stored.seconds + loaded.seconds
+    expect(0 <= seconds <= elapsed, f"results of at most the {elapsed:g} s that have passed", f"{seconds:g} s")
     stats, size = pool.connector.stats(), sum(map(pool.payload_bytes, range(3)))
     expect(stats.blocks == {"store": 3, "load": 3}, "3 blocks stored and 3 loaded", stats.blocks)
     # With tickets, a store may move no bytes.
@@ -250,6 +258,8 @@ def counts(context: RuleContext) -> str:
     expect(stats.bytes in allowed, f"{size} bytes each way", stats.bytes)
     expect(stats.failures == {("load", Outcome.MISSING): 2}, "2 missing in load", stats.failures)
     expect(min(stats.seconds.values()) > 0, "the seconds of stores and loads to be counted", stats.seconds)
+    counted = 0.0 if stats.parts else sum(stats.seconds.values())
+    expect(counted <= elapsed, f"at most the {elapsed:g} s that have passed to be counted", f"{counted:g} s")
     stats.blocks["store"] = 99
     expect(pool.connector.stats().blocks["store"] == 3, "a snapshot", "counters that the caller can change")
     return ""
@@ -276,7 +286,7 @@ def content_stays(context: RuleContext) -> str:
 
 def clean_close(context: RuleContext) -> str:
     """`close` leaves nothing behind, no thread, file or setting of the process, and can be called twice."""
-    _expect_time_outs_of_others_to_stay(context)  # libraries open some files once per process
+    _expect_settings_of_others_to_stay(context)  # libraries open some files once per process
     threads, files = set(threading.enumerate()), count_open_files()
     for _ in range(3):
         _use_and_close(context)
@@ -287,16 +297,29 @@ def clean_close(context: RuleContext) -> str:
     return "" if files else "open files not checked: there is no /proc"
 
 
-def _expect_time_outs_of_others_to_stay(context: RuleContext) -> None:
-    """Use a connector, and expect it not to change the time-out of every new socket of the process."""
-    before = socket.getdefaulttimeout()
+# Settings of a process, with what returns and what sets each.
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "socket.setdefaulttimeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "os.chdir": (os.getcwd, os.chdir),
+    "logging.root.setLevel": (lambda: logging.root.level, logging.root.setLevel),
+    "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
+    "sys.setswitchinterval": (sys.getswitchinterval, sys.setswitchinterval),
+    "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
+}
+
+
+def _expect_settings_of_others_to_stay(context: RuleContext) -> None:
+    """Use a connector, and expect it not to change a setting of the process, such as the time-out of every new socket."""
+    before = {name: get() for name, (get, _) in SETTINGS.items()}
     socket.setdefaulttimeout(None)
     try:
+        expected = {name: get() for name, (get, _) in SETTINGS.items()}
         _use_and_close(context)
-        seen = f"socket.setdefaulttimeout({socket.getdefaulttimeout()})"
-        expect(socket.getdefaulttimeout() is None, "sockets of others to keep their time-outs", seen)
+        for name, (get, _) in SETTINGS.items():
+            expect(get() == expected[name], f"{name}({expected[name]!r}) to stay as it was", f"{name}({get()!r})")
     finally:
-        socket.setdefaulttimeout(before)
+        for name, (_, restore) in SETTINGS.items():
+            restore(before[name])
 
 
 def _use_and_close(context: RuleContext) -> None:

@@ -32,6 +32,11 @@ from pdserve.kv_transfer.rules.context import (
 from pdserve.kv_transfer.rules.tampering import cut_off, tamper
 
 SIZES = (4 * KiB, 4 * KiB + 8, 64 * KiB, 1_835_008, 8 * MiB)  # the fourth is a block of Qwen3-0.6B
+# Blocks of zeros and ones, and of what ends or begins answers of protocols; each is repeated.
+CONTENTS = (
+    *(b"\0", b"\xff", b"\0\xff", b"\n", b"\r\n", b"\r\n\r\n", b"\\x00", b"null"),
+    *(b"\r\nEND\r\n", b"$-1\r\n", b"+OK\r\n", b"-ERR \r\n"),
+)
 AWKWARD_BYTES = b"\0\t\n\r /\\\xff"  # that end a text, separate words or folders, or are no text
 
 
@@ -62,6 +67,24 @@ def _round_trip(context: RuleContext, size: int, notes: list[str]) -> None:
     unchanged = np.array_equal(target.rows[others], before[others])
     expect(unchanged, "only the given rows to change", "changes in other rows")
     expect(np.array_equal(source.rows, sent), "a store to leave the pool unchanged", "rows that changed")
+
+
+def any_content(context: RuleContext) -> str:
+    """Blocks of any bytes are loaded as stored: of zeros, of what ends an answer, and those that differ in one byte."""
+    count = len(CONTENTS) + 4
+    pool = context.attach(blocks=2 * count)
+    if pool.codec.lossy:
+        raise NotChecked(f"the lossy codec {pool.codec.name} changes them")
+    size = pool.layout.block_bytes
+    for row, content in enumerate(CONTENTS):
+        pool.rows[row] = np.frombuffer((content * size)[:size], np.uint8)
+    for row, changed in enumerate((0, size // 2, size - 1), start=len(CONTENTS)):
+        pool.rows[row] = pool.rows[count - 1]
+        pool.rows[row, changed] ^= 1
+    keys = new_keys(count)
+    pool.must_store(keys, range(count))
+    pool.must_load(keys, range(count, 2 * count), pool.rows[:count])
+    return ""
 
 
 def results(context: RuleContext) -> str:

@@ -113,10 +113,12 @@ class AttachedPool:
         codec: of the stored blocks.
     """
 
-    def __init__(self, context: "RuleContext", url: str, layout: Layout, blocks: int) -> None:
+    def __init__(self, context: "RuleContext", url: str, layout: Layout, blocks: int, *, empty: bool = False) -> None:
+        """If it is `empty`, it is one of zeros, of which only rows that are written to take memory."""
         self.context = context
         self.layout = layout
-        self.rows = random_rows(blocks, layout.block_bytes)
+        size = layout.block_bytes
+        self.rows: Row = np.zeros((blocks, size), np.uint8) if empty else random_rows(blocks, size)
         self.stored_row: dict[bytes, int] = {}
         self.closed = False
         self.connector: Connector = connect(url)
@@ -282,6 +284,7 @@ class RuleContext:
         tenant: str = "",
         version: int = LAYOUT_VERSION,
         url: str = "",
+        empty: bool = False,
     ) -> AttachedPool:
         """Attach a new pool. `tenant` and `version` change the namespace; `url` replaces the context's.
 
@@ -289,17 +292,17 @@ class RuleContext:
             SetupError: the store cannot be used with blocks of this length.
         """
         layout = make_layout(block_bytes, self.fingerprint + tenant, version)
-        return self._attach(url or self.url, layout, blocks)
+        return self._attach(url or self.url, layout, blocks, empty=empty)
 
     def detach(self, pool: AttachedPool) -> None:
         """Close a pool, which waits for its operations. Another pool is attached, to delete its blocks in the end."""
         pool.close()
         self._attach(self.url, pool.layout, 1)
 
-    def _attach(self, url: str, layout: Layout, blocks: int) -> AttachedPool:
+    def _attach(self, url: str, layout: Layout, blocks: int, *, empty: bool = False) -> AttachedPool:
         """Attach a pool. A refusal after a pool of such blocks was attached is a fault of the connector."""
         try:
-            pool = AttachedPool(self, url, layout, blocks)
+            pool = AttachedPool(self, url, layout, blocks, empty=empty)
         except SetupError as error:
             if (url, layout.block_bytes) not in self._attached:
                 raise

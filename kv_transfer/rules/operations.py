@@ -34,6 +34,7 @@ LOADS_TIME_LIMIT_S = 100.0  # for all loads from a slow store
 WARM_LOADS = LOADS // 10  # after which a connector has all the threads and files that it needs
 MAX_MORE = 64  # threads or files in the loads after these, which other code of this process may need
 DELETED, DELETE_TURNS = 8, 12
+FAR_ROWS = (1, 1 << 15, (1 << 15) + 1, 1 << 16, (1 << 16) + 1)  # beyond numbers of 15 and 16 bits, offsets of 31 and 32
 
 
 def _busy_url(context: RuleContext) -> str:
@@ -122,6 +123,28 @@ def large_operations(context: RuleContext) -> str:
             if i % 3:
                 target.must_equal(target_rows[i], contents[i])
         context.close()
+    return ""
+
+
+def large_pools(context: RuleContext) -> str:
+    """Rows far back in a pool of 4 GiB, of which almost nothing takes memory, are those of their numbers."""
+    blocks, block_bytes, count = FAR_ROWS[-1] + 1, 64 * KiB, len(FAR_ROWS)
+    small = context.attach(block_bytes, count)
+    if small.connector.in_place:
+        raise NotChecked("the connector reads pools in place, and so may take all of their memory")
+    try:
+        pool = context.attach(block_bytes, blocks, empty=True)
+    except MemoryError:
+        raise NotChecked(f"there is no address space for {blocks} blocks of {block_bytes} bytes") from None
+    keys, contents = new_keys(count), small.rows.copy()
+    pool.rows[list(FAR_ROWS)] = contents
+    pool.must_store(keys, FAR_ROWS)
+    small.rows[:] = 0
+    context.require_shared_store()
+    small.must_load(keys, range(count), contents)
+    pool.rows[list(FAR_ROWS)] = 0
+    target_rows = FAR_ROWS[::-1]
+    pool.must_load(keys, target_rows, contents)
     return ""
 
 

@@ -9,13 +9,14 @@ that requests that began with it can move here.
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from pdserve.adapters.checkpoint import AdapterError, Files, read_files
 from pdserve.adapters.layers import AdaptedLayers, LoadedAdapter
@@ -59,7 +60,7 @@ class Adapters:
         self._retired: deque[tuple[str, LoadedAdapter, int]] = deque(
             maxlen=NUM_RETIRED
         )  # with name and time of its loss
-        self._num_unloads = Counter[str]()  # by name
+        self._reading = WeakSet[_Reading]()
         self._by_digest: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
         self._slots = SlotTable(config.max_loras, lambda *filled: self._fill(*filled))
         self._in_slots: dict[int, LoadedAdapter] = {}
@@ -96,10 +97,11 @@ class Adapters:
 
     def change(self, order: pb.ChangeAdapter, host: Host, on_done: OnDone) -> None:
         """See `Adapters` of the engine."""
-        known, num_unloads = self._by_digest.get(order.digest), self._num_unloads[order.name]
+        known, reading = self._by_digest.get(order.digest), _Reading(order.name)
+        self._reading.add(reading)
 
         def add(adapter: LoadedAdapter) -> None:
-            if self._num_unloads[order.name] > num_unloads:  # while it was being read: the later order holds
+            if reading.is_unloaded:  # the later order holds
                 on_done("")
                 return
             if order.name in self._names and not order.replaces:
@@ -130,12 +132,16 @@ class Adapters:
             on_done(f"{order.name!r} is the name of the model")
         elif not order.path and not order.offers:
             self.remove(order.name)
-            self._num_unloads[order.name] += 1
+            for one in self._reading:
+                one.is_unloaded |= one.name == order.name
             on_done("")
         elif known is not None and not order.offers:
             add(known)
         else:
-            threading.Thread(target=work, name="adapter", daemon=True).start()
+            try:
+                threading.Thread(target=work, name="adapter", daemon=True).start()
+            except RuntimeError as error:  # there are as many threads as there may be
+                on_done(f"{order.path!r} cannot be read: {error}")
 
     def _obtained(self, order: pb.ChangeAdapter, host: Host) -> LoadedAdapter:
         """Return an order's adapter: what is in the folder, unless others have another one. That is in the KV store.
@@ -210,6 +216,14 @@ class Adapters:
             before = min(max(0, seq.kv.chain.adapter_start - seq.kv.num_computed), count)
             slots += [-1] * before + [slot] * (count - before)
         self._layers.set_rows(slots)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """An order whose adapter is being read. `is_unloaded`: its name has been unloaded meanwhile."""
+
+    name: str
+    is_unloaded: bool = False
 
 
 def _copy_of(files: Files) -> Copy | None:

@@ -69,6 +69,11 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    def read_to_end(self) -> None:
+        """Wait until all lines of the ended process have been passed on, unless another one keeps its pipe open."""
+        if self.reader is not None:
+            self.reader.join(STOP_TIMEOUT_S)
+
 
 def child_of(name: str, command: str, config: Settings) -> Child:
     """Return a process that runs a command with these settings.
@@ -173,8 +178,7 @@ class Supervisor:
                 self._on_line(f"[{child.name}] did not stop within {timeout_s:.0f} s: killed")
                 child.process.kill()
                 child.process.wait()
-            if child.reader is not None:
-                child.reader.join(timeout=1.0)
+            child.read_to_end()
 
     def _end(self, child: Child, drain_s: float, now: float) -> None:
         if child.process is None or not child.running:
@@ -193,8 +197,7 @@ class Supervisor:
         code = child.process.returncode
         assert code is not None
         if code == SETUP_ERROR_EXIT_CODE and not self._was_ready:
-            if child.reader is not None:
-                child.reader.join(timeout=1.0)
+            child.read_to_end()
             raise SetupError(f"{child.name} could not start; see its error above")
         if now - child.started_at > STABLE_AFTER_S or code == 0:  # exit code 0: the child was drained
             child.failures = 0

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -140,7 +141,8 @@ class GrammarBackend:
                 self._queued.setdefault(tenant, deque()).append((compiled, spec))
         if is_new:
             compiled.add_done_callback(lambda done: self._keep(key, done))
-            self._threads.submit(self._compile_next)
+            with suppress(RuntimeError):  # no thread can be started: another one takes it, now or with the next grammar
+                self._threads.submit(self._compile_next)
         compiled.add_done_callback(lambda _: self._on_progress())
         return GrammarConstraint(compiled, self.masks)
 

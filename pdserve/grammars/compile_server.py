@@ -91,7 +91,7 @@ def _run(job: socket.socket, loaded: Loaded, limits: CompileLimits) -> None:
     try:
         os.nice(NICENESS)
         _limit_memory(limits)
-        report_limits(job, signal.SIGXCPU, signal.SIGALRM)
+        report_limits(job, signal.SIGXCPU)  # not SIGALRM, which ends a process that hangs
         resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))  # a signal, and the kernel's kill
         signal.alarm(limits.elapsed_s)
         job.sendall(STARTED)

@@ -96,7 +96,7 @@ class GrammarCompiler:
         Raises:
             RequestError: the compile server does not start.
         """
-        return self._ask(lambda server: server.mask_worker())
+        return self._ask(lambda server: server.mask_worker(GRACE_S))
 
     def _ask(self, ask: "Callable[[_CompileServer], T | None]") -> T:
         """Return what the server answers, or another one if it has died since the last grammar."""
@@ -190,17 +190,19 @@ class _CompileServer:
                 raise
         return ours
 
-    def mask_worker(self) -> tuple[socket.socket, int] | None:
-        """Return the connection of a new mask worker and its process id; None if the server has died.
+    def mask_worker(self, timeout_s: float) -> tuple[socket.socket, int] | None:
+        """Return the connection of a new mask worker and its process id; None if the server has died, or hangs.
 
         Raises:
             ConnectionError: the server has died.
         """
         connection = self.connect(MASKS)
         started = bytearray()
-        with suppress(ConnectionError):
+        connection.settimeout(timeout_s)
+        with suppress(OSError):
             while len(started) < 1 + LENGTH_BYTES and (data := connection.recv(1 + LENGTH_BYTES - len(started))):
                 started += data
+        connection.settimeout(None)
         if len(started) == 1 + LENGTH_BYTES:
             return connection, int.from_bytes(started[1:], "big")
         connection.close()

@@ -5,7 +5,6 @@ with bounds, listed values, and values to which several schemas apply.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -227,5 +226,12 @@ class JsonRules:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Yield the numbers of the definitions to which a schema refers."""
-    yield from re.findall(r'"\$ref": "#/\$defs/(\d+)"', json.dumps(schema))
+    """Yield the numbers of the definitions to which a schema refers, which listed values do not."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _references(one)
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key == "$ref":
+            yield value.rpartition("/")[2]
+        elif key not in ("enum", "const"):
+            yield from _references([*value.values()] if key in ("properties", "patternProperties") else value)

@@ -27,7 +27,7 @@ class CompileLimits:
 
     Attributes:
         cpu_s: CPU time in whole seconds, which unlike elapsed time does not depend on the load of the machine.
-        elapsed_s: elapsed time in whole seconds; ends a process that hangs.
+        elapsed_s: elapsed time in whole seconds; ends a process that hangs, which is not the grammar's fault.
         memory_bytes: memory on top of what the process starts with; for masks as well.
     """
 

@@ -16,7 +16,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -225,15 +225,19 @@ class MaskService:
         asked = deque(one for one in wanted if not one.is_void and self._has_budget(one))
         if not asked:
             self._turns.end(grammar, [])
-        elif worker is None or not worker.send(asked, self._spending.is_high(grammar.tenant, time.monotonic())):
-            grammar.worker = None
-            threading.Thread(target=self._restart, args=(grammar, [*asked]), daemon=True).start()
-        else:
-            self._computing[worker.fileno()] = _Turn(grammar, worker, asked)
-            self._poll.register(worker.fileno(), select.EPOLLIN)
+            return
+        try:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._collect, name="masks", daemon=True)
-                self._thread.start()
+                self._thread = _started("masks", self._collect)
+            if worker is None or not worker.send(asked, self._spending.is_high(grammar.tenant, time.monotonic())):
+                grammar.worker = None
+                _started("mask-worker", self._restart, grammar, [*asked])
+                return
+        except RuntimeError as error:  # there are as many threads as there may be; it is not the engine's end
+            self._end_turn(grammar, asked, _not_started(error))
+            return
+        self._computing[worker.fileno()] = _Turn(grammar, worker, asked)
+        self._poll.register(worker.fileno(), select.EPOLLIN)
 
     def _has_budget(self, wanted: _Wanted) -> bool:
         """Return whether the next mask of a sequence may take CPU time. If it may not, the sequence fails."""
@@ -254,6 +258,12 @@ class MaskService:
     def _fail(self, follower: Follower, error: RequestError) -> None:
         follower.failure = error
         self._arrive(follower)
+
+    def _end_turn(self, grammar: LoadedGrammar, wanted: Iterable[_Wanted], error: RequestError) -> None:
+        """End the turn of a grammar that has no worker, with its sequences."""
+        for one in wanted:
+            self._fail(one.follower, error)
+        self._turns.end(grammar, [])
 
     def _arrive(self, follower: Follower) -> None:
         if follower in self._awaited:
@@ -344,19 +354,28 @@ class MaskService:
         """Start another worker of a grammar, which follows the outputs from the beginning."""
         try:
             grammar.start_worker()
-        except Exception as error:  # whatever it is, these sequences wait
-            if not isinstance(error, RequestError):
-                log.exception("a mask worker was not started")
-                error = RequestError(f"a mask worker cannot be started: {error}", kind="internal_error")
+        except Exception as error:  # noqa: BLE001 — whatever it is, these sequences wait
+            failure = error if isinstance(error, RequestError) else _not_started(error)
             with self._lock:
-                for one in wanted:
-                    self._fail(one.follower, error)
-                self._turns.end(grammar, [])
+                self._end_turn(grammar, wanted, failure)
                 self._take_turns()
             return
         with self._lock:
             self._begin(grammar, wanted)
             self._take_turns()
+
+
+def _started(name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """Return a thread that has been started. Raises RuntimeError if none can be."""
+    thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _not_started(error: Exception) -> RequestError:
+    """Log why no worker serves a grammar, and return the error for its sequences."""
+    log.error("a mask worker was not started", exc_info=error)
+    return RequestError(f"a mask worker cannot be started: {error}", kind="internal_error")
 
 
 @dataclass
@@ -413,6 +432,7 @@ class _Worker:
             connection.settimeout(None)
             self.is_lost = not status
             return status == LOADED
+        self.is_lost = True
         return False
 
     def send(self, asked: Collection[_Wanted], beside: bool) -> bool:

@@ -20,6 +20,7 @@ from pdserve.grammars.schema_keywords import (
     checked,
     count,
     expect,
+    format_of,
     kinds_of,
     listed_values,
     number_keywords,
@@ -67,14 +68,19 @@ class _Writer:
 
     def __init__(self, root: Any, is_in_tags: bool) -> None:
         self._root, self._in_tags = root, is_in_tags
+        self._embedded = [where for one, where in subschemas(root) if where and isinstance(one.get("$id"), str)]
         self._numbers: dict[tuple[str, bool, frozenset[str]], int] = {}  # of definitions
         self._pending: list[tuple[Any, Path, bool, frozenset[str]]] = []
         self._definitions: dict[str, Schema | bool] = {}
+        self._unions: list[tuple[list[Any], frozenset[str], Path]] = []  # of which one schema may hold
 
     def document(self) -> Schema:
         written = self._schema(self._root, (), closed=True)
         for number, (target, path, closed, required) in enumerate(self._pending):  # which grows
             self._definitions[str(number)] = self._schema(target, path, closed=closed, required=required)
+        for options, marks, path in self._unions:  # now that their keywords are known to be of the right types
+            if not all(self._disjoint(a, b, marks) for i, a in enumerate(options) for b in options[:i]):
+                raise Unsupported('"oneOf" with schemas that may both hold', path)
         if written is False:
             raise Unsupported("false, which allows no value,", ())
         return {**({} if written is True else written), "$defs": self._definitions}
@@ -116,8 +122,7 @@ class _Writer:
             options, marks = expect(given[key], list, f'"{key}"', path), required
             if key == "oneOf":
                 marks = required | _discriminator(schema)
-                if not all(self._disjoint(a, b, marks) for i, a in enumerate(options) for b in options[:i]):
-                    raise Unsupported('"oneOf" with schemas that may both hold', path)
+                self._unions.append((options, marks, path))
                 key = "anyOf" if "anyOf" not in composed else key
             branches = [
                 self._schema(one, (*path, key, i), closed=alone and key != "allOf", required=marks)
@@ -137,6 +142,8 @@ class _Writer:
         kinds = {"number" if kind == "integer" else kind for kind in types}
         known = {keyword for kind in kinds for keyword in OF_TYPE.get(kind, ())} | set(ANY_TYPE)
         given = {key: value for key, value in schema.items() if key in known}
+        if "enum" in given:
+            expect(given["enum"], list, '"enum"', path)
         if isinstance(given.get("items"), list):
             given["prefixItems"] = given.pop("items")
             if "additionalItems" in given:
@@ -168,20 +175,22 @@ class _Writer:
         if len(schemas) < 2 or depth > MAX_DISJOINT_DEPTH:
             return schemas
         for one in schemas:
-            target = self._target(one["$ref"])[0] if isinstance(one, dict) and "$ref" in one else one
+            target = self._target(one["$ref"])[0] if _restrictions(one) == {"$ref"} else one
             if isinstance(target, dict) and isinstance(target.get("allOf"), list):
                 rest = {key: value for key, value in target.items() if key != "allOf"}
-                inner = self._flattened([*target["allOf"], *([rest] if "properties" in rest else [])], depth + 1)
+                has_more = _restrictions(rest) - ({"type"} if rest.get("type") == "object" else set())
+                inner = self._flattened([*target["allOf"], *([rest] if has_more else [])], depth + 1)
                 target = inner[0] if len(inner) == 1 else None
             given = target if isinstance(target, dict) else {}
-            keys = given.keys() & (TYPED | {*ANY_TYPE, "type"})
-            properties = given.get("properties", {})
-            if not keys <= {"type", "properties", "required"} or given.get("type") != "object" or target is not given:
+            properties, required = given.get("properties", {}), given.get("required", [])
+            if not _restrictions(given) <= {"type", "properties", "required"} or given.get("type") != "object":
+                return schemas
+            if not (isinstance(properties, dict) and isinstance(required, list)):
                 return schemas
             if merged["properties"].keys() & properties.keys():
                 return schemas
             merged["properties"] |= properties
-            merged["required"] += given.get("required", [])
+            merged["required"] += required
         return [merged]
 
     def _names_in(self, schemas: Any, depth: int = 0) -> set[str]:
@@ -217,9 +226,7 @@ class _Writer:
             return not kinds
         needed, needed_too = ({*schema.get("required", []), *required} for schema in (one, other))
         mine, theirs = one.get("properties", {}), other.get("properties", {})
-        if (other.get("additionalProperties") is False and needed - theirs.keys()) or (
-            one.get("additionalProperties") is False and needed_too - mine.keys()
-        ):
+        if (_has_no_others(other) and needed - theirs.keys()) or (_has_no_others(one) and needed_too - mine.keys()):
             return True
         shared = needed & needed_too & mine.keys() & theirs.keys()
         return any(self._disjoint(mine[name], theirs[name], frozenset(), depth + 1) for name in shared)
@@ -228,6 +235,14 @@ class _Writer:
 
     def _reference(self, reference: Any, path: Path, closed: bool, required: frozenset[str]) -> str:
         target, where = self._target(expect(reference, str, '"$ref"', path), path)
+        seen, one = {reference}, target
+        while _restrictions(one) == {"$ref"}:
+            if (further := str(one["$ref"])) in seen:
+                raise Unsupported(f'"$ref" to {reference!r}, which leads to itself,', path)
+            seen.add(further)
+            one, _ = self._target(further, path)
+        if reference.startswith("#") and any(path[: len(one)] == one for one in self._embedded):
+            raise Unsupported(f'"$ref" to {reference!r} within a schema that has an "$id" of its own', path)
         key = (reference, closed, required)
         if key not in self._numbers:
             self._numbers[key] = len(self._pending)
@@ -263,8 +278,9 @@ class _Writer:
     def _string(self, given: Schema, path: Path) -> Schema:
         written: Schema = {key: count(given, key, path) for key in ("minLength", "maxLength") if key in given}
         patterns = string_patterns(given, path) + ([NO_TAG] if self._in_tags else [])
-        if given.get("format") in FORMATS or str(given.get("format")).startswith("uuid"):
-            written["format"] = "uuid" if given["format"].startswith("uuid") else given["format"]
+        kind = format_of(given, path)
+        if kind in FORMATS or kind.startswith("uuid"):
+            written["format"] = "uuid" if kind.startswith("uuid") else kind
         if patterns:
             written["pattern"] = patterns.pop()
         return {**written, **({"allOf": [{"pattern": one} for one in patterns]} if patterns else {})}
@@ -329,8 +345,10 @@ class _Writer:
             keys = key_pattern or (other if properties else NO_TAG)
             written["patternProperties"][keys] = self._child(rest, (*path, "additionalProperties"), closed)
             rest = False
-        if rest not in (True, {}):
-            written["additionalProperties"] = rest and self._child(rest, (*path, "additionalProperties"), closed)
+        if rest is False:
+            written["additionalProperties"] = False
+        elif rest is not True and rest != {}:
+            written["additionalProperties"] = self._child(rest, (*path, "additionalProperties"), closed)
         is_closed = rest is False and not written["patternProperties"]
         written |= size_keywords(given, path, len(needed), len(properties) if is_closed else None)
         return {key: value for key, value in written.items() if value not in ({}, []) or key == "additionalProperties"}
@@ -344,8 +362,10 @@ class _Writer:
             return ""
         values = listed_values(names)
         if values is not None and keys <= {"enum", "const"}:
-            allowed = [json.loads(value)[1] for value in sorted(values)]
-            pattern = "^(?:" + "|".join(regexes.literal(one) for one in allowed if isinstance(one, str)) + ")$"
+            allowed = [name for value in sorted(values) if isinstance(name := json.loads(value)[1], str)]
+            if not allowed:
+                raise Unsupported('"propertyNames" that allow no name', path)
+            pattern = f"^(?:{'|'.join(map(regexes.literal, allowed))})$"
         elif keys == {"pattern"} and len(patterns := string_patterns(names, where)) == 1:
             pattern = patterns[0]
         elif (
@@ -357,6 +377,16 @@ class _Writer:
         if properties and pattern:
             raise Unsupported('"propertyNames" beside "properties"', path)
         return pattern
+
+
+def _restrictions(schema: Any) -> set[str]:
+    """Return the keywords of a schema that restrict values."""
+    return schema.keys() & (TYPED | {*ANY_TYPE, "type"}) if isinstance(schema, dict) else set()
+
+
+def _has_no_others(schema: Schema) -> bool:
+    """Return whether an object has no other properties than those that a schema names."""
+    return schema.get("additionalProperties") is False and not schema.get("patternProperties")
 
 
 def _names(schema: Schema) -> set[str]:

@@ -28,6 +28,7 @@ PATTERNS = {  # of further formats; of days and seconds that FORMATS allow and c
 }
 UNHELD_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "regex", "uri-reference", "uri-template"}
 MAX_NUMBER = 10**18  # llguidance takes no larger bounds
+MAX_SHOWN = 30  # characters of a number in an error message
 
 
 class Place(tuple[object, ...]):
@@ -42,6 +43,11 @@ class Unsupported(ValueError):
         super().__init__(f"{problem} at {pointer or 'the top'} cannot be held by a grammar")
 
 
+def format_of(schema: Schema, path: Path) -> str:
+    """Return the format of strings by a schema; empty if it has none."""
+    return str(expect(schema.get("format", ""), str, '"format"', path))
+
+
 def string_patterns(given: Schema, path: Path = ()) -> list[str]:
     """Return the patterns that a string must match by its `pattern` and `format`, apart from FORMATS."""
     patterns = []
@@ -50,7 +56,7 @@ def string_patterns(given: Schema, path: Path = ()) -> list[str]:
             patterns = regexes.without_lookaheads(expect(given["pattern"], str, '"pattern"', path))
         except ValueError as error:
             raise Unsupported(f'"pattern" with {error}', path) from None
-    kind = given.get("format")
+    kind = format_of(given, path)
     if kind in UNHELD_FORMATS:
         raise Unsupported(f'"format" {kind!r}', path)
     patterns += [PATTERNS[kind]] if kind in PATTERNS else []
@@ -76,7 +82,7 @@ def text_patterns(schema: Schema, path: Path = ()) -> list[str]:
     Raises:
         Unsupported: a grammar cannot hold it.
     """
-    kind = schema.get("format")
+    kind = format_of(schema, path)
     if kind in FORMATS - TEXT_FORMATS.keys():
         raise Unsupported(f'"format" {kind!r} of a key or a string without quotes', path)
     parts = {key: value for key, value in schema.items() if key != "format" or kind not in TEXT_FORMATS}
@@ -108,10 +114,10 @@ def number_keywords(given: Schema, path: Path) -> Schema:
             is_exclusive = bounds.pop(exclusive)
             bounds = {exclusive: bounds[side]} if is_exclusive and side in bounds else bounds
         for key, bound in bounds.items():
-            if isinstance(bound, bool) or not isinstance(bound, int | float) or math.isnan(bound):
+            if isinstance(bound, bool) or not isinstance(bound, int | float) or bound != bound:
                 raise Unsupported(f'"{key}" {json.dumps(bound)}, which is not a number,', path)
             if bound * sign < -MAX_NUMBER:
-                raise Unsupported(f'"{key}" {bound:g}', path)
+                raise Unsupported(f'"{key}" {str(bound)[:MAX_SHOWN]}', path)
             written[key] = sign * MAX_NUMBER if bound * sign > MAX_NUMBER else bound  # a narrower range
     if written and "multipleOf" not in given:  # an infinite number is within one bound
         for side, exclusive, sign in (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1)):
@@ -159,7 +165,9 @@ def expect(value: Any, kind: type, name: str, path: Path) -> Any:
 def listed_values(schema: Schema) -> set[str] | None:
     """Return the values that a schema lists, each as JSON of its kind and itself; None if it lists none."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {json.dumps([_kind(one), one], sort_keys=True) for one in listed} if isinstance(listed, list) else None
+    if not isinstance(listed, list):
+        return None
+    return {json.dumps([_kind(one), _canonical(one)], sort_keys=True) for one in listed}
 
 
 def _kind(value: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.grammars.limits import check_grammar
-from pdserve.router.api.parsing import check_known
+from pdserve.router.api.parsing import DECODER, check_known
 from pdserve.router.api.schemas import SamplingBody
 from pdserve.router.backend import ModelInfo
 
@@ -84,6 +84,6 @@ def _check_value(name: str, kind: str, value: Any) -> None:
 
 def _parse_schema(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except (ValueError, RecursionError):
         raise InvalidParameter(name, f"{name} must be a JSON schema, as an object or as JSON in a string") from None

@@ -319,7 +319,7 @@ def _raise_bad_field(error: ErrorDetails, known: Set[str]) -> NoReturn:
 
 def _unknown_field(path: str, known: Set[str], otherwise: str = "") -> BadRequest:
     """Return the error for a field, with one of those that are known there, if that is close, or what to say otherwise."""
-    hint = _suggestion(path.rpartition(".")[2], known) or otherwise
+    hint = _suggestion(path.rpartition(".")[2][:MAX_NAME], known) or otherwise
     return BadRequest(f"unknown field {quote(path)}{hint}", kind="unknown_field", param=path[:MAX_NAME])
 
 

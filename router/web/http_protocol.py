@@ -10,11 +10,13 @@ allows. The parser, however, ends at such a head, so another one gets the head w
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httptools
 import uvicorn
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -176,6 +178,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head, self._ticks = True, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_body:  # a trailer, which no check of a proxy or of the router has seen
+            return
         if len(self.headers) >= MAX_HEADERS:
             self._raise(_head_too_large())
         super().on_header(name, value)
@@ -212,6 +216,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.scope["state"]["client"] = ClientConnection(None if cycle.more_body else len(cycle.body))
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_answer_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
     @property
@@ -275,6 +281,23 @@ class HttpProtocol(HttpToolsProtocol):
         cycle.message_event.set()
         client: ClientConnection = cycle.scope["state"]["client"]
         client.disconnect()
+
+
+async def _answer_without_chunks(
+    app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Call an application for a client of HTTP/1.0, to which a body without a length goes on to the end of the connection."""
+    has_length = False
+
+    async def send_plain(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+        if not has_length:
+            cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_plain)
 
 
 def _head_too_large() -> HeadTooLarge:

@@ -2,7 +2,9 @@
 
 import re
 import shutil
+import threading
 import time
+import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -134,6 +136,32 @@ def test_an_adapter_that_is_unloaded_while_it_is_being_read_is_not_added(loader:
         time.sleep(0.001)
     assert loader.answers == ["", ""] and all("sql" not in one for one in loader.announced)
     assert loader.order("sql", "good") == "" and "sql" in loader.announced[-1]
+
+
+def test_names_that_were_unloaded_take_no_memory(loader: Loader) -> None:
+    adapters: Any = loader.instance.engine.adapters
+    tracemalloc.start()
+    try:
+        for i in range(2000):
+            adapters.change(pb.ChangeAdapter(name=f"{i:0500}"), loader.instance, loader.answers.append)
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert {*loader.answers} == {""} and grown < 100_000
+
+
+def test_an_order_for_which_no_thread_can_be_started_is_refused(
+    loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not end the engine."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert loader.order("sql", "good") == "'good' cannot be read: can't start new thread"
+    assert loader.order("sql", "good") == ""
 
 
 def test_earlier_weights_that_come_back_are_the_latest_of_their_name(loader: Loader) -> None:

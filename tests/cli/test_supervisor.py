@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,23 @@ def test_output_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert child.reader is not None
         child.reader.join(600)
     assert lines[:2] == ["[child] a\N{REPLACEMENT CHARACTER}b", "[child] more"]
+
+
+@pytest.mark.parametrize("code", [0, SETUP_ERROR_EXIT_CODE])
+def test_the_last_lines_of_a_child_are_not_lost(code: int) -> None:
+    """Printing them may take a while, on a busy machine or a slow terminal."""
+    lines = list[str]()
+
+    def print_slowly(line: str) -> None:
+        time.sleep(0.1)
+        lines.append(line)
+
+    child = Child("child", [f"[print(i) for i in range(20)]; raise SystemExit({code})"])
+    with pytest.raises(SetupError) if code else nullcontext(), PythonSupervisor([child], print_slowly) as supervisor:
+        wait_for_exit(child)
+        if code:
+            supervisor.check_children()
+    assert lines == [f"[child] {i}" for i in range(20)]
 
 
 def test_start_up_error_is_raised() -> None:

@@ -297,3 +297,31 @@ def test_a_grammar_does_not_wait_for_all_that_another_tenant_has_sent_before(mon
             one.follow(array("I"))
     assert len(begun) == 9
     assert all(isinstance(one.failure, GrammarTooComplex) for one in constraints)
+
+
+def test_a_grammar_for_which_no_further_thread_can_be_started_is_compiled_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the engine, in whose thread it is asked for, goes on."""
+    gate, begun = threading.Event(), list[str]()
+
+    def compile_slowly(compiler: GrammarCompiler, spec: str, tenant: Tenant) -> None:
+        begun.append(spec)
+        assert gate.wait(600)
+        raise GrammarTooComplex("too slow", kind="invalid_grammar")
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("pdserve.engine.grammar.LoadedGrammar", compile_slowly)
+    backend = GrammarBackend("demo", 2, frozenset([0]), lambda: None)
+    constraints = [backend.compile("first", Tenant(1))]
+    wait_until(lambda: begun == ["first"])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        constraints.append(backend.compile("second", Tenant(1)))
+    gate.set()
+    while any(one.is_late for one in constraints):
+        for one in constraints:
+            one.follow(array("I"))
+    assert begun == ["first", "second"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import BadRequest, RequestError, Unavailable
+from pdserve.grammars import compiler as compiler_module
 from pdserve.grammars import mask_client
 from pdserve.grammars.compiler import GrammarCompiler
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
@@ -113,6 +114,30 @@ def test_a_process_that_is_killed_for_no_limit_is_replaced_once(model: Path, tim
         assert isinstance(error, GrammarTooComplex), "of the second process"
     else:
         assert error.status == 500 and "try again" in str(error)
+    compiler.close()
+
+
+@BY_BOTH
+def test_elapsed_time_is_not_the_grammars_fault(model: Path, get: Get) -> None:
+    """It ends what hangs, and what gets no CPU time on a machine that is too busy."""
+    limits = CompileLimits(cpu_s=60, elapsed_s=1, memory_bytes=16 * 2**30)
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], limits)
+    with pytest.raises(RequestError, match="try again") as raised:
+        get(compiler, json.dumps({"json": {"type": "integer", "multipleOf": 999_983}}))
+    assert raised.value.status == 500 and compiler.num_workers_lost == 2
+    compiler.close()
+
+
+def test_a_compile_server_that_hangs_is_replaced(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it hangs, no mask worker can be started, and no sequence may wait for that without an end."""
+    monkeypatch.setattr(compiler_module, "GRACE_S", 5.0)
+    compiler = GrammarCompiler(str(model), VOCAB_SIZE, [0], LIMITS)
+    compiler.start()
+    first = compiler.server_pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    assert LoadedGrammar(compiler, GOOD).worker is not None
+    assert compiler.server_pid != first and not Path(f"/proc/{first}").exists()
     compiler.close()
 
 

@@ -10,6 +10,7 @@ import string
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,7 @@ def test_a_dead_worker_is_replaced(compiler: GrammarCompiler, masks: MaskService
 
 
 class Losing(GrammarCompiler):
-    """A compiler whose first workers end as if they were killed, each while it loads or at the first mask."""
+    """A compiler whose first workers end as if they were killed, or hang, each while it loads or at the first mask."""
 
     def __init__(self, model: Path, ends: list[str]) -> None:
         super().__init__(str(model), NUM_WORDS, [0], CompileLimits(cpu_s=600, elapsed_s=600))
@@ -272,20 +273,24 @@ class Losing(GrammarCompiler):
 
     def fork_mask_worker(self) -> tuple[socket.socket, int]:
         if not self.ends:
+            self.limits = replace(self.limits, elapsed_s=600)
             return super().fork_mask_worker()
         ours, theirs = socket.socketpair()
+        self.limits = replace(self.limits, elapsed_s=1 if self.ends[0] == "hangs" else 600)
         threading.Thread(target=self._serve, args=(theirs, self.ends.pop(0))).start()
         return ours, 1 << 30  # no process
 
     def _serve(self, connection: socket.socket, end: str) -> None:
         with connection, connection.makefile("rb") as stream:
             stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
+            if end == "hangs":
+                stream.read()
             if end == "at a mask":
                 connection.sendall(LOADED)
                 stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
 
 
-@pytest.mark.parametrize("end", ["while it loads", "at a mask"])
+@pytest.mark.parametrize("end", ["while it loads", "at a mask", "hangs"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_worker_that_ends_for_no_limit_is_replaced_once(
     model: Path, local_mask: Callable[[dict[str, Any], list[int]], torch.Tensor], end: str, times: int
@@ -337,6 +342,32 @@ def test_a_worker_that_cannot_be_replaced_keeps_nobody_waiting(
     with monkeypatch.context() as patch:
         patch.setattr(compiler_module, "start_process", fail)
         fill(masks, (follower, [token]))
+        assert follower.failure is not None and follower.failure.kind == "internal_error"
+    other = Follower(follower.grammar)
+    fill(masks, (other, []))
+    assert other.failure is None and other.mask is not None
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_threads_that_cannot_be_started_end_sequences_and_not_the_engine(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    """Neither that which collects masks, nor that which replaces a worker."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    masks, follower, output = MaskService(), follow(compiler, SPECS[1]), list[int]()
+    if is_dead:
+        fill(masks, (follower, []))
+        output, worker = [allowed(follower.mask)[0]], newest_worker(compiler)
+        compiler.compile(json.dumps(SPECS[0]))  # so the compile server has closed its end of the worker's connection
+        os.kill(worker, signal.SIGKILL)
+        while Path(f"/proc/{worker}").exists():
+            time.sleep(0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        fill(masks, (follower, output))
         assert follower.failure is not None and follower.failure.kind == "internal_error"
     other = Follower(follower.grammar)
     fill(masks, (other, []))

@@ -119,6 +119,12 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         ({"type": "boolean", "default": 1, "title": "x", "x-any": {}, "contains": {}, "minLength": 9}, ["true"], ["null"]),
         ({"x-guidance": {"whitespace_flexible": True}, "type": "array"}, ["[1, 2]"], ["[1,2]"]),
         ({"type": "string", "nullable": True}, ["null", '"a"'], ["1"]),
+        # what is beside a reference, or beside an "allOf" in an "allOf", holds too
+        ({"allOf": [{"$ref": "#/d", "required": ["z"]}, object_of({"b": {}})], "d": object_of({"a": {}, "z": {}})}, ['{"z": 1}'], ["{}", '{"a": 1, "b": 1}']),
+        ({"allOf": [{"$ref": "#/d"}, object_of({"b": {}})], "d": {"allOf": [object_of({"a": {}})], "required": ["a"]}}, ['{"a": 1}'], ["{}", '{"b": 1}']),
+        ({"allOf": [{"$ref": "#/d"}, object_of({"b": {}})], "d": {"allOf": [object_of({"a": {}})], "type": "object", "title": "D"}}, ['{"a": 1, "b": 1}'], ["1"]),
+        # values that look like references
+        (object_of({"a": {"const": {"$ref": "#/$defs/0"}}, "$ref": {"enum": [1]}}, additionalProperties=True), ['{"a": {"$ref": "#/$defs/0"}, "$ref": 1}'], ['{"a": 1}', '{"$ref": 2}']),
     ],
 )  # fmt: skip
 def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | bytes]) -> None:
@@ -154,6 +160,35 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
         ({"required": [1]}, 'a name in "required" must be a string'),
         ({"minimum": "1"}, '"minimum" "1", which is not a number,'),
         ({"minItems": -1}, '"minItems" -1, which is not a count,'),
+        ({"minimum": 10**400}, '"minimum" 1000'),
+        ({"maximum": -(10**400)}, '"maximum" -1000'),
+        ({"format": {}}, '"format" must be a string'),
+        (object_of(additionalProperties=0), "a schema must be an object"),
+        (object_of(additionalProperties=1), "a schema must be an object"),
+        ({**SET, "items": {"enum": 5}}, '"enum" must be a list'),
+        ({"oneOf": [{"allOf": 5}, {"type": "string"}]}, '"allOf" must be a list'),
+        ({"oneOf": [{"type": "object", "required": 5}, {"type": "object"}]}, '"required" must be a list'),
+        ({"oneOf": [{"type": [{}]}, {"type": "string"}]}, '"type" [{}], which is not a type,'),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            "\"$ref\" to '#/$defs/a', which leads to itself,",
+        ),
+        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, '"oneOf" with schemas that may both hold'),
+        (
+            {
+                "oneOf": [
+                    object_of({"x": {}}, required=["x"]),
+                    object_of(patternProperties={"^x": {}}, additionalProperties=False),
+                ]
+            },
+            '"oneOf" with schemas that may both hold',
+        ),
+        ({"allOf": [{"type": "object", "properties": []}, object_of({})]}, '"properties" must be an object'),
+        (object_of(propertyNames={"const": 5}), '"propertyNames" that allow no name'),
+        (
+            {"$id": "inner", "$ref": "#/$defs/x", "$defs": {"x": {}}},
+            '"$ref" to \'#/$defs/x\' within a schema that has an "$id"',
+        ),
     ],
 )
 def test_what_a_grammar_cannot_hold_is_refused_with_its_place(keywords: dict[str, Any], problem: str) -> None:

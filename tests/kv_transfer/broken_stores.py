@@ -5,18 +5,20 @@
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.blocks import Incoming, Outgoing
-from pdserve.kv_transfer.connector import Stats
+from pdserve.kv_transfer.connector import Result, Stats
 from pdserve.kv_transfer.connectors.memory import MemoryConnector
 from pdserve.kv_transfer.header import HEADER_BYTES
 from pdserve.kv_transfer.threaded import Full
@@ -250,6 +252,31 @@ class SetsTimeOutOfAll(WireConnector):
         super().open()
 
 
+class ChangesFolder(WireConnector):
+    """Works in another folder."""
+
+    def open(self) -> None:
+        os.chdir("/")
+        super().open()
+
+
+class LogsEverything(WireConnector):
+    """Has all libraries of the process write all of their messages, to find a fault of its own."""
+
+    def open(self) -> None:
+        logging.root.setLevel(1)
+        super().open()
+
+
+class CountsMilliseconds(MemoryConnector):
+    """Counts milliseconds where seconds are due."""
+
+    def stats(self) -> Stats:
+        stats = super().stats()
+        stats.seconds = {direction: 1000 * seconds for direction, seconds in stats.seconds.items()}
+        return stats
+
+
 class CountsNoSeconds(MemoryConnector):
     """Counts blocks and bytes only."""
 
@@ -265,6 +292,47 @@ class ProlongWaits(MemoryConnector):
     def prolong(self, keys: Sequence[bytes], *, lease_s: float, tickets: Sequence[bytes] = ()) -> None:
         self.match(keys).result()
         super().prolong(keys, lease_s=lease_s)
+
+
+# What blocks contain, and where they are in a pool.
+
+
+class ReadsToMark(WireConnector):
+    """Takes a mark of its protocol for the end of a value, wherever it is."""
+
+    def get(self, name: str) -> bytes | None:
+        value = super().get(name)
+        return value and value.partition(b"\r\nEND\r\n")[0]
+
+
+class ZerosAreNothing(WireConnector):
+    """Takes a block of zeros for one that has not been computed."""
+
+    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        if any(payload):
+            super().put(name, header, payload, lease_s)
+
+
+class ComparesBeginnings(MemoryConnector):
+    """Keeps one copy of blocks that begin alike."""
+
+    def open(self) -> None:
+        self._first = dict[bytes, memoryview]()
+        super().open()
+
+    def put(self, name: str, header: bytes, payload: memoryview, lease_s: float) -> None:
+        first = self._first.setdefault(bytes(payload[:1024]), memoryview(bytes(payload)))
+        super().put(name, header, first, lease_s)
+
+
+class RowsInTwoBytes(WireConnector):
+    """Keeps the number of a row in two bytes."""
+
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], *, lease_s: float) -> Future[Result]:
+        return super().store(keys, [row & 0xFFFF for row in block_ids], lease_s=lease_s)
+
+    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, tickets: Sequence[bytes] = ()) -> Future[Result]:
+        return super().load(keys, [row & 0xFFFF for row in block_ids], tickets=tickets)
 
 
 # Attaching.
@@ -318,6 +386,13 @@ BROKEN: list[tuple[type, str, str]] = [
     (OpensForLoads, "random-loads", "open files after 500 loads to be enough"),
     (ForgetsTimers, "random-loads", "threads after 500 loads to be enough"),
     (SetsTimeOutOfAll, "clean-close", "saw socket.setdefaulttimeout(4.0)"),
+    (ChangesFolder, "clean-close", "saw os.chdir('/')"),
+    (LogsEverything, "clean-close", "saw logging.root.setLevel(1)"),
+    (CountsMilliseconds, "counts", "that have passed to be counted"),
+    (ReadsToMark, "any-content", "corrupt"),
+    (ZerosAreNothing, "any-content", "missing"),
+    (ComparesBeginnings, "any-content", "corrupt"),
+    (RowsInTwoBytes, "large-pools", "wrong bytes"),
     (CountsNoSeconds, "counts", "the seconds of stores and loads to be counted"),
     (ProlongWaits, "caller-never-waits", "expected prolong to return while the store hangs"),
     (ConnectsLater, "attaching", "while the store is gone, saw it succeed"),

@@ -339,6 +339,26 @@ def test_close_after_a_failed_attach(layout_of: LayoutOf) -> None:
     connector.close()
 
 
+def test_close_after_no_thread_could_be_started(layout_of: LayoutOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is open by then, which may hold connections, files or memory."""
+    ended = list[str]()
+
+    class Opened(Scripted):
+        def shut(self) -> None:
+            ended.append("shut")
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    connector = Opened()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            connector.attach(PoolMemory(np.zeros((2, 4096), np.uint8), layout_of(4096)))
+    connector.close()
+    assert ended == ["shut"]
+
+
 def test_a_call_before_attach_raises(new_keys: NewKeys) -> None:
     with pytest.raises(RuntimeError, match="not attached"):
         Scripted().match(new_keys(1))

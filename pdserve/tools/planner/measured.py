@@ -78,9 +78,9 @@ class Comparison:
 
 def drafts_sentence(measured: Measured) -> str:
     """Say how many tokens came from drafts, which forecasts know by --acceptance only; empty if they were few."""
-    drafted, accepted = (measured.figures.get(f"spec_decode_{name}_tokens") for name in ("draft", "accepted"))
+    drafted, accepted = _drafts(measured.figures)
     outputs = measured.figures["total_output_tokens"]
-    if not (isinstance(drafted, int) and isinstance(accepted, int)) or accepted <= TOLERANCE * outputs:
+    if accepted <= TOLERANCE * outputs:
         return ""
     return (
         f"{accepted / outputs:.0%} of the tokens in {measured.name} were drafts: forecasts know them by --acceptance "
@@ -114,6 +114,9 @@ def _read(fleet: Fleet, path: str, requests: Sequence[Request]) -> Measured:
     numbers = [figures.get(name, 0) for name in NEEDED] if isinstance(figures, dict) else [0]
     if not all(isinstance(one, int) and one > 0 for one in numbers):
         raise ValueError("the file is no result of `pdserve bench serve --save-result` with answers")
+    drafted, accepted = _drafts(figures)
+    if accepted > drafted:
+        raise ValueError(f"it has {accepted} accepted tokens of {drafted} drafts")
     rate = figures.get("request_rate")
     if isinstance(rate, int | float) and not rate > 0:
         raise ValueError(
@@ -124,6 +127,12 @@ def _read(fleet: Fleet, path: str, requests: Sequence[Request]) -> Measured:
         _compare("prompts", inputs / completed, [request.input_tokens for request in requests])
         _compare("answers", outputs / completed, [request.output_tokens for request in requests])
     return Measured(Path(path).name, fleet, rate if isinstance(rate, int | float) else math.inf, figures)
+
+
+def _drafts(figures: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many tokens were drafted, and how many of these accepted; 0 and 0 if a file does not tell."""
+    drafted, accepted = (figures.get(f"spec_decode_{name}_tokens") for name in ("draft", "accepted"))
+    return (drafted, accepted) if isinstance(drafted, int) and isinstance(accepted, int) else (0, 0)
 
 
 def _compare(name: str, measured: float, lengths: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ DEFINITIONS = ("$defs", "definitions")
 KEYWORDS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 MAX_SCHEMAS = 1000
+MAX_LEVELS = 100
 PYTHON_TYPES = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
 
 
@@ -68,22 +69,23 @@ def may_match(pattern: str, character: str) -> bool:
 def allows(schema: object, value: object, root: Schema) -> bool:
     """Return whether a schema allows a value, as far as its types, its values and what it is composed of say.
 
-    So does one with more than `MAX_SCHEMAS` in it that would have to be looked at: all streams wait meanwhile.
+    So does one with more than `MAX_SCHEMAS` in it that would have to be looked at, or more than `MAX_LEVELS` of them: all
+    streams wait meanwhile.
 
     Args:
         root: what its references point into.
     """
     known: dict[int, bool] = {}  # by schema, so that each is looked at once
 
-    def check(one: object) -> bool:
+    def check(one: object, level: int) -> bool:
         if not isinstance(one, Mapping):
             return one is not False
-        if id(one) not in known and len(known) < MAX_SCHEMAS:
+        if id(one) not in known and len(known) < MAX_SCHEMAS and level < MAX_LEVELS:
             known[id(one)] = True  # as far as a reference to itself says
-            known[id(one)] = fits(one)
+            known[id(one)] = fits(one, level + 1)
         return known.get(id(one), True)
 
-    def fits(one: Schema) -> bool:
+    def fits(one: Schema, level: int) -> bool:
         if value is None and one.get("nullable") is True:
             return True
         choices = [one["const"]] if "const" in one else one.get("enum")
@@ -94,12 +96,14 @@ def allows(schema: object, value: object, root: Schema) -> bool:
             _is_a(value, kind) for kind in (kinds if isinstance(kinds, list) else [kinds])
         ):
             return False
-        if isinstance(reference := one.get("$ref"), str) and not check(_resolve(reference, root)):
+        if isinstance(reference := one.get("$ref"), str) and not check(_resolve(reference, root), level):
             return False
         lists = ((all, "allOf"), (any, "anyOf"), (any, "oneOf"))
-        return all(how(map(check, one[name])) for how, name in lists if isinstance(one.get(name), list))
+        return all(
+            how(check(part, level) for part in one[name]) for how, name in lists if isinstance(one.get(name), list)
+        )
 
-    return check(schema)
+    return check(schema, 0)
 
 
 def _is_a(value: object, kind: object) -> bool:

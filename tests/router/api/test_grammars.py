@@ -59,6 +59,8 @@ def test_grammars_arrive(client: Client, backend: ScriptedBackend, field: dict[s
         ({"guided_choice": []}, "guided_choice must be a list of strings, none of them empty"),
         ({"guided_choice": "a"}, "guided_choice must be a list of strings"),
         ({"guided_json": "{"}, "guided_json must be a JSON schema, as an object or as JSON in a string"),
+        ({"guided_json": '{"const": 1, "const": 2}'}, "an object of the body has two fields 'const'"),
+        ({"guided_json": '{"const": NaN}'}, "the body holds NaN"),
         ({"guided_grammar": 5}, "guided_grammar must be a string in EBNF"),
         (
             {"structured_outputs": {"xml": 1}},

@@ -397,6 +397,29 @@ def test_offers_of_another_protocol_are_declined(
     assert [len(request.prompt) for request in backend.requests] == [len(backend.requests[0].prompt)] * 2
 
 
+def test_trailers_are_no_headers(app: Application, serve: Callable[..., Any]) -> None:
+    """A proxy may have checked, set and removed headers, and the router has when it begins to read the body."""
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    trailers = b"X-Request-Id: of-a-trailer\r\nOrigin: http://other.example\r\nContent-Encoding: gzip\r\n\r\n"
+    with serve(app) as connect:
+        answer = read_all(begin(connect, head + b'e\r\n{"prompt":"a"}\r\n0\r\n' + trailers))
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"of-a-trailer" not in answer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_of_http_1_0_get_no_chunks(
+    app: Application, backend: ScriptedBackend, serve: Callable[..., Any], stream: bool
+) -> None:
+    backend.generates([5, 6, 7])
+    body = json.dumps({"prompt": "hello", "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with serve(app) as connect:
+        answered, _, text = read_all(begin(connect, head + body)).partition(b"\r\n\r\n")
+    assert answered.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in answered.lower()
+    events = text.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1] if stream else [text]
+    assert all(json.loads(event.removeprefix(b"data: "))["choices"] for event in events) and events
+
+
 def test_no_offer_makes_a_proxy_of_the_router(app: Application, serve: Callable[..., Any]) -> None:
     with serve(app) as connect:
         connection = connect()
@@ -415,6 +438,7 @@ def test_the_names_of_uvicorn_that_the_protocol_uses() -> None:
         assert f"self.{name} = " in source or f"self.{name}: " in source, name
     for name in ("disconnected", "response_started", "response_complete", "message_event", "more_body", "read_paused"):
         assert f"self.{name} = " in source, name
+    assert "self.chunked_encoding: bool | None = None" in source and "self.expected_content_length = 0" in source
     for name in (
         "_start_asgi_task",
         "on_response_complete",

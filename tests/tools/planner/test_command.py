@@ -69,6 +69,7 @@ def test_a_forecast_stands_beside_the_measurement_of_its_fleet(result: Callable[
         ({"completed": 0}, "is no result of `pdserve bench serve --save-result` with answers"),
         ({"total_input_tokens": 9000}, "its prompts have 900 tokens in the mean, and those of the plan's load 300"),
         ({"total_output_tokens": 20}, "its answers have 2 tokens in the mean, and those of the plan's load 20"),
+        ({"spec_decode_draft_tokens": 0, "spec_decode_accepted_tokens": 100}, "has 100 accepted tokens of 0 drafts"),
     ],
 )
 def test_a_measurement_of_another_load_is_refused(

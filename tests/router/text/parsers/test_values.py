@@ -24,8 +24,8 @@ DEFINITIONS = {
 }
 
 
-def value_of(name: str, schema: dict[str, Any], text: str) -> object:
-    root = {"type": "object", "properties": {"a": schema}, "$defs": DEFINITIONS}
+def value_of(name: str, schema: dict[str, Any], text: str, definitions: dict[str, Any] = DEFINITIONS) -> object:
+    root = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
     output = TOOL_PARSERS[name](Tools({"f": root}), {}).push(FORMS[name].format(text), is_end=True)
     return json.loads("".join(call.arguments for call in output.calls))["a"]
 
@@ -76,6 +76,12 @@ def test_strings_stay_strings(name: str, schema: dict[str, Any], text: str) -> N
 )
 def test_json_where_the_schema_allows_it(name: str, schema: dict[str, Any], text: str, value: object) -> None:
     assert value_of(name, schema, text) == value
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_long_chain_of_references_ends_no_answer(name: str) -> None:
+    chain = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(900)}
+    assert value_of(name, {"$ref": "#/$defs/0"}, "5", chain) == 5
 
 
 @pytest.mark.slow
