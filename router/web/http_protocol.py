@@ -195,9 +195,9 @@ class HttpProtocol(HttpToolsProtocol):
                 self._raise(BadRequest("the router is no proxy, so it supports no CONNECT", kind="invalid_http"))
             self._has_upgrade = True
             return
+        super().on_headers_complete()  # raises for an absolute URL without a path: then there is no request
         self._is_in_head, self._is_in_body, self._unparsed = False, True, 0
         self._body_bytes = self._body_ticks = 0
-        super().on_headers_complete()
         if self._open.is_shutting_down:
             self.cycle.keep_alive = False
 

@@ -319,14 +319,17 @@ def test_pipelined_requests_are_limited(
 
 
 @pytest.mark.parametrize(
-    ("framing", "body"),
-    [(b"Transfer-Encoding: xchunked", b"1\r\n{\r\n0\r\n\r\n"), (b"Transfer-Encoding: chunked", b"%x\r\n" % 2**64)],
+    "broken",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: xchunked\r\n\r\n1\r\n{\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % 2**64,
+        b"GET http://localhost HTTP/1.1\r\n\r\n",  # without a path
+    ],
 )
-def test_a_body_with_invalid_framing(
-    app: Application, backend: ScriptedBackend, serve: Callable[..., Any], framing: bytes, body: bytes
+def test_a_broken_request_behind_others(
+    app: Application, backend: ScriptedBackend, serve: Callable[..., Any], broken: bytes
 ) -> None:
     backend.generates([5], pause=0.1)
-    broken = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + framing + b"\r\n\r\n" + body
     good = b'{"prompt": "hello"}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(good) + good
     with serve(app) as connect:
