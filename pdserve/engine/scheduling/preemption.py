@@ -72,6 +72,13 @@ class Preemption:
             giving[first.tenant].give_way()
             self.preempt(giving[first.tenant])
 
+    def preempt_forks(self, *, is_in_vain: bool) -> None:
+        """Preempt the last sequence that has blocks and no slot; if that was in vain, the others of its request, too."""
+        loaded = self.scheduler.loaded
+        last = loaded[-1]
+        for seq in [one for one in loaded if one is last or (is_in_vain and one.rank == last.rank)]:
+            self.preempt(seq)
+
     def preempt_behind_beams(self) -> None:
         """Preempt the last request if beams wait for others of their search, which wait for the room that it holds."""
         holding = [*self.scheduler.running, *self.scheduler.loaded]

@@ -217,7 +217,7 @@ class Scheduler:
                         preemption.take_slot(seq)
         if not (self.running or output.left_out or output.preempted) and self.loaded:
             # Forks hold every block, and each needs one more to advance.
-            preemption.preempt(self.loaded[-1])
+            preemption.preempt_forks(is_in_vain=self.loaded[-1].kv.num_preemptions >= MAX_PREEMPTIONS)
         has_acted = output.preempted or output.resumed or output.swap_in
         if (self.running or self.loaded) and not (output.plan.counts or output.left_out or has_acted):
             preemption.preempt_behind_beams()
