@@ -84,6 +84,27 @@ class _DraftKV:
         self.drafts, self.length = [], len(tokens)
         return agree[: right + 1]
 
+    def find(self, pool: BlockPool, keys: list[bytes]) -> None:
+        """Take the blocks of the longest prefix of these keys that the pool has."""
+        hits = pool.match(keys)
+        pool.hold(hits)
+        self.block_ids, self.num_registered = block_table(hits), len(hits)
+        self.num_computed = len(hits) * pool.block_size
+
+    def register(self, pool: BlockPool, keys: list[bytes]) -> None:
+        """Make its full blocks prefix hits for others."""
+        for index in range(self.num_registered, self.num_computed // pool.block_size):
+            pool.register(self.block_ids[index], keys[index])
+            self.num_registered = index + 1
+
+    def grow(self, pool: BlockPool, count: int) -> None:
+        """Take so many blocks more."""
+        self.block_ids.extend(pool.allocate(count))
+
+    def compute(self, count: int) -> None:
+        """Count further tokens as computed."""
+        self.num_computed += count
+
     def release(self, pool: BlockPool) -> None:
         """Give up all blocks. Those with keys stay prefix hits for a while."""
         pool.release(self.block_ids)
@@ -224,15 +245,10 @@ class DraftModel(Drafter):
 
     def _take_room(self, seq: Sequence, length: int, plan: StepPlan) -> bool:
         """Give a sequence blocks for its tokens and `length` drafts. Who finds none has none afterwards."""
-        kept, keys, size = self.followed[seq], seq.kv.full_keys(), self.pool.block_size
+        kept, keys = self.followed[seq], seq.kv.full_keys()
         if not kept.block_ids:
-            hits = self.pool.match(keys[: (len(seq) - 1) // size])
-            self.pool.hold(hits)
-            kept.block_ids, kept.num_registered = block_table(hits), len(hits)
-            kept.num_computed = len(hits) * size
-        for index in range(kept.num_registered, kept.num_computed // size):
-            self.pool.register(kept.block_ids[index], keys[index])
-            kept.num_registered = index + 1
+            kept.find(self.pool, keys[: (len(seq) - 1) // self.pool.block_size])
+        kept.register(self.pool, keys)
         needed = self.pool.blocks_for(len(seq) + length - 1) - len(kept.block_ids)
         if needed > self.pool.num_free:
             for other in self.followed.keys() - plan.counts.keys():  # preempted, or paused
@@ -240,7 +256,7 @@ class DraftModel(Drafter):
         if len(seq) + length > self._runner.checkpoint.context_length or needed > self.pool.num_free:
             kept.release(self.pool)
             return False
-        kept.block_ids.extend(self.pool.allocate(max(0, needed)))
+        kept.grow(self.pool, max(0, needed))
         return True
 
     def _time(self, seconds: float) -> None:
@@ -263,7 +279,7 @@ class DraftModel(Drafter):
         inputs = self._runner.step_inputs(ids_T, counts, first, tables, [ends[seq] - 1 for seq in drafting])
         logits_SV = self._runner.forward(inputs)
         for one, count in zip(kept, counts, strict=True):
-            one.num_computed += count
+            one.compute(count)
         if not drafting:
             return []
         if (padding := self._vocab_size - logits_SV.shape[1]) > 0:

@@ -147,7 +147,8 @@ class InstanceHandle:
 
     def index_age(self, now: float) -> float:
         """Return how many seconds the prefix index lags behind this instance's pool."""
-        return now - (self.unpublished_since if self.unpublished_blocks else self.last_frame_at)
+        since = self.unpublished_since if self.unpublished_blocks else self.last_frame_at
+        return max(0.0, now - since)  # frames arrive while another thread reads this
 
     def change_role(self, hello: pb.Hello) -> None:
         """Take over the new role of an instance that has finished draining."""

@@ -424,7 +424,7 @@ def test_the_command_passes_redis_unix_and_nixl(scheme: str, request: pytest.Fix
     no_relay = {name_of(rule) for rule in RELAY_RULES}
     if scheme == "nixl":
         pytest.importorskip("nixl", reason="NIXL is not installed: pip install -e '.[nixl]'")
-        url, not_checked = "nixl://", needs_store | {"content-stays"} | no_relay
+        url, not_checked = "nixl://", needs_store | {"content-stays", "large-pools"} | no_relay
     else:
         server = request.getfixturevalue("redis_server")
         url, not_checked = f"redis+unix://{server.socket}", full_store | no_relay

@@ -434,12 +434,12 @@ def simulate_all(
 def _begin_worker() -> None:
     """Prepare a forked process, which has none of the threads of torch: it would wait for them for ever. Ctrl-C ends it
     without a traceback."""
+    for signum in (signal.SIGINT, signal.SIGTERM):  # first: the parent's handlers would print one
+        signal.signal(signum, signal.SIG_DFL)
+    receive_at_end()
     import torch
 
     torch.set_num_threads(1)
-    receive_at_end()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_DFL)
 
 
 def _simulate_pair(
