@@ -234,7 +234,10 @@ class World:
                     for output in outputs_of(frame):
                         self._on_output(at, output)
             if not to_come and self._is_quiet():
-                return self._check_end()
+                for instance in self.instances:  # what has come meanwhile
+                    instance.run_once(wait=False)
+                if self._is_quiet():
+                    return self._check_end()
         raise Wrong(f"it does not end: {[choice for choice in self._choices.values() if not choice.is_over][:4]}")
 
     def _is_quiet(self) -> bool:
