@@ -98,11 +98,11 @@ class _DraftKV:
             self.num_registered = index + 1
 
     def grow(self, pool: BlockPool, count: int) -> None:
-        """Take so many blocks more."""
+        """Take `count` further blocks of the pool."""
         self.block_ids.extend(pool.allocate(count))
 
     def compute(self, count: int) -> None:
-        """Count further tokens as computed."""
+        """Count `count` further tokens as computed."""
         self.num_computed += count
 
     def release(self, pool: BlockPool) -> None:
@@ -213,7 +213,7 @@ class DraftModel(Drafter):
 
     @torch.inference_mode()
     def _draft(self, lengths: Mapping[Sequence, int], plan: StepPlan) -> dict[Sequence, list[int]]:
-        """Return up to so many drafts of some sequences, of those whose KV is there, or computed in this step."""
+        """Return up to `lengths` drafts of each sequence whose KV is there, or is computed in this step."""
         new, drafting, budget = dict[Sequence, Tokens](), list[Sequence](), CATCH_UP_TOKENS
         for seq, length in lengths.items():
             if not self._take_room(seq, length, plan):
