@@ -114,7 +114,7 @@ def number_keywords(given: Schema, path: Path) -> Schema:
             is_exclusive = bounds.pop(exclusive)
             bounds = {exclusive: bounds[side]} if is_exclusive and side in bounds else bounds
         for key, bound in bounds.items():
-            if isinstance(bound, bool) or not isinstance(bound, int | float) or bound != bound:
+            if isinstance(bound, bool) or not isinstance(bound, int | float) or bound != bound:  # NaN
                 raise Unsupported(f'"{key}" {json.dumps(bound)}, which is not a number,', path)
             if bound * sign < -MAX_NUMBER:
                 raise Unsupported(f'"{key}" {str(bound)[:MAX_SHOWN]}', path)

@@ -118,7 +118,7 @@ class DraftModel(Drafter):
     What a client has predicted of an answer comes first, and is proposed without the model.
 
     Args:
-        scheduler: whose steps have room for so many tokens.
+        scheduler: has the limit of tokens in a step, and the cost model of steps.
         target: runs the model that drafts are for.
         now: clock in seconds, as that of the costs.
 

@@ -73,7 +73,11 @@ class Preemption:
             self.preempt(giving[first.tenant])
 
     def preempt_forks(self, *, is_in_vain: bool) -> None:
-        """Preempt the last sequence that has blocks and no slot; if that was in vain, the others of its request, too."""
+        """Preempt the last of the loaded sequences, which have blocks and no slot.
+
+        Args:
+            is_in_vain: that did not help before: preempt all loaded sequences of its request.
+        """
         loaded = self.scheduler.loaded
         last = loaded[-1]
         for seq in [one for one in loaded if one is last or (is_in_vain and one.rank == last.rank)]:

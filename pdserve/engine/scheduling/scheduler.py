@@ -495,9 +495,10 @@ class Scheduler:
         return self.pool.match(self._usable_keys(seq)[copy.first_block :], copy.first_block, copy.num_tokens)
 
     def _usable_keys(self, seq: Sequence) -> list[bytes]:
-        """Return the keys that may be hits: none, where pages have several blocks, of one that was preempted many times.
+        """Return the keys of the blocks that a sequence may take as prefix hits.
 
-        Its hits may be spread over so many pages that the other beams of its search never have room.
+        Where pages have several blocks, it may take none once it was preempted MAX_PREEMPTIONS times: a page is held as a
+        whole, so hits in many pages can take the room of the other beams of its search each time.
         """
         is_scattered = self.pool.tail_groups and seq.kv.num_preemptions >= MAX_PREEMPTIONS
         return [] if is_scattered else seq.usable_keys
