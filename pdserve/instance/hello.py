@@ -46,4 +46,5 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         grammars=True,
         adapters=[] if engine.adapters is None else engine.adapters.listing(),
         loads_adapters=bool(config.lora_folder),
+        speculate="off" if engine.drafter is None else f"{config.speculate} {config.speculative_model}".strip(),
     )

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pdserve import logits_processors, plugins
@@ -64,6 +65,9 @@ def test_answers_over_http(
                 assert (metric(deployment, f"{ACCEPTED}_total", role=role) > 0) == (extra == flags)
             if "draft" in extra:  # a prompt of 180 tokens takes two steps of the draft model
                 assert metric(deployment, "spec_decode_num_without_drafts_total", role=role, reason="behind") > 0
+                instances = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
+                shown = {one["role"]: (one["speculate"], all(one["drafts"].values())) for one in instances}
+                assert shown == {"prefill": ("auto", False), "decode": (f"draft {extra[-1]}", True)}
             assert metric(deployment, "kv_transfer_failures_total") == 0
 
             def is_sum() -> bool:
