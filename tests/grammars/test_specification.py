@@ -115,6 +115,7 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         (object_of(propertyNames={"format": "uuid4"}), [f'{{"{UUID}": 1}}'], ['{"a": 1}', f'{{"{UUID[1:]}": 1}}']),
         (object_of({"a": {}}, propertyNames={"format": "unknown"}), ['{"a": 1}'], []),
         (object_of(patternProperties={"^x": {"const": 1}}), ['{"xy": 1}', "{}"], ['{"y": 1}', '{"x": 2}']),
+        (object_of({"a": {"const": 1}}, patternProperties={"^x": {"const": 2}, "^y": {"const": 3}, "^[yz]": {"const": 3}}), ['{"a": 1, "xa": 2, "y": 3}'], ['{"y": 2}', '{"x": 1}']),
         # several schemas
         ({"anyOf": [STRING, {"type": "null"}]}, ['"a"', "null"], ['"\x13"']),
         ({**UNION, "discriminator": {"propertyName": "kind"}}, ['{"kind": "a", "next": {"kind": "b"}}'], ["{}", '{"kind": "c"}']),
@@ -192,6 +193,9 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
             '"oneOf" with schemas that may both hold',
         ),
         ({"allOf": [{"type": "object", "properties": []}, object_of({})]}, '"properties" must be an object'),
+        (object_of(patternProperties={"^x": {}, "^y": {"const": 1}, "a$": {"const": 2}}), "\"patternProperties\" 'a$'"),
+        (object_of({"x-id": {"type": "integer"}}, patternProperties={"^x-": {}}), "\"patternProperties\" '^x-'"),
+        (object_of(patternProperties={"^[0-9]": {"const": 1}, "^\\d": {"const": 2}}), "\"patternProperties\" '^\\\\d'"),
         (object_of(propertyNames={"const": 5}), '"propertyNames" that allow no name'),
         (
             {"$id": "inner", "$ref": "#/$defs/x", "$defs": {"x": {}}},
