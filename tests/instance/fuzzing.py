@@ -4,6 +4,7 @@ All of an instance is real but its model (`hash_model.py`), its store and its cl
 one, every row of KV that a step reads with that of its tokens, and in the end nothing may be held.
 """
 
+import dataclasses
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from pdserve.output import Output
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.request import Request, SamplingParams, Tenant
 from tests.instance.faulty_store import FaultyStore, Lease
+from tests.instance.hash_drafts import HashDraftModel
 from tests.instance.hash_model import BASE, VOCAB, HashRunner, Variant, answer, beam_answers, layout_of, spec_of
 from tests.outputs import outputs_of
 
@@ -164,6 +166,8 @@ class World:
 
     def __init__(self, seed: int, *, meddles: bool = True) -> None:
         self._rng = rng = random.Random(seed)
+        # Drawn without that: what other seeds once found stays as it was.
+        self._drafts = random.Random(seed) if seed % 5 == 0 else None
         self._meddles, self._now = meddles, 0.0
         self._block_size = rng.choice([1, 2, 3, 4, 16, 16])
         windows = rng.choice(
@@ -253,6 +257,11 @@ class World:
                 cast("Any", instance.engine.adapters).check_end()
             scheduler = instance.engine.scheduler
             self.counts += Counter(preemptions=scheduler.num_preemptions, swaps=scheduler.swap_space.num_swaps)
+            drafter = instance.engine.drafter
+            if isinstance(drafter, HashDraftModel):
+                assert not drafter.followed and not drafter.pool.num_held
+                drafter.pool.check_integrity()
+                self.counts["model_drafts"] += runner.num_accepted
             self.counts["drafts"] += runner.num_accepted
             self.counts["launched"] += runner.pipeline.num_launched if runner.pipeline else 0
 
@@ -295,6 +304,10 @@ class World:
         runner.is_warm = True
         if self._has_adapters:
             instance.engine.adapters = cast("Any", SlottedAdapters(rng.randrange(1, 4)))
+        if self._drafts is not None:
+            most = self._drafts.choice([None, 1, 4, 16])
+            own = dataclasses.replace(config, speculate="draft", speculative_model="hashes", speculative_tokens=most)
+            instance.engine.drafter = HashDraftModel(own, instance.engine.scheduler, runner, self._drafts)
         instance.engine._constraint = lambda sampling, tenant: cast("Any", LateMasks(rng))  # type: ignore[method-assign]
         return instance
 

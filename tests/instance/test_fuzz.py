@@ -17,7 +17,7 @@ def test_answers_are_right_whatever_fails() -> None:
     first = random.randrange(2**31) if EXAMPLES else 0
     counts = run(range(first, first + (EXAMPLES or 24)))
     faults = {"failures", "migrations", "fallbacks", "cancelled", "resets", "preemptions", "swaps"}
-    everything = {"answers", "drafts", "launched"} | faults
+    everything = {"answers", "drafts", "model_drafts", "launched"} | faults
     assert counts.keys() == everything, counts
 
 

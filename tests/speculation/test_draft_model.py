@@ -158,6 +158,19 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     assert not drafter_of(engine).counters
 
 
+@pytest.mark.parametrize("left", [1, 2, 3, 40])
+def test_no_more_is_drafted_than_the_answer_takes(left: int, checkpoint: Checkpoint) -> None:
+    """The last token is none of a draft: a step samples it behind the others."""
+    path = checkpoint("llama")
+    engine = make_engine(path, path, length=16, dtype="bfloat16")
+    seq = new_sequence(engine, PROMPTS[3], {**GREEDY, "max_tokens": 1 + left})
+    engine.add(seq)
+    engine.step()
+    drafts = drafter_of(engine).propose(StepPlan({seq: 1}))
+    assert sum(map(len, drafts.values())) == min(16, left - 1)
+    engine.remove(seq)
+
+
 def test_kv_that_is_off_by_one_is_noticed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     right = _DraftKV.follow
 
