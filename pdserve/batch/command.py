@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console
@@ -25,6 +26,10 @@ def server_at(url: str) -> AbstractContextManager[str]:
     """Return a running server for `run`. Raises SetupError if the URL is none of http or https."""
     if not url.startswith(("http://", "https://")):
         raise SetupError(f"--url: {url!r} is not a URL; write http://127.0.0.1:8000, for example")
+    try:
+        _ = httpx.URL(url), urlsplit(url).port
+    except (httpx.InvalidURL, ValueError) as error:
+        raise SetupError(f"--url: {url!r} is not a URL: {error}") from None
     return nullcontext(url.rstrip("/").removesuffix("/v1"))  # which requests have in their own URLs
 
 

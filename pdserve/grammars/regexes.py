@@ -5,6 +5,14 @@ import re
 from collections.abc import Iterable, Iterator
 
 SHORTHANDS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t-\r"}  # ASCII, which all readers of a pattern agree on
+# What ECMAScript, Python or Rust takes for one, for sets that exclude them.
+WIDE = {
+    "d": r"\p{Nd}",
+    "w": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}",
+    "s": r"\p{White_Space}\x{1c}-\x{1f}\x{feff}",
+}
+EVERYTHING = [{SHORTHANDS[name], f"[^{WIDE[name]}]"} for name in SHORTHANDS]  # what is in [\s\S]
+DOT = r"[^\n\r\x{2028}\x{2029}]"  # in ECMAScript
 TOKEN = re.compile(
     r"\\u[0-9A-Fa-f]{4}|\\u\{[0-9A-Fa-f]+\}|\\x[0-9A-Fa-f]{2}|\\[pP]\{[\w=:^-]+\}|\\.|\{\d+(?:,\d*)?\}|\(\?P?<\w+>|.",
     re.DOTALL,
@@ -15,6 +23,7 @@ ONLY = re.compile(r"\^?\[((?:\\.|[^\\\]^])(?:\\.|[^\\\]])*)\]\*\$")  # the strin
 ATOM = re.compile(r"\\[dsw\W_]|\[\^?(?:\\.|[^\\\]^])+\]|[^\\\[\](){}|*+?.^$]")  # a character, or one of a class
 EXCLUDED = re.compile(rf"(\.\*)?((?:{ATOM.pattern})+)(\$)?")
 ANY = r"[\s\S]"
+NO_MINIMUM = re.compile(r"\{,\d+\}", re.ASCII)
 
 
 def translated(pattern: str, *, in_json: bool = False) -> str:
@@ -25,7 +34,7 @@ def translated(pattern: str, *, in_json: bool = False) -> str:
             quotation marks and backslashes, too. A set without those loses NUL.
 
     Raises:
-        ValueError: it has a NUL outside of classes, and is for strings in JSON.
+        ValueError: it has a NUL outside of classes, and is for strings in JSON; or a quantifier without a minimum.
     """
     parts, in_class, position = list[str](), False, 0
     start = 0  # of the class, in the parts
@@ -35,11 +44,15 @@ def translated(pattern: str, *, in_json: bool = False) -> str:
             raise ValueError("a NUL")
         position += 1
         if token.startswith("\\"):
-            token = _escape(token, in_class)
+            token = _escape(token, in_class, is_negated=in_class and parts[start + 1 : start + 2] == ["^"])
         elif in_class:
             if token == "]" and not begins_class:
                 in_class = False
-                if in_json and _is_misread("".join(parts[start:]) + "]"):
+                if {*parts[start + 1 :]} in EVERYTHING:
+                    parts[start:], token = [], "(?s:.)"
+                elif any(part.startswith("[^") for part in parts[start + 1 :]):
+                    pass  # a class in it, which has either none of these characters or all
+                elif in_json and _is_misread("".join(parts[start:]) + "]"):
                     parts[start:] = ["[", *parts[start:], r"]--\x{0}"]
             elif token in "[]&~" or (token == "-" and parts[-1] == "-"):
                 token = f"\\{token}"  # not a class in a class, nor an operator between two
@@ -47,8 +60,12 @@ def translated(pattern: str, *, in_json: bool = False) -> str:
                 position = 0
         elif token == "[":
             in_class, position, start = True, 0, len(parts)
+        elif token == "{" and NO_MINIMUM.match(pattern, match.start()):
+            raise ValueError("{,n}, which is a quantifier to some readers and a text to others; write {0,n}")
         elif token in "{}":
             token = f"\\{token}"  # not a quantifier
+        elif token == "." and in_json:
+            token = DOT
         elif token.startswith("(?P<") or token.startswith("(?<"):
             token = "("
         parts.append(token)
@@ -68,12 +85,11 @@ def _python_escape(digits: str) -> str:
     return f"\\U{int(digits, 16):08x}"
 
 
-def _escape(token: str, in_class: bool) -> str:
+def _escape(token: str, in_class: bool, *, is_negated: bool) -> str:
     kind = token[1:]
-    if kind in SHORTHANDS:
-        return SHORTHANDS[kind] if in_class else f"[{SHORTHANDS[kind]}]"
-    if kind.lower() in SHORTHANDS and not in_class:
-        return f"[^{SHORTHANDS[kind.lower()]}]"
+    if (name := kind.lower()) in SHORTHANDS:
+        characters = (WIDE if (kind != name) != is_negated else SHORTHANDS)[name]
+        return f"[^{characters}]" if kind != name else characters if in_class else f"[{characters}]"
     if kind in "/<>":
         return kind
     if kind[0] in "ux" and len(kind) > 1:

@@ -23,6 +23,7 @@ from pdserve.grammars.schema_keywords import (
     format_of,
     kinds_of,
     listed_values,
+    may_both_match,
     number_keywords,
     size_keywords,
     string_patterns,
@@ -347,6 +348,7 @@ class _Writer:
             rest = False
         if rest is False:
             written["additionalProperties"] = False
+            _check_keys(patterns, properties, (*path, "patternProperties"))
         elif rest is not True and rest != {}:
             written["additionalProperties"] = self._child(rest, (*path, "additionalProperties"), closed)
         is_closed = rest is False and not written["patternProperties"]
@@ -387,6 +389,17 @@ def _restrictions(schema: Any) -> set[str]:
 def _has_no_others(schema: Schema) -> bool:
     """Return whether an object has no other properties than those that a schema names."""
     return schema.get("additionalProperties") is False and not schema.get("patternProperties")
+
+
+def _check_keys(patterns: Schema, properties: Schema, path: Path) -> None:
+    """Raise Unsupported if two different schemas may apply to a value: each key would be written for one of them."""
+    named = [(f"^(?:{regexes.literal(name)})$", one) for name, one in properties.items()]
+    seen = list[tuple[str, Any]]()
+    for pattern, one in patterns.items():
+        key = checked(pattern, path)
+        if any(one != other and may_both_match(key, other_key) for other_key, other in (*seen, *named)):
+            raise Unsupported(f'"patternProperties" {pattern!r}, where others may apply to the same key,', path)
+        seen.append((key, one))
 
 
 def _names(schema: Schema) -> set[str]:

@@ -106,6 +106,12 @@ def checked(pattern: str, path: Path) -> str:
     return translated
 
 
+def may_both_match(pattern: str, other: str) -> bool:
+    """Return whether there is a string that two patterns in llguidance's syntax match."""
+    schema = {"type": "string", "pattern": pattern, "allOf": [{"pattern": other}]}
+    return "Regex is empty" not in LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
 def number_keywords(given: Schema, path: Path) -> Schema:
     written: Schema = {}
     for side, exclusive, sign in (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1)):

@@ -405,6 +405,8 @@ class Application:
 
     def _no_route(self, scope: Scope, routes: Sequence[Endpoint | PageFile]) -> Response:
         """Return the answer to a method that no route of the path has."""
+        if (scope["method"], scope["path"]) == ("OPTIONS", "*"):  # of the server as a whole
+            return Response(status_code=204, headers={"Allow": "DELETE, GET, HEAD, OPTIONS, POST"})
         if not routes:
             like = self.routes.like(scope["path"])
             hint = f"did you mean {like}?" if like else "try /v1/models or /v1/completions"

@@ -14,7 +14,7 @@ from pdserve.errors import InvalidParameter, NotFound
 from pdserve.model_path import resolve_model
 from pdserve.router.api import answers, chat, requests, schemas
 from pdserve.router.api.http_responses import json_response
-from pdserve.router.api.parsing import BodyType, JsonBody
+from pdserve.router.api.parsing import BodyType, JsonBody, quote
 from pdserve.router.backend import Backend, ModelInfo
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
@@ -53,7 +53,7 @@ class ModelEndpoints(Endpoints):
         for card in self._cards(request):
             if card.id == model:
                 return card
-        raise NotFound(f"the model {model!r} does not exist", kind="model_not_found", param="model")
+        raise NotFound(f"the model {quote(model)} does not exist", kind="model_not_found", param="model")
 
     def _served(self, request: Request) -> ModelInfo | None:
         return self._admission.served(request.state.key, self._backend.model)

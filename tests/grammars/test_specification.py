@@ -52,6 +52,13 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         ({"type": "string", "maxLength": 2}, ['""', '"ab"', '"\\n\\""'], ['"abc"', '"\x00"']),
         ({"type": "string", "pattern": "^b+$", "minLength": 2}, ['"bb"'], ['"b"', '"ab"']),
         ({"type": "string", "pattern": "[0-9]{2}"}, ['"a12b"'], ['"1a2"']),
+        # what one reader of patterns takes for white space, a digit, a letter or a line break, is nothing else to another
+        *(({"type": "string", "pattern": pattern}, ['"a@b"'], ['"a\u00a0@b"', '"a\u3000@b"', '"\ufeff@b"', '"\u0085@b"', '"a @b"']) for pattern in (r"^\S+$", r"^[^\s@]+@[\S]+$", r"^[^\s]*$")),
+        *(({"type": "string", "pattern": pattern}, ['"!?"', '"\U0001f600"'], ['"é"', '"²"', '"٣"', '"a"']) for pattern in (r"^\W+$", r"^[^\w]+$", r"^[\W]+$")),
+        *(({"type": "string", "pattern": pattern}, ['"!é"'], ['"٣"', '"1"']) for pattern in (r"^\D+$", r"^[^\d]+$", r"^[\D]+$")),
+        ({"type": "string", "pattern": r"^[^\S\n]$"}, ['" "', '"\\t"'], ['"a"', '"\\n"', '"\u00a0"']),
+        ({"type": "string", "pattern": "^a.b$"}, ['"axb"', '"a\u00a0b"'], ['"a\\nb"', '"a\\rb"', '"a\u2028b"']),
+        ({"type": "string", "pattern": r"^[\s\S][\D\d][\w\W]$"}, ['"a\u3000b"', '"\\n\u2028\\""'], ['"ab"']),
         ({"type": "string", "pattern": "^{[[a]}$"}, ['"{[}"', '"{a}"'], ['"[[a]"']),
         ({"type": "string", "pattern": DECIMAL}, ['"5"', '"-0.50"'], ['"-."', '""', '"5a"']),
         ({"type": "string", "pattern": PASSWORD}, ['"aB1c"'], ['"aB1"', '"abcd1"', '"ABCD"']),
@@ -108,6 +115,7 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         (object_of(propertyNames={"format": "uuid4"}), [f'{{"{UUID}": 1}}'], ['{"a": 1}', f'{{"{UUID[1:]}": 1}}']),
         (object_of({"a": {}}, propertyNames={"format": "unknown"}), ['{"a": 1}'], []),
         (object_of(patternProperties={"^x": {"const": 1}}), ['{"xy": 1}', "{}"], ['{"y": 1}', '{"x": 2}']),
+        (object_of({"a": {"const": 1}}, patternProperties={"^x": {"const": 2}, "^y": {"const": 3}, "^[yz]": {"const": 3}}), ['{"a": 1, "xa": 2, "y": 3}'], ['{"y": 2}', '{"x": 1}']),
         # several schemas
         ({"anyOf": [STRING, {"type": "null"}]}, ['"a"', "null"], ['"\x13"']),
         ({**UNION, "discriminator": {"propertyName": "kind"}}, ['{"kind": "a", "next": {"kind": "b"}}'], ["{}", '{"kind": "c"}']),
@@ -148,6 +156,7 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
         ({"$ref": "http://other/schema"}, "\"$ref\" to 'http://other/schema', which is not in the schema,"),
         ({"type": "string", "pattern": "a(?!b)"}, "\"pattern\" 'a(?!b)' (look-around"),
         ({"type": "string", "pattern": r"[^\"]|\x00"}, '"pattern" with a NUL'),
+        ({"type": "string", "pattern": "^a{,3}$"}, '"pattern" with {,n}, which is a quantifier to some readers'),
         ({"type": "string", "format": "regex"}, "\"format\" 'regex'"),
         ({"type": "objct"}, '"type" ["objct"], which is not a type,'),
         (object_of({"b": {}}, required=["a"], additionalProperties=False), "\"required\" of 'a'"),
@@ -184,6 +193,9 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
             '"oneOf" with schemas that may both hold',
         ),
         ({"allOf": [{"type": "object", "properties": []}, object_of({})]}, '"properties" must be an object'),
+        (object_of(patternProperties={"^x": {}, "^y": {"const": 1}, "a$": {"const": 2}}), "\"patternProperties\" 'a$'"),
+        (object_of({"x-id": {"type": "integer"}}, patternProperties={"^x-": {}}), "\"patternProperties\" '^x-'"),
+        (object_of(patternProperties={"^[0-9]": {"const": 1}, "^\\d": {"const": 2}}), "\"patternProperties\" '^\\\\d'"),
         (object_of(propertyNames={"const": 5}), '"propertyNames" that allow no name'),
         (
             {"$id": "inner", "$ref": "#/$defs/x", "$defs": {"x": {}}},
@@ -203,6 +215,7 @@ def test_what_a_grammar_cannot_hold_is_refused_with_its_place(keywords: dict[str
     [
         ({"regex": r"^[ab]{3}-\d{2}/{x}$"}, ["aba-12/{x}"], ["aba-1٣/{x}", "ab-12/{x}"]),
         ({"regex": r"\p{Lu}\P{L}{2}\u{41}"}, ["É12A"], ["é12A", "ÉabA"]),
+        ({"regex": r"[^\s]\S[\s\S]."}, ["ab\u3000\r"], ["ab\u3000\n", "\u3000bcd"]),
         ({"regex": ""}, [""], ["a"]),
         ({"choice": ["Paris", 'Bonn "am\nRhein" é']}, ["Paris", 'Bonn "am\nRhein" é'], ["Bonn"]),
         ({"json": {"type": ["boolean", "null"]}, "place": "python"}, ["True", "true", "None"], ["TRUE"]),

@@ -173,6 +173,12 @@ def test_asynchronous(spawned: list[Any], path: Path, prompts: list[list[int]], 
                 assert output.request_id == "mine"
             assert output.finished and output.prompt_token_ids == prompts[-1] and steps > 1
             assert output.outputs[0].token_ids == generate(path, prompts, 8)[-1]
+            of_separator = llm.get_tokenizer().encode("\u2028", add_special_tokens=False)
+            params = SamplingParams(temperature=50, max_tokens=300, seed=1, allowed_token_ids=of_separator)
+            async for output in llm.generate("a", params):
+                assert set(output.outputs[0].token_ids) <= {*of_separator}
+            assert len(output.outputs[0].token_ids) == 300
+            assert "\u2028" in output.outputs[0].text, "it ends no line of the stream"
             with pytest.raises(ValueError, match="context"):
                 _ = [output async for output in llm.generate("a" * 2000)]
 

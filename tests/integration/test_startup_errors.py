@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from pdserve.cli.commands import app
 from pdserve.cli.deployment import free_port
 from pdserve.errors import SetupError
+from pdserve.model_path import DEMO
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -198,6 +200,7 @@ def test_settings_that_are_invalid_when_they_are_read(
 @pytest.mark.parametrize("command", ["up", "demo"])
 def test_start_up_error_of_a_child_process_is_shown(command: str, pdserve: Command, tmp_path: Path) -> None:
     write_vit(tmp_path)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)  # without, the router may fail first
     result = pdserve(command, "--model", str(tmp_path), "--port", str(free_port()))
     assert result.returncode == 2
     assert "architecture ViTModel is not supported" in result.stdout + result.stderr

@@ -86,12 +86,7 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     metrics = [name.strip() for name in config.percentile_metrics.split(",") if name.strip()]
     if wrong := [name for name in metrics if name not in METRICS]:
         raise SetupError(f"--percentile-metrics: there is no {wrong[0]!r}; there are {', '.join(METRICS)}")
-    url = (config.base_url or f"http://{config.host}:{config.port}").rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise SetupError(f"--base-url must begin with http:// or https://, not {url}")
-    url = url.removesuffix("/v1")  # with which OpenAI's clients want it
-    if set(url) & set("?#"):
-        raise SetupError(f"--base-url must have no query and no fragment: {url}")
+    url = _server_url(config)
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     model = find_model(url, headers, config.model)
     vocabulary = load_vocabulary(config.tokenizer or str(model.get("root") or ""), required=bool(config.tokenizer))
@@ -110,6 +105,22 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     )
     is_ours = model.get("owned_by") == "pdserve"
     return Benchmark(config, target, vocabulary, objectives, metrics, percentiles, is_ours)
+
+
+def _server_url(config: BenchServeConfig) -> str:
+    url = (config.base_url or f"http://{config.host}:{config.port}").rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise SetupError(f"--base-url must begin with http:// or https://, not {url}")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise SetupError(f"--base-url {url}: {error}") from None
+    if "@" in parts.netloc:
+        raise SetupError("--base-url must have no user and no password; send a key by --api-key")
+    if set(url) & set("?#"):
+        raise SetupError(f"--base-url must have no query and no fragment: {url}")
+    return url.removesuffix("/v1")  # with which OpenAI's clients want it
 
 
 def _percentages(flag: str, text: str) -> list[float]:

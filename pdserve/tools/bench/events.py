@@ -11,9 +11,9 @@ Pieces = Sequence[tuple[float, bytes]]  # when it arrived, and what
 
 
 def read_events(pieces: Pieces) -> Iterator[tuple[float, str]]:
-    """Yield the data of each server-sent event with the time at which it was complete."""
+    """Yield the data of each server-sent event with the time at which it was complete; the last may lack its blank line."""
     reader = EventReader()
-    for at, piece in pieces:
+    for at, piece in (*pieces, *((at, b"\n\n") for at, _ in pieces[-1:])):
         for data in reader.feed(piece):
             yield at, data
 
@@ -47,7 +47,9 @@ def read_answer(sample: Sample, pieces: Pieces) -> None:
             return
     if not done:
         sample.error = "the answer ended early"
-    elif not sample.token_times and first_event is not None:
+    elif first_event is None:
+        sample.error = "the answer has no choice"
+    elif not sample.token_times:
         sample.token_times = [first_event]  # tokens without text
     sample.output_tokens = sample.output_tokens or len(sample.token_times)
     sample.text = "".join(texts)

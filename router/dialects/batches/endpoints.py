@@ -100,6 +100,10 @@ class Batches(Dialect):
         try:
             async with request.form(max_files=1, max_fields=10) as form:
                 file, purpose = form.get("file"), form.get("purpose")
+                unknown = form.keys() - {"file", "purpose"}
+                if unknown and self.service.admission.parse_queue.unknown_fields is None:
+                    message = f"unknown field {quote(min(unknown))}; the form takes file and purpose"
+                    raise BadRequest(message, kind="unknown_field", param=min(unknown)[:MAX_FILENAME])
                 if purpose != "batch":
                     raise InvalidParameter("purpose", 'purpose must be "batch"')
                 if file is None or isinstance(file, str):

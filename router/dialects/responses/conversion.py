@@ -124,7 +124,8 @@ def _messages(input_: object) -> list[Message]:
     for i, item in enumerate(input_):
         kind = item.get("type") if isinstance(item, dict) else None
         if kind == "reasoning":
-            reasoning = _reasoning_text(item, f"input[{i}]")
+            text = _reasoning_text(item, f"input[{i}]")
+            reasoning = text if reasoning is None else f"{reasoning}\n{text}"
             continue
         convert = CALL_ITEMS.get(kind, _message) if isinstance(kind, str) else _message
         message = convert(item, f"input[{i}]")

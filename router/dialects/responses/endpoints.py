@@ -63,6 +63,8 @@ class Responses(Dialect):
     @endpoint("GET", "/v1/responses/{response_id}", Access.CLIENT, errors=[404], response_model=schemas.ResponseObject)
     async def response(self, request: Request, response_id: str) -> Response:
         """A response that was kept for this API key."""
+        if request.query_params.get("stream", "").lower() == "true":
+            raise InvalidParameter("stream", "a kept response is not streamed; leave stream out")
         stored = await self._stored(request.state.key, response_id)
         return await asyncio.to_thread(json_response, stored.response)
 

@@ -128,6 +128,12 @@ def _after_comma(argument: Format) -> Format:
     return formats.sequence(formats.literal(", "), argument)
 
 
+def parse_literal(text: str) -> object:
+    """Return the value of a literal in Python's syntax, perhaps with JSON's names of constants; None if it is none."""
+    found = parse_json(_parse_arguments(f"value={text}") or _python_arguments(f"value={text}") or "")
+    return found["value"] if isinstance(found, dict) and found.keys() == {"value"} else None
+
+
 def _parse_arguments(text: str) -> str | None:
     """Return the keyword arguments of a call as JSON, or None if they are not literals."""
     parts: list[str] = []

@@ -1,5 +1,6 @@
 """Connectors as another package has written them for version 1 of the contract: capabilities are class attributes."""
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar
 
@@ -86,13 +87,15 @@ class Plain(Connector):
         return future
 
     def _store(self, keys, rows):
+        started = time.perf_counter()
         for key, row in zip(keys, rows, strict=True):
             payload = self.memory.rows[row].tobytes()
             values[self._name(key)] = self.header_format.pack(key, payload) + payload
-        return self._count("store", [Outcome.OK] * len(keys))
+        return self._count("store", [Outcome.OK] * len(keys), started)
 
     def _load(self, keys, rows):
-        return self._count("load", [self._load_one(key, row) for key, row in zip(keys, rows, strict=True)])
+        started = time.perf_counter()
+        return self._count("load", [self._load_one(key, row) for key, row in zip(keys, rows, strict=True)], started)
 
     def _load_one(self, key, row):
         value = values.get(self._name(key))
@@ -109,8 +112,8 @@ class Plain(Connector):
         found = [self._name(key) in values for key in keys]
         return (*found, False).index(False)
 
-    def _count(self, direction, outcomes):
-        result = Result(outcomes, 0.001)
+    def _count(self, direction, outcomes, started):
+        result = Result(outcomes, time.perf_counter() - started)
         self.counters.bytes[direction] += outcomes.count(Outcome.OK) * self.memory.layout.block_bytes
         self.counters.count(direction, result)
         return result

@@ -259,3 +259,17 @@ def test_messages_may_have_what_libraries_of_clients_add(
 ) -> None:
     sent = [QUESTION, *items, QUESTION]
     talk(path, {"input": sent, "max_output_tokens": 16} if path == RESPONSES else {"messages": sent, "max_tokens": 9})
+
+
+def test_all_items_of_reasoning_before_an_answer_are_its_reasoning(
+    talk: Callable[..., Any], backend: ScriptedBackend, reasoning_tokenizer: Tokenizer
+) -> None:
+    thoughts = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+        for text in ("Hm.", "So!")
+    ]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    talk(RESPONSES, {"input": [QUESTION, *thoughts, call, result], "max_output_tokens": 16})
+    prompt = reasoning_tokenizer.decode(backend.requests[-1].prompt, skip_special_tokens=False)
+    assert "<think>\nHm.\nSo!\n</think>" in prompt

@@ -14,8 +14,11 @@ from pdserve.errors import BadRequest
 from pdserve.router.api import schemas
 from pdserve.router.api.parsing import MAX_DEPTH, MAX_FIELDS, Body, parse_body
 from pdserve.router.api.schemas import MAX_ENTRIES, NO_OPS, ChatBody, CompletionBody
-from pdserve.router.dialects import embeddings
+from pdserve.router.dialects import adapters, embeddings
+from pdserve.router.dialects.batches import schemas as of_batches
+from pdserve.router.dialects.messages import schemas as of_messages
 from pdserve.router.dialects.responses import conversion
+from pdserve.router.dialects.responses import schemas as of_responses
 from pdserve.router.dialects.responses.schemas import ResponseBody
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
@@ -25,7 +28,10 @@ if TYPE_CHECKING:
 
 MANY = 5000
 NOTHING = object()  # of no type that a field may have
-CLASSES = [one for _, one in inspect.getmembers(schemas, inspect.isclass) if issubclass(one, Body)]
+MODULES = (schemas, of_messages, of_responses, of_batches, embeddings, adapters)
+CLASSES = {
+    one: None for each in MODULES for _, one in inspect.getmembers(each, inspect.isclass) if issubclass(one, Body)
+}
 ExpectError = Callable[..., dict[str, Any]]
 
 

@@ -148,6 +148,15 @@ def test_the_errors_of_lines_are_those_of_their_endpoints(serve: Callable[[], Ab
     assert response["body"] == {"type": "error", "error": error, "request_id": response["request_id"]}
 
 
+def test_a_field_of_an_upload_that_would_be_ignored_is_refused(
+    serve: Callable[[], AbstractContextManager[str]],
+) -> None:
+    message = r"unknown field 'expires_after\[anchor\]'; the form takes file and purpose"
+    with serve() as url, client(url) as official, pytest.raises(openai.BadRequestError, match=message):
+        expiry: Any = {"anchor": "created_at", "seconds": 3600}
+        official.files.create(file=("a.jsonl", b"x\n"), purpose="batch", expires_after=expiry)
+
+
 def test_pages_of_a_listing(serve: Callable[[], AbstractContextManager[str]]) -> None:
     with serve() as url, client(url) as official:
         names = [f"{i}.jsonl" for i in range(5)]

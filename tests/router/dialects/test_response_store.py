@@ -79,6 +79,8 @@ def test_a_conversation_continues_by_id(
             with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
                 items.list(second.id, **wrong)
         kept = one.responses.retrieve(second.id)
+        with pytest.raises(openai.BadRequestError, match="a kept response is not streamed; leave stream out"):
+            one.responses.retrieve(second.id, stream=True)
         assert (kept.output_text, kept.status, kept.usage) == (" Paris.", "completed", second.usage)
         one.responses.delete(second.id)
         with pytest.raises(openai.NotFoundError, match="there is no response"):

@@ -159,6 +159,9 @@ def test_probes_by_head_and_options(url: str) -> None:
     for method in ("HEAD", "PUT"):
         reply = httpx.request(method, url + COMPLETIONS)
         assert (reply.status_code, reply.headers["allow"]) == (405, "OPTIONS, POST")
+    with httpx.Client() as http:
+        of_server = http.request("OPTIONS", url, extensions={"target": b"*"})
+    assert (of_server.status_code, of_server.headers["allow"]) == (204, "DELETE, GET, HEAD, OPTIONS, POST")
     assert httpx.options(f"{url}/nothing").status_code == httpx.head(f"{url}//health").status_code == 404
 
 

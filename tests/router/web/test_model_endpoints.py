@@ -31,6 +31,7 @@ def test_models(client: Client, backend: ScriptedBackend) -> None:
     assert Path(card["root"], "tokenizer.json").exists(), "vLLM's benchmark client loads it from there"
     assert client.get("/v1/models/demo").json() == card
     assert client.get("/v1/models/org/other").json()["error"]["message"] == "the model 'org/other' does not exist"
+    assert len(client.get("/v1/models/" + "a" * 60_000).text) < 400
     backend.info = None
     assert client.get("/v1/models").json() == {"object": "list", "data": []}
 

@@ -44,3 +44,18 @@ def test_an_odd_event_fails_its_request(data: str) -> None:
 def test_what_servers_add_is_no_fault(event: bytes) -> None:
     sample = answer(GOOD, event, END)
     assert sample.ok and (sample.input_tokens, sample.output_tokens, sample.text) == (3, 1, "a ")
+
+
+def test_the_last_event_may_lack_its_blank_line() -> None:
+    sample = answer(GOOD, END.rstrip())
+    assert sample.ok and (sample.input_tokens, sample.output_tokens) == (3, 1)
+
+
+@pytest.mark.parametrize("events", [(END,), (b": ping\n\n", END)])
+def test_an_answer_without_a_choice_is_a_failure(events: tuple[bytes, ...]) -> None:
+    assert answer(*events).error == "the answer has no choice"
+
+
+def test_an_answer_without_text_is_none() -> None:
+    sample = answer(b'data: {"choices":[{"text":"","finish_reason":"stop"}]}\n\n', END)
+    assert sample.ok and sample.token_times == [0.0]

@@ -142,6 +142,19 @@ def test_an_answer_that_breaks_off_failed() -> None:
     assert [one.ok for one in samples] == [False, False] and all(one.error for one in samples)
 
 
+def test_an_odd_event_fails_its_request_and_the_run_goes_on() -> None:
+    async def odd_once(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if body["prompt"] != "p1":
+            return await stream(body, writer)
+        event = b'data: {"choices":[null]}\n\ndata: [DONE]\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(event), event))
+
+    samples, interrupted = play(Server(odd_once), prompts(3))
+    assert [one.ok for one in samples] == [True, False, True] and not interrupted
+    figures = summarize(samples, {}, METRICS, [99], [0.1])
+    assert (figures["completed"], figures["failed"], figures["total_output_tokens"]) == (2, 1, 6)
+
+
 def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
     async def once(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await stream(body, writer)

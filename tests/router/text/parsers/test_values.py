@@ -72,6 +72,12 @@ def test_strings_stay_strings(name: str, schema: dict[str, Any], text: str) -> N
         ({}, "5", 5),
         ({"description": "anything"}, '{"x": ', '{"x": '),
         ({"type": "array"}, '["\\ud800"]', '["\\ud800"]'),
+        ({"$ref": "#/$defs/Point"}, "{'x': True, \"y\": None,}", {"x": True, "y": None}),
+        ({"type": "array"}, "['it\\'s', (1, -2.5)]", ["it's", [1, -2.5]]),
+        ({"type": ["object", "null"]}, '{"code": "a\n\tb", "is_new": true}', {"code": "a\n\tb", "is_new": True}),
+        ({"type": "object"}, '{"a": 1}, b={}', '{"a": 1}, b={}'),
+        ({"type": "object"}, "{open('x'): 1}", "{open('x'): 1}"),
+        ({"type": ["object", "string"]}, "{'x': 1}", "{'x': 1}"),
     ],
 )
 def test_json_where_the_schema_allows_it(name: str, schema: dict[str, Any], text: str, value: object) -> None:
