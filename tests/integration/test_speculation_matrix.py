@@ -199,7 +199,9 @@ class Served:
                 futures = [threads.submit(self.ask, case, turn) for turn, case in enumerate(mine)]
                 disturb(deployment, fault, wait_until)
                 for case, future in zip(mine, futures, strict=True):
-                    assert self.is_same(future.result(600), self.expected.answers[case.number]), (case, case.feature)
+                    answer, accepted = future.result(600)
+                    assert self.is_same(answer, self.expected.answers[case.number]), (case, case.feature)
+                    self.right[case.proposer] += accepted
             if fault == "none" and deployment.config.decode:
                 self.check_hand_over()
             if fault == "preempted":
@@ -207,15 +209,17 @@ class Served:
         wait_until(lambda: metric(deployment, "kv_cache_blocks_held") == 0, "no block is held")
         assert metric(deployment, "migrations_total") > 0
         due = {*PROPOSERS} - {"none", "random", "auto"}  # what the last drafts depends on the machine's times
-        assert self.right.keys() >= due, "drafts of each proposer are accepted"
+        assert (+self.right).keys() >= due, "drafts of each proposer are accepted"
 
-    def ask(self, case: Case, turn: int) -> Any:
-        """Return the answer to a case; every other one has a salt of its own, so that nothing of its prompt is there."""
+    def ask(self, case: Case, turn: int) -> tuple[Any, int]:
+        """Return the answer to a case, and how many of its drafts were accepted.
+
+        Every other one has a salt of its own, so that nothing of its prompt is there.
+        """
         url, salt = self.deployment.url, f"{case.fault}{turn}" if turn % 2 else ""
         answer = ask(url, self.deployment.config.name, case.number, case.request_id, salt)
         drafts = httpx.get(f"{url}/debug/requests/{case.request_id}", timeout=600).json().get("drafts")
-        self.right += Counter({case.proposer: drafts["accepted"]} if drafts else {})
-        return answer
+        return answer, drafts["accepted"] if drafts else 0
 
     def is_same(self, one: Any, other: Any) -> bool:
         """Return whether two answers are equal, in float32 but for the rounding of log probabilities in other batches."""
