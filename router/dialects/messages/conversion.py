@@ -175,6 +175,8 @@ def _messages(messages: list[Any]) -> list[Message]:
         blocks = list(_blocks(message["content"], f"{path}.content", BLOCKS_OF_ROLE[message["role"]]))
         if message["role"] == "assistant":
             converted.append(_assistant_message(blocks))
+        elif not blocks:
+            raise _invalid(f"{path}.content must hold at least one block")
         else:
             converted += _user_messages(message["role"], blocks, path)
     if not converted:

@@ -286,6 +286,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         ({"messages": []}, "messages must hold at least one message"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role must be user, assistant or system"),
+        (
+            {"messages": [{"role": "user", "content": []}, {"role": "user", "content": "a"}]},
+            "messages[0].content must hold at least one block",
+        ),
         ({"messages": [{"role": "user"}]}, "messages[0] must be an object with role and content"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content must be a string or a list of blocks"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' is not supported here"),
