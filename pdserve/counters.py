@@ -45,6 +45,7 @@ HELP = {
     "spec_decode_num_draft_tokens": "tokens of these drafts",
     "spec_decode_num_accepted_tokens": "those of them that the model sampled itself, which answers got",
     "spec_decode_num_accepted_tokens_per_pos": "accepted tokens by their position in the draft, from 0",
+    "spec_decode_draft_seconds": "time of steps that a draft model took",
     "spec_decode_num_without_drafts": "sequences for which a draft model (`--speculate draft`) proposed nothing in a step: "
     "it was behind and computed what came before, or had no room in its pool or context",
     "steps_launched_ahead": "decode steps that were launched before the tokens of the last one were read",

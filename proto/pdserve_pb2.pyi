@@ -49,7 +49,7 @@ class Failed(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("instance_id", "role", "model", "namespace", "epoch", "block_size", "num_blocks", "block_bytes", "max_model_len", "vocab_size", "connector", "device", "dtype", "kernel", "eos_token_ids", "protocol_version", "layout", "convert_kv", "scheduling_policy", "grammars", "allow_inexact", "embedding_size", "classifies", "itl_target", "nonce", "adapters", "loads_adapters", "version")
+    __slots__ = ("instance_id", "role", "model", "namespace", "epoch", "block_size", "num_blocks", "block_bytes", "max_model_len", "vocab_size", "connector", "device", "dtype", "kernel", "eos_token_ids", "protocol_version", "layout", "convert_kv", "scheduling_policy", "grammars", "allow_inexact", "embedding_size", "classifies", "itl_target", "nonce", "adapters", "loads_adapters", "version", "speculate")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class Hello(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     LOADS_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SPECULATE_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: str
     model: str
@@ -106,7 +107,8 @@ class Hello(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     loads_adapters: bool
     version: str
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., convert_kv: _Optional[bool] = ..., scheduling_policy: _Optional[str] = ..., grammars: _Optional[bool] = ..., allow_inexact: _Optional[bool] = ..., embedding_size: _Optional[int] = ..., classifies: _Optional[bool] = ..., itl_target: _Optional[float] = ..., nonce: _Optional[bytes] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., loads_adapters: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
+    speculate: str
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., connector: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., convert_kv: _Optional[bool] = ..., scheduling_policy: _Optional[str] = ..., grammars: _Optional[bool] = ..., allow_inexact: _Optional[bool] = ..., embedding_size: _Optional[int] = ..., classifies: _Optional[bool] = ..., itl_target: _Optional[float] = ..., nonce: _Optional[bytes] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., loads_adapters: _Optional[bool] = ..., version: _Optional[str] = ..., speculate: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "path", "loaded_at", "invocation", "lost_name")

@@ -5,12 +5,15 @@ import secrets
 import socket
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from pdserve import __version__
 from pdserve.config import InstanceConfig
 from pdserve.control.frame_connection import NONCE_BYTES, PROTOCOL_VERSION
 from pdserve.instance.instance import Instance
 from pdserve.proto import pdserve_pb2 as pb
+
+MAX_MODEL_CHARS = 100  # of the draft model's name: a router refuses what is longer than 200 in all
 
 
 def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hello:
@@ -46,4 +49,11 @@ def make_hello(role: str, config: InstanceConfig, instance: Instance) -> pb.Hell
         grammars=True,
         adapters=[] if engine.adapters is None else engine.adapters.listing(),
         loads_adapters=bool(config.lora_folder),
+        speculate="off" if engine.drafter is None else _speculation(config),
     )
+
+
+def _speculation(config: InstanceConfig) -> str:
+    """Return the proposer of drafts, with its model's name but not the folder that it is in."""
+    name = "".join(filter(str.isprintable, Path(config.speculative_model).name))
+    return f"{config.speculate} {name[:MAX_MODEL_CHARS]}".strip()

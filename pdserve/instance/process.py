@@ -204,5 +204,6 @@ def describe(hello: pb.Hello, seconds: float) -> str:
     return (
         f"{hello.instance_id}: {hello.model} in {hello.dtype} on {devices}, {hello.kernel} kernel, "
         f"{hello.num_blocks} blocks of {hello.block_size} tokens ({gib:.2f} GiB), over {hello.connector}://, "
+        f"speculation {hello.speculate}, "
         f"ready in {seconds:.1f} s"
     )

@@ -185,15 +185,16 @@ class DraftModel(Drafter):
         most = room if self._is_fixed or not due else self._worthwhile(plan, due, room)
         proposed |= self._draft({seq: min(most, lengths[seq]) for seq in due} if most else {}, plan)
         self.seconds = self._now() - started
+        self._count("spec_decode_draft_seconds", self.seconds)
         return proposed
 
     def end(self, seq: Sequence) -> None:
         """Give up the KV of a sequence that is over here."""
         self.followed.pop(seq).release(self.pool)
 
-    def _count(self, reason: str) -> None:
-        key = series("spec_decode_num_without_drafts", reason=reason)
-        self.counters[key] = self.counters.get(key, 0) + 1
+    def _count(self, name: str, value: float = 1.0, **labels: str) -> None:
+        key = series(name, **labels)
+        self.counters[key] = self.counters.get(key, 0.0) + value
 
     def _follow(self, seq: Sequence) -> None:
         """Compare the last drafts of a sequence with the tokens that have come."""
@@ -217,7 +218,7 @@ class DraftModel(Drafter):
         new, drafting, budget = dict[Sequence, Tokens](), list[Sequence](), CATCH_UP_TOKENS
         for seq, length in lengths.items():
             if not self._take_room(seq, length, plan):
-                self._count("room")
+                self._count("spec_decode_num_without_drafts", reason="room")
                 continue
             first = self.followed[seq].num_computed
             missing = len(seq) - first
@@ -228,7 +229,7 @@ class DraftModel(Drafter):
             if count == missing:
                 drafting.append(seq)
             else:
-                self._count("behind")
+                self._count("spec_decode_num_without_drafts", reason="behind")
         drafted = {seq: self.followed[seq] for seq in drafting}
         while new:
             started, is_timed = self._now(), len(new) == sum(map(len, new.values()))

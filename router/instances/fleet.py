@@ -209,6 +209,15 @@ class InstanceHandle:
             "prefill_tokens": self.candidate.prefill_tokens,
             "output_tokens": self.candidate.output_tokens,
             "costs": vars(self.candidate.costs),
+            "speculate": self.hello.speculate,
+            "drafts": {
+                name: self.heartbeat.counters.get(f"spec_decode_{series}", 0.0)
+                for name, series in (
+                    ("tokens", "num_draft_tokens"),
+                    ("accepted", "num_accepted_tokens"),
+                    ("seconds", "draft_seconds"),
+                )
+            },
             "draining": self.is_draining,
             "last_heard_seconds": round(now - self.last_frame_at, 3),
         }

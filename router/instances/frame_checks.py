@@ -53,7 +53,7 @@ def hello_fault(hello: pb.Hello) -> str:
         return f"an instance id has 1 to {MAX_INSTANCE_ID_CHARS} characters, all of them printable"
     if len(hello.nonce) != NONCE_BYTES:
         return f"its nonce has {len(hello.nonce)} bytes instead of {NONCE_BYTES}"
-    for name in ("connector", "device", "dtype", "kernel", "scheduling_policy", "version"):
+    for name in ("connector", "device", "dtype", "kernel", "scheduling_policy", "version", "speculate"):
         if not _is_name(getattr(hello, name)):
             return f"its {name} has at most {MAX_NAME_CHARS} characters, all of them printable"
     limits = {

@@ -2,11 +2,15 @@
 
 import json
 import random
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 from pdserve.config import EngineConfig
 from pdserve.engine.checkpoint import Checkpoint
@@ -42,6 +46,19 @@ KINDS: list[dict[str, Any]] = [
 ]
 PROMPTS = [[(i * 7 + j * (1 + i % 3)) % (5 + i) for j in range(2 + 11 * (i % 5))] for i in range(len(KINDS))]
 Answer = tuple[list[int], list[TokenLogprobs]]
+
+
+def changed(source: Path, path: Path, noise: float = 0.004, vocab_size: int | None = None) -> Path:
+    """Write a copy of a model with noise in its weights, and another number of tokens: it often draws the same token."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    model.resize_token_embeddings(vocab_size)
+    shutil.copytree(source, path, dirs_exist_ok=True)
+    model.save_pretrained(path)
+    return path
 
 
 def samplings() -> list[SamplingParams]:

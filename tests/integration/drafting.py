@@ -2,14 +2,15 @@
 
     python drafting.py ANSWERS.json exact decode --router … --speculate off
 
-The answers are tokens by number of the request and choice (`12.0`), which only some proposers know. In place of `exact`,
-`mutant` accepts one wrong token.
+The answers are tokens by number of the request and choice (`12.0`), which only some proposers know; a draft model is beside
+them. In place of `exact`, `mutant` accepts one wrong token.
 """
 
 import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.sampler import SampledRow
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Drafter, StepOutcome, StepPlan
+from pdserve.speculation.draft_model import DraftModel
 from pdserve.speculation.speculator import Speculator
 
 ID = re.compile(r"(?P<number>\d+)-(?P<proposer>[a-z]+)-(?P<length>auto|\d+)(-(?P<choice>\d+))?")
@@ -29,15 +31,18 @@ class Mixed(Drafter):
 
     followed: set[Sequence]
 
-    def __init__(self, engine: Engine, answers: dict[str, list[int]]) -> None:
+    def __init__(self, engine: Engine, config: EngineConfig, answers: Path) -> None:
         self.followed = set()
-        self._answers = answers
-        self._speculators = {
+        self._answers: dict[str, list[int]] = json.loads(answers.read_text())
+        self._speculators: dict[str, Speculator | DraftModel] = {
             name: Speculator(
                 EngineConfig(speculate=name, speculative_tokens=MOST), engine.scheduler, engine.extra_seconds
             )
             for name in ("ngram", "suffix", "auto")
         }
+        drafting = replace(config, speculate="draft", speculative_model=str(answers.with_name("draft")))
+        runner: Any = engine.runner
+        self._speculators["draft"] = DraftModel(replace(drafting, speculative_tokens=MOST), engine.scheduler, runner)
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
         asked = {seq: found for seq in plan.counts if (found := ID.search(seq.request_id))}
@@ -90,14 +95,14 @@ def accept_one_wrong() -> None:
 if __name__ == "__main__":
     from pdserve.__main__ import main
 
-    known = json.loads(Path(sys.argv.pop(1)).read_text())
+    known = Path(sys.argv.pop(1))
     if sys.argv.pop(1) == "mutant":
         accept_one_wrong()
     make = Engine.__init__
 
-    def make_mixed(engine: Engine, *args: Any, **settings: Any) -> None:
-        make(engine, *args, **settings)
-        engine.drafter = Mixed(engine, known)
+    def make_mixed(engine: Engine, config: EngineConfig, *args: Any, **settings: Any) -> None:
+        make(engine, config, *args, **settings)
+        engine.drafter = Mixed(engine, config, known)
 
     setattr(Engine, "__init__", make_mixed)  # noqa: B010
     main()

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pdserve import logits_processors, plugins
@@ -49,11 +50,16 @@ def test_answers_over_http(
     complete: Callable[..., dict[str, Any]],
     metric: Callable[..., float],
     wait_until: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
     bodies = [{"prompt": prompt, "max_tokens": 40, **kind} for prompt in PROMPTS for kind in KINDS]
     found = []
     role = "both" if "both" in roles else "decode"
-    flags = [*flags, str(checkpoint("llama", dtype="bfloat16"))] if "draft" in flags else flags
+    if "draft" in flags:  # in a folder whose path is longer than what a router takes in a Hello
+        path = tmp_path / ("folder" * 40) / "small\n"
+        path.parent.mkdir()
+        path.symlink_to(checkpoint("llama", dtype="bfloat16"))
+        flags = [*flags, str(path)]
     for extra in (["--speculate", "off"], flags):
         with deploy(model=str(checkpoint("llama", dtype="bfloat16")), flags={role: extra}, **roles) as deployment:
             with ThreadPoolExecutor(8) as threads:
@@ -64,6 +70,9 @@ def test_answers_over_http(
                 assert (metric(deployment, f"{ACCEPTED}_total", role=role) > 0) == (extra == flags)
             if "draft" in extra:  # a prompt of 180 tokens takes two steps of the draft model
                 assert metric(deployment, "spec_decode_num_without_drafts_total", role=role, reason="behind") > 0
+                instances = httpx.get(f"{deployment.url}/debug/instances").json()["instances"]
+                shown = {one["role"]: (one["speculate"], all(one["drafts"].values())) for one in instances}
+                assert shown == {"prefill": ("auto", False), "decode": ("draft small", True)}
             assert metric(deployment, "kv_transfer_failures_total") == 0
 
             def is_sum() -> bool:

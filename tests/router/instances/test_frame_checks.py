@@ -58,6 +58,7 @@ def costs(**changes: Any) -> pb.InstanceFrame:
         ({"itl_target": math.nan}, "itl_target is nan"),
         ({"itl_target": -1.0}, "itl_target is -1.0"),
         ({"device": "x" * 201}, "device"),
+        ({"speculate": "a\nb"}, "speculate"),
         ({"role": "router"}, "unknown role"),
     ],
 )
