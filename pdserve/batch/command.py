@@ -23,7 +23,7 @@ MAX_SHOWN = 5  # unanswered requests
 
 
 def server_at(url: str) -> AbstractContextManager[str]:
-    """Return a running server for `run`. Raises SetupError if the URL is none of http or https."""
+    """Return a running server for `run`. Raises SetupError if the URL names no server of http or https."""
     if not url.startswith(("http://", "https://")):
         raise SetupError(f"--url: {url!r} is not a URL; write http://127.0.0.1:8000, for example")
     try:

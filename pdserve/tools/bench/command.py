@@ -108,6 +108,7 @@ def prepare(config: BenchServeConfig) -> Benchmark:
 
 
 def _server_url(config: BenchServeConfig) -> str:
+    """Return the address of the server to measure, without /v1. Raises SetupError if it names none."""
     url = (config.base_url or f"http://{config.host}:{config.port}").rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise SetupError(f"--base-url must begin with http:// or https://, not {url}")
