@@ -119,7 +119,8 @@ class SequenceKV:
             stop, index = pool.blocks_for(len(self.tokens)), self.num_computed // self.block_size
             return num_pages(pool, self._tables, stop, index, self.num_registered)
         is_copied = self._block_to_copy(pool) is not None
-        return max(0, pool.blocks_for(len(self.tokens)) - len(self.block_ids)) + is_copied
+        missing = pool.blocks_for(len(self.tokens)) - len(self.block_ids)
+        return missing + is_copied if missing > 0 else int(is_copied)
 
     # ---- changes of state ---------------------------------------------------------------------------------------
 

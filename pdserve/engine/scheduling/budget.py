@@ -82,12 +82,14 @@ class StepBudget:
         if sum(tokens_now.values()) > self.tokens:
             granted = split(self.tokens, tokens_now)
             self.token_shares = {tenant: math.ceil(count) for tenant, count in granted.items() if count}
-        weights = sum(tenant.weight for tenant in {seq.tenant for seq in demands})
-        tokens = {seq.tenant: max(1, int(self.tokens * seq.tenant.weight / weights)) for seq in demands}
+        tenants = {seq.tenant for seq in demands}
+        weights = sum(tenant.weight for tenant in tenants)
+        tokens = {tenant: max(1, int(self.tokens * tenant.weight / weights)) for tenant in tenants}
         seconds = dict.fromkeys(tokens, 0.0)
-        for seq in demands:
-            if chunk := min(seq.kv.num_uncomputed, tokens[seq.tenant]):
-                tokens[seq.tenant] -= chunk
+        for seq in demands:  # of all, while most of them are not in the step: each call counts
+            chunk, left = seq.kv.num_uncomputed, tokens[seq.tenant]
+            if chunk := chunk if chunk < left else left:
+                tokens[seq.tenant] = left - chunk
                 seconds[seq.tenant] += self.seconds(seq, chunk)
         self.shares, self.turn = step_shares(self.base, seconds, creditors), turn
 
@@ -153,11 +155,12 @@ class StepBudget:
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""
-        if not seq.kv.is_decoding:
+        num_tokens = len(seq.kv.tokens)
+        if num_tokens - seq.kv.num_computed > 1:
             _, per_token, per_pair = self.costs.prefill
             return per_token * count + per_pair * attention_pairs(count, seq.kv.num_computed)
         _, per_sequence, per_token = self.costs.decode
-        return per_sequence + per_token * len(seq)
+        return per_sequence + per_token * num_tokens
 
 
 def _tokens_within(costs: Costs, seconds: float, cached: int) -> int:

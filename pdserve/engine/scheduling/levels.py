@@ -6,6 +6,7 @@ And what of each could run, if it were alone.
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
+from operator import attrgetter
 
 from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.sequence import Sequence
@@ -13,23 +14,23 @@ from pdserve.request import Tenant
 
 Place = tuple[float, int]  # in the order of sequences: the level of its tenant, and its rank
 Order = Callable[[Sequence], Place]
+_TENANT = attrgetter("tenant")
 
 
 def levels_of(running: SequenceABC[Sequence]) -> dict[Tenant, float]:
     """Return the number of running sequences of each tenant that has some, divided by its weight."""
-    counts = Counter(seq.tenant for seq in running)
+    counts = Counter(map(_TENANT, running))
     return {tenant: count / tenant.weight for tenant, count in counts.items()}
 
 
 def giving_way(running: SequenceABC[Sequence], tenants: Iterable[Tenant]) -> dict[Tenant, Sequence]:
     """Return which running sequence gives way to a new one of each tenant; without tenants that would rise to its level."""
     levels = levels_of(running)
-    candidates = [one for one in reversed(running) if one.may_give_way]
-    victim = max(candidates, key=lambda one: (levels[one.tenant], one.rank), default=None)
-    if victim is None:
-        return {}
-    highest = levels[victim.tenant]
-    return {tenant: victim for tenant in tenants if levels.get(tenant, 0.0) + 1 / tenant.weight < highest}
+    for level in sorted(set(levels.values()), reverse=True):
+        highest = {tenant for tenant in levels if levels[tenant] == level}
+        if victim := next((one for one in reversed(running) if one.tenant in highest and one.may_give_way), None):
+            return {tenant: victim for tenant in tenants if levels.get(tenant, 0.0) + 1 / tenant.weight < level}
+    return {}
 
 
 def last_to_run(running: SequenceABC[Sequence], tenant: Tenant) -> Sequence:

@@ -332,7 +332,7 @@ class Scheduler:
                 seq.kv.tails.drop(self.pool, seq.kv.num_computed)
         for seq in list(self.running):
             needed = seq.kv.blocks_needed(self.pool)
-            is_promised = needed <= seq.kv.num_promised <= self.pool.num_free
+            is_promised = not needed or needed <= seq.kv.num_promised <= self.pool.num_free
             if is_promised or seq in output.preempted or seq in output.late:
                 continue
             if needed <= self.pool.num_free or preemption.make_room_for(seq):
@@ -362,7 +362,8 @@ class Scheduler:
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
         for seq in [*overdue, *sorted(decoding, key=lambda seq: seq.turn)] if budget.shares else decoding:
-            budget.allocate(seq)
+            if budget.has_share(seq.tenant):
+                budget.allocate(seq)
         for seq in prompts:
             if not output.preempted:
                 self._admit(output, budget, preemption, below=order(seq)[0])

@@ -1,6 +1,7 @@
 """Shares of tenants: latency beside the load of another, tokens by weight, and nothing that goes to and fro."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 from statistics import median
@@ -350,3 +351,28 @@ def test_a_tenant_whose_work_takes_no_time_is_not_limited(creditors: set[Tenant]
     """A fit may find that prompts cost nothing beside the step itself. Nor do all wait for it."""
     assert step_shares(0.0, {LIGHT: 0.0, HEAVY: 1.0}, creditors) == {}
     assert step_shares(0.1, {LIGHT: 0.0, HEAVY: 1.0}, creditors).keys() == {HEAVY}
+
+
+def test_sequences_that_a_step_leaves_out_cost_it_little() -> None:
+    """All of a tenant's are looked at while its share lets few of them advance: that is the other tenant's time."""
+    instance = Instance()
+    for _ in range(96):
+        instance.add(HEAVY, 40, 900)
+    for _ in range(40):
+        instance.step()
+    instance.add(LIGHT, 40, 100)
+    for _ in range(5):
+        instance.step()
+    num_calls = 0
+
+    def count_call(frame: Any, event: str, arg: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count_call)
+    try:
+        output = instance.sched.schedule()
+    finally:
+        sys.setprofile(None)
+    assert len(output.plan.counts) < 20
+    assert num_calls < 15 * 97, "it was 22 of each once"
