@@ -7,6 +7,7 @@ long as alone.
 
 import math
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 
 from pdserve.costs import Costs, attention_pairs
@@ -66,7 +67,7 @@ class StepBudget:
 
     def share(
         self,
-        demands: Collection[Sequence],
+        demands: Mapping[Tenant, SequenceABC[Sequence]],
         tokens_now: Mapping[Tenant, float],
         creditors: Collection[Tenant],
         turn: int,
@@ -74,7 +75,7 @@ class StepBudget:
         """Limit the time and the tokens of each tenant to its share of the step.
 
         Args:
-            demands: all that could run if their tenant were alone; for time, see `step_shares`.
+            demands: of each tenant, all that could run if it were alone; for time, see `step_shares`.
             tokens_now: how many tokens of each tenant could be computed in this step: what no other can use is not kept.
             creditors: tenants that have credit.
             turn: number of the step.
@@ -82,16 +83,31 @@ class StepBudget:
         if sum(tokens_now.values()) > self.tokens:
             granted = split(self.tokens, tokens_now)
             self.token_shares = {tenant: math.ceil(count) for tenant, count in granted.items() if count}
-        tenants = {seq.tenant for seq in demands}
-        weights = sum(tenant.weight for tenant in tenants)
-        tokens = {tenant: max(1, int(self.tokens * tenant.weight / weights)) for tenant in tenants}
-        seconds = dict.fromkeys(tokens, 0.0)
-        for seq in demands:  # of all, while most of them are not in the step: each call counts
-            chunk, left = seq.kv.num_uncomputed, tokens[seq.tenant]
-            if chunk := chunk if chunk < left else left:
-                tokens[seq.tenant] = left - chunk
-                seconds[seq.tenant] += self.seconds(seq, chunk)
-        self.shares, self.turn = step_shares(self.base, seconds, creditors), turn
+        self.shares, self.turn = step_shares(self.base, self._seconds_of(demands, creditors), creditors), turn
+
+    def _seconds_of(
+        self, demands: Mapping[Tenant, SequenceABC[Sequence]], creditors: Collection[Tenant]
+    ) -> dict[Tenant, float]:
+        """Return the seconds that all work of each tenant would add, or more than it can get.
+
+        Few of many sequences advance in a step that is shared, and looking at all of them would take longer than those.
+        """
+        tokens, weights = self.tokens, sum(tenant.weight for tenant in demands)
+        first = {tenant for tenant in demands if tenant in creditors} or demands.keys()
+        seconds, enough, weights_first = dict[Tenant, float](), math.inf, sum(tenant.weight for tenant in first)
+        for tenant in sorted(demands, key=lambda tenant: (tenant not in first, len(demands[tenant]))):
+            if tenant not in first:
+                enough = (self.base + sum(seconds[one] for one in first)) * CREDITOR_SLOWDOWN
+            left = max(1, int(tokens * tenant.weight / weights))
+            seconds[tenant] = 0.0
+            for seq in demands[tenant]:
+                if chunk := min(seq.kv.num_uncomputed, left):
+                    left -= chunk
+                    seconds[tenant] += self.seconds(seq, chunk)
+                if seconds[tenant] > enough or not left:
+                    break
+            enough = min(enough, (self.base + seconds[tenant]) / tenant.weight * weights_first - self.base)
+        return seconds
 
     def has_share(self, tenant: Tenant) -> bool:
         """Return whether a tenant may have further tokens computed in this step."""

@@ -4,7 +4,7 @@ And what of each could run, if it were alone.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from operator import attrgetter
 
@@ -41,17 +41,16 @@ def last_to_run(running: SequenceABC[Sequence], tenant: Tenant) -> Sequence:
 
 
 def tokens_now(
-    tenants: Iterable[Tenant], running: Iterable[Sequence], queued: Iterable[Sequence], pool: BlockPool
+    running: Mapping[Tenant, Iterable[Sequence]], queued: Iterable[Sequence], pool: BlockPool
 ) -> dict[Tenant, float]:
     """Return how many tokens of each tenant this step could compute, if the tenant were alone in it.
 
     Args:
         queued: those for which there is a slot; they count as far as the pool has room for those of their tenant.
     """
-    tokens = dict.fromkeys(tenants, 0.0)
-    blocks = dict.fromkeys(tokens, pool.num_spare)
-    for seq in running:
-        tokens[seq.tenant] += seq.kv.num_uncomputed
+    tokens, blocks = dict[Tenant, float](), dict.fromkeys(running, pool.num_spare)
+    for tenant, seqs in running.items():
+        tokens[tenant] = sum([len(seq.kv.tokens) - seq.kv.num_computed for seq in seqs])
     for seq in queued:
         blocks[seq.tenant] -= seq.kv.blocks_needed(pool)
         if blocks[seq.tenant] >= 0:

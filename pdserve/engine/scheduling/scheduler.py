@@ -61,7 +61,7 @@ Queues = tuple[list[Sequence], Sequence | None, Order]  # loaded ones in order, 
 Size = tuple[int, int, int, Sequence]  # of one without blocks: tokens to compute, rank, number in the order of queueing
 MAX_OVERTAKEN = 64  # how often others go before one that lacks blocks
 MAX_PREEMPTIONS = 32  # of a sequence that may still have hits in pages of several blocks
-_RANK, _FIRST = attrgetter("rank"), itemgetter(0)
+_RANK, _TURN, _FIRST = attrgetter("rank"), attrgetter("turn"), itemgetter(0)
 _NO_COPY = SwappedKV(0, 0, [])  # of a sequence that was not swapped
 
 
@@ -349,27 +349,38 @@ class Scheduler:
                 budget.allocate(seq)
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
-            return budget
-        creditors = self._credit.creditors(self._by_tenant.keys())
-        candidates, queued = [*decoding, *prompts], [*self._queued(output.late)]
-        is_full = len(self.running) >= self.max_num_seqs
+        else:
+            self._share_step(decoding, prompts, output, budget)
+            order = self.order()
+            for seq in sorted(prompts, key=order):
+                if not output.preempted:
+                    self._admit(output, budget, preemption, below=order(seq)[0])
+                if seq not in output.paused:
+                    self._schedule_prompt(seq, output, budget)
+        return budget
+
+    def _share_step(
+        self, decoding: list[Sequence], prompts: list[Sequence], output: SchedulerOutput, budget: StepBudget
+    ) -> None:
+        """Limit the tenants to their shares of a step, and schedule decoding sequences within them."""
+        demands: dict[Tenant, list[Sequence]] = {tenant: [] for tenant in self._by_tenant}
+        for seq in (*decoding, *prompts):
+            demands[seq.tenant].append(seq)
+        queued, is_full = self._queued(output.late), len(self.running) >= self.max_num_seqs
         may_run = giving_way(self.running, self._by_tenant) if is_full else self._by_tenant
-        demanding = [seq for seq in queued if seq.tenant in may_run]
-        tokens = tokens_now(self._by_tenant, candidates, demanding, self.pool)
-        budget.share([*candidates, *queued], tokens, creditors, self._num_steps)
-        order = self.order()
-        prompts.sort(key=order)
+        demanding = [seq for tenant in may_run for seq in queued[tenant]]
+        tokens = tokens_now(demands, demanding, self.pool)
+        demands = {tenant: seqs + queued[tenant] for tenant, seqs in demands.items() if seqs or queued[tenant]}
+        budget.share(demands, tokens, self._credit.creditors(self._by_tenant.keys()), self._num_steps)
         # A tenant's decoding sequences may take all of its share, but not for ever.
         overdue = [seq for seq in prompts if seq.tenant in budget.shares and self._num_steps - seq.last_turn > TURN]
-        for seq in [*overdue, *sorted(decoding, key=lambda seq: seq.turn)] if budget.shares else decoding:
-            if budget.has_share(seq.tenant):
+        overdue.sort(key=self.order())
+        spent = set[Tenant]()
+        for seq in [*overdue, *sorted(decoding, key=_TURN)] if budget.shares else decoding:
+            if seq.tenant not in spent and budget.has_share(seq.tenant):
                 budget.allocate(seq)
-        for seq in prompts:
-            if not output.preempted:
-                self._admit(output, budget, preemption, below=order(seq)[0])
-            if seq not in output.paused:
-                self._schedule_prompt(seq, output, budget)
-        return budget
+            else:
+                spent.add(seq.tenant)
 
     def _schedule_prompt(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Schedule a prompt that has blocks; if it does not end in this step, behind shorter ones in half of the time."""
@@ -441,11 +452,13 @@ class Scheduler:
             self._end_wait(seq)
         return has_room
 
-    def _queued(self, late: set[Sequence]) -> Iterator[Sequence]:
-        """Yield sequences that could run, of each tenant as many as there are slots: if it were alone, they would."""
+    def _queued(self, late: set[Sequence]) -> dict[Tenant, list[Sequence]]:
+        """Return sequences that could run, of each tenant as many as there are slots: if it were alone, they would."""
         running = late.union(self.running)
-        for seqs in self._by_tenant.values():
-            yield from islice((seq for seq in seqs if seq not in running), self.max_num_seqs)
+        return {
+            tenant: [*islice((seq for seq in seqs if seq not in running), self.max_num_seqs)]
+            for tenant, seqs in self._by_tenant.items()
+        }
 
     def _admit(
         self, output: SchedulerOutput, budget: StepBudget, preemption: Preemption, below: float = math.inf
