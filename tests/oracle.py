@@ -23,7 +23,7 @@ class Oracle(Drafter):
         self.num_proposed = 0
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
-        return {seq: self._drafts(seq) for seq in plan.counts if seq.takes_drafts}
+        return {seq: self._drafts(seq) for seq in plan.counts if plan.takes_drafts(seq)}
 
     def _drafts(self, seq: Sequence) -> list[int]:
         answer = self._answers[tuple(seq.output.tokens[: seq.output.num_prompt])]

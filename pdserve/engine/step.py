@@ -6,7 +6,7 @@ A plan may have drafts, tokens that a drafter expects to follow. The step comput
 that the model samples itself are accepted, with the token behind the last of them. The output is what it is without drafts.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from pdserve.engine.sequence import Feature, Sequence
-from pdserve.request import TokenLogprobs
+from pdserve.request import Tenant, TokenLogprobs
 
 
 class Accepted(msgspec.Struct, gc=False):
@@ -57,6 +57,7 @@ class StepPlan:
         counts: of each sequence, the number of further tokens, the first one without KV first.
         drafts: tokens that are computed behind those of some sequences. Such a sequence only decodes.
         predicted: sequences whose drafts are of the answer that the client has predicted.
+        limited: tenants that have more work than their share of the step has room for.
         on_layer: see `PagedBatch`.
     """
 
@@ -64,10 +65,15 @@ class StepPlan:
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     on_layer: Callable[[int], None] | None = None
     predicted: set[Sequence] = field(default_factory=set)
+    limited: Set[Tenant] = frozenset()
 
     def num_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of a sequence the step computes."""
         return self.counts[seq] + len(self.drafts.get(seq, ()))
+
+    def takes_drafts(self, seq: Sequence) -> bool:
+        """Return whether drafts may be added to a sequence. They would take time that its tenant does not have."""
+        return seq.takes_drafts and seq.tenant not in self.limited
 
     def work(self, seq: Sequence) -> list[tuple[int, int]]:
         """Return (tokens to compute, tokens before them) of each row: drafts are rows of their own, as if each decoded."""
@@ -131,7 +137,7 @@ class Drafter(Protocol):
     seconds: float = 0.0
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, SequenceABC[int]]:
-        """Return the tokens that may follow some of a plan's sequences, of those that take drafts (`takes_drafts`)."""
+        """Return the tokens that may follow some sequences of a plan that take drafts (`StepPlan.takes_drafts`)."""
 
     def end(self, seq: Sequence) -> None:
         """Learn that a followed sequence is over here, finished or not."""

@@ -172,7 +172,7 @@ class DraftModel(Drafter):
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
         """Return the tokens that may follow some of a plan's sequences."""
         started = self._now()
-        takers = [seq for seq in plan.counts if seq.takes_drafts]
+        takers = [seq for seq in plan.counts if plan.takes_drafts(seq)]
         room = self._scheduler.max_num_batched_tokens - sum(plan.counts.values())
         room = min(self._most, room // len(takers)) if takers else 0
         lengths = {seq: min(room, seq.output.max_tokens - seq.output.num_generated - 1) for seq in takers}

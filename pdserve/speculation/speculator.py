@@ -98,7 +98,7 @@ class Speculator(Drafter):
         if not (self._most and plan.counts):
             return {}
         if self._proposes_all:
-            found = ((seq, self.find(seq)) for seq in plan.counts if seq.takes_drafts and self._follow(seq))
+            found = ((seq, self.find(seq)) for seq in plan.counts if plan.takes_drafts(seq) and self._follow(seq))
             drafts = {seq: draft for seq, draft in found if draft is not None}
             lengths: Mapping[Sequence, int] = dict.fromkeys(drafts, self._most)
         else:
@@ -150,7 +150,7 @@ class Speculator(Drafter):
             due += self._others(plan.counts)
         drafts, expected = dict[Sequence, Draft](), dict[Sequence, list[float]]()
         for seq in due if step.least_chance < 1 else ():
-            if seq.takes_drafts and (draft := self._look(seq, step.least_chance)) is not None:
+            if plan.takes_drafts(seq) and (draft := self._look(seq, step.least_chance)) is not None:
                 drafts[seq] = draft
                 expected[seq] = chances(draft, self.followed[seq].acceptance, self._acceptance)
         lengths = worthwhile(step, expected) if expected else {}

@@ -75,7 +75,7 @@ class Known(Drafter):
     num_proposed: int = 0
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
-        return {seq: self._drafts(seq) for seq in plan.counts if seq.takes_drafts}
+        return {seq: self._drafts(seq) for seq in plan.counts if plan.takes_drafts(seq)}
 
     def _drafts(self, seq: Sequence) -> list[int]:
         at = seq.output.num_generated
@@ -95,7 +95,9 @@ class Chance(Drafter):
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
         return {
-            seq: [self.generator.randrange(260) for _ in range(self.length)] for seq in plan.counts if seq.takes_drafts
+            seq: [self.generator.randrange(260) for _ in range(self.length)]
+            for seq in plan.counts
+            if plan.takes_drafts(seq)
         }
 
 

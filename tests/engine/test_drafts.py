@@ -1,5 +1,6 @@
 """Drafts: whatever is proposed, the output is what it is without, in fewer steps."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import pytest
 
 from pdserve.config import EngineConfig
+from pdserve.costs import Costs
 from pdserve.engine.engine import Engine
 from pdserve.engine.step import Drafter, StepPlan
-from pdserve.request import Request, SamplingParams
+from pdserve.request import Request, SamplingParams, Tenant
 from tests.oracle import Oracle
 
 Answers = list[list[int]]
@@ -114,7 +116,7 @@ def test_drafts_take_no_room_of_others(checkpoint: Callable[..., Path], prompts:
 
     class Eager(Drafter):
         def propose(self, plan: StepPlan) -> dict[Any, list[int]]:
-            return {seq: [1] * 50 for seq in plan.counts if seq.takes_drafts}
+            return {seq: [1] * 50 for seq in plan.counts if plan.takes_drafts(seq)}
 
     engine.drafter = Eager()
     planned, step = list[tuple[int, int]](), engine.runner.step
@@ -129,3 +131,38 @@ def test_drafts_take_no_room_of_others(checkpoint: Callable[..., Path], prompts:
     engine.runner.step = watch  # type: ignore[method-assign]
     run(engine, prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert max(tokens for tokens, _ in planned) <= len(prompts) + 3 and any(drafts for _, drafts in planned)
+
+
+def test_a_tenant_without_time_for_all_its_work_gets_no_drafts(
+    checkpoint: Callable[..., Path], generate: Callable[..., Answers], prompts: Answers
+) -> None:
+    """They would lengthen the steps of another tenant, whose own sequences get theirs. Answers stay the same."""
+    path, light = checkpoint("llama", dtype="float32"), Tenant(1)
+    prompts = [[*prompt, i] for i, prompt in enumerate(prompts * 4)]
+    expected = generate(path, prompts, 32)
+    engine = make_engine(path)
+    engine.scheduler.costs = Costs(prefill=(0.002, 1e-4, 0.0), decode=(0.001, 1e-3, 0.0))
+    engine.drafter = Oracle(zip(prompts, expected, strict=True))
+    sampling, step = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True), engine.runner.step
+    drafted = Counter[tuple[Tenant, bool]]()  # steps by whose drafts they have, and whether both tenants decode
+
+    def watch(plan: StepPlan) -> Any:
+        decoding = {seq.tenant for seq in engine.scheduler.running if seq.kv.is_decoding}
+        for tenant in {seq.tenant for seq in plan.drafts}:
+            drafted[tenant, len(decoding) > 1] += 1
+        return step(plan)
+
+    engine.runner.step = watch  # type: ignore[method-assign]
+    seqs = [
+        engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling, tenant=light if i == 0 else Tenant(2)))
+        for i, prompt in enumerate(prompts)
+    ]
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work:
+        for seq in engine.step().sampled:
+            if seq.output.finish_reason():
+                engine.remove(seq)
+    assert [seq.output.generated.tolist() for seq in seqs] == expected
+    assert drafted[light, True] > 0 and drafted[Tenant(2), False] > 0
+    assert drafted[Tenant(2), True] == 0

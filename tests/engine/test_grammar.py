@@ -229,7 +229,7 @@ def test_drafts_are_accepted_as_far_as_their_masks_are_there(
 
     class Oracle(Drafter):
         def propose(self, plan: StepPlan) -> dict[Sequence, list[int]]:
-            answers = {seq: expected[int(seq.request_id)] for seq in plan.counts if seq.takes_drafts}
+            answers = {seq: expected[int(seq.request_id)] for seq in plan.counts if plan.takes_drafts(seq)}
             return {seq: [*answer[seq.output.num_generated :][:3], 5] for seq, answer in answers.items()}
 
     config = EngineConfig(model=str(checkpoint("llama")), num_blocks=200, dtype="bfloat16")

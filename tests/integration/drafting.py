@@ -52,7 +52,7 @@ class Mixed(Drafter):
             part = StepPlan({seq: plan.counts[seq] for seq, found in asked.items() if found["proposer"] == name})
             proposed |= speculator.propose(part)
         for seq, found in asked.items():
-            if found["proposer"] in ("random", "oracle", "erring") and seq.takes_drafts:
+            if found["proposer"] in ("random", "oracle", "erring") and plan.takes_drafts(seq):
                 proposed[seq] = self._known(seq, f"{found['number']}.{found['choice'] or 0}", found["proposer"])
         return {seq: drafts[: _length(seq, asked[seq]["length"])] for seq, drafts in proposed.items()}
 

@@ -100,7 +100,11 @@ class Known(Drafter):
         self._answer = [token ^ change(at) for at, token in enumerate(answer)]
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
-        return {seq: self._answer[(at := seq.output.num_generated) : at + 4] for seq in plan.counts if seq.takes_drafts}
+        return {
+            seq: self._answer[(at := seq.output.num_generated) : at + 4]
+            for seq in plan.counts
+            if plan.takes_drafts(seq)
+        }
 
 
 @pytest.mark.parametrize("stays", ["whole", "moves"])

@@ -83,7 +83,9 @@ class StepBudget:
         if sum(tokens_now.values()) > self.tokens:
             granted = split(self.tokens, tokens_now)
             self.token_shares = {tenant: math.ceil(count) for tenant, count in granted.items() if count}
-        self.shares, self.turn = step_shares(self.base, self._seconds_of(demands, creditors), creditors), turn
+        seconds = self._seconds_of(demands, creditors)
+        self.shares, self.turn = step_shares(self.base, seconds, creditors), turn
+        self.plan.limited = {tenant for tenant, share in self.shares.items() if share < seconds[tenant]}
 
     def _seconds_of(
         self, demands: Mapping[Tenant, SequenceABC[Sequence]], creditors: Collection[Tenant]

@@ -24,7 +24,9 @@ class SimulatedDrafter(Drafter):
 
     def propose(self, plan: StepPlan) -> Mapping[Sequence, list[int]]:
         shares = {
-            seq: self._shares.get(seq.request_id.partition("#")[0], 0.0) for seq in plan.counts if seq.takes_drafts
+            seq: self._shares.get(seq.request_id.partition("#")[0], 0.0)
+            for seq in plan.counts
+            if plan.takes_drafts(seq)
         }
         step = Step.forecast(plan.counts, self._scheduler.costs, self._scheduler.itl_target, lambda rows: 0.0)
         expected = {
