@@ -330,39 +330,57 @@ class Scheduler:
         if self.pool.tail_groups:
             for seq in self.running:
                 seq.kv.tails.drop(self.pool, seq.kv.num_computed)
-        for seq in list(self.running):
-            needed = seq.kv.blocks_needed(self.pool)
-            is_promised = not needed or needed <= seq.kv.num_promised <= self.pool.num_free
-            if is_promised or seq in output.preempted or seq in output.late:
-                continue
-            if needed <= self.pool.num_free or preemption.make_room_for(seq):
-                output.block_copies += seq.kv.take_room(self.pool)
         # Decoding sequences need one token each and have a latency target; long prompts share the rest.
-        decoding, prompts = list[Sequence](), list[Sequence]()
+        are_rivals, decoding, prompts = len(self._by_tenant) > 1, list[Sequence](), list[Sequence]()
         for seq in self.running:
             if seq not in output.left_out:
                 (decoding if seq.kv.is_decoding else prompts).append(seq)
+        for seq in prompts if are_rivals else self.running[:]:
+            if seq not in output.late:
+                self._take_room(seq, output, preemption)
+        if output.preempted:
+            decoding = [seq for seq in decoding if seq not in output.preempted]
+            prompts = [seq for seq in prompts if seq not in output.preempted]
         most, plan = self.max_num_batched_tokens, output.plan
         budget = StepBudget.for_step(self.costs, most, decoding, self.itl_target, self.pool.block_size, plan)
-        if len(self._by_tenant) < 2:
+        if not are_rivals:
             for seq in decoding:
                 budget.allocate(seq)
             for seq in prompts:
                 self._schedule_prompt(seq, output, budget)
         else:
-            self._share_step(decoding, prompts, output, budget)
+            self._share_step(decoding, prompts, output, budget, preemption)
             order = self.order()
             for seq in sorted(prompts, key=order):
                 if not output.preempted:
                     self._admit(output, budget, preemption, below=order(seq)[0])
-                if seq not in output.paused:
+                if seq not in output.paused and seq not in output.preempted:
                     self._schedule_prompt(seq, output, budget)
         return budget
 
+    def _take_room(self, seq: Sequence, output: SchedulerOutput, preemption: Preemption) -> bool:
+        """Give a running sequence the blocks of its tokens, unless they are promised. Returns False if it is preempted."""
+        if seq in output.preempted:
+            return False
+        needed = seq.kv.blocks_needed(self.pool)
+        if needed and not needed <= seq.kv.num_promised <= self.pool.num_free:
+            if needed > self.pool.num_free and not preemption.make_room_for(seq):
+                return False
+            output.block_copies += seq.kv.take_room(self.pool)
+        return True
+
     def _share_step(
-        self, decoding: list[Sequence], prompts: list[Sequence], output: SchedulerOutput, budget: StepBudget
+        self,
+        decoding: list[Sequence],
+        prompts: list[Sequence],
+        output: SchedulerOutput,
+        budget: StepBudget,
+        preemption: Preemption,
     ) -> None:
-        """Limit the tenants to their shares of a step, and schedule decoding sequences within them."""
+        """Limit the tenants to their shares of a step, and schedule decoding sequences within them.
+
+        These get room now, since the step may leave out most of them.
+        """
         demands: dict[Tenant, list[Sequence]] = {tenant: [] for tenant in self._by_tenant}
         for seq in (*decoding, *prompts):
             demands[seq.tenant].append(seq)
@@ -377,10 +395,10 @@ class Scheduler:
         overdue.sort(key=self.order())
         spent = set[Tenant]()
         for seq in [*overdue, *sorted(decoding, key=_TURN)] if budget.shares else decoding:
-            if seq.tenant not in spent and budget.has_share(seq.tenant):
-                budget.allocate(seq)
-            else:
+            if seq.tenant in spent or not budget.has_share(seq.tenant):
                 spent.add(seq.tenant)
+            elif self._take_room(seq, output, preemption):
+                budget.allocate(seq)
 
     def _schedule_prompt(self, seq: Sequence, output: SchedulerOutput, budget: StepBudget) -> None:
         """Schedule a prompt that has blocks; if it does not end in this step, behind shorter ones in half of the time."""
