@@ -180,9 +180,8 @@ class _Writer:
         kinds = {"number" if kind == "integer" else kind for kind in types}
         known = {keyword for kind in kinds for keyword in OF_TYPE.get(kind, ())} | set(ANY_TYPE)
         given = {key: value for key, value in schema.items() if key in known}
-        if "enum" in given:
-            if not expect(given["enum"], list, '"enum"', path):
-                raise Unsupported('"enum" without a value', path)
+        if "enum" in given and not expect(given["enum"], list, '"enum"', path):
+            raise Unsupported('"enum" without a value', path)
         if isinstance(given.get("items"), list):
             given["prefixItems"] = given.pop("items")
             if "additionalItems" in given:
