@@ -357,7 +357,7 @@ def test_text_after_calls_is_an_item_with_an_id_of_its_own(
         with client.responses.stream(**request) as stream:  # raises if two items have one id
             streamed = stream.get_final_response()
     for response in (whole, streamed):
-        assert [item.type for item in response.output] == ["message", *["function_call", "message"] * 2]
-        assert len({item.id for item in response.output}) == 5
-        messages = [item.id.removeprefix(f"msg_{response.id}") for item in response.output if item.type == "message"]
-        assert messages == ["", "_2", "_4"]
+        items = [item.to_dict() for item in response.output]
+        assert [item["type"] for item in items] == ["message", *["function_call", "message"] * 2]
+        assert len({item["id"] for item in items}) == 5
+        assert [item["id"] for item in items[::2]] == [f"msg_{response.id}{suffix}" for suffix in ("", "_2", "_4")]
