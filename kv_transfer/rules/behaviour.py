@@ -297,11 +297,16 @@ def clean_close(context: RuleContext) -> str:
     return "" if files else "open files not checked: there is no /proc"
 
 
+ALL = slice(None)
 # Settings of a process, with what returns and what sets each.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "socket.setdefaulttimeout": (socket.getdefaulttimeout, socket.setdefaulttimeout),
     "os.chdir": (os.getcwd, os.chdir),
     "logging.root.setLevel": (lambda: logging.root.level, logging.root.setLevel),
+    "logging.root.handlers": (
+        lambda: [*logging.root.handlers],
+        lambda some: logging.root.handlers.__setitem__(ALL, some),
+    ),
     "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
     "sys.setswitchinterval": (sys.getswitchinterval, sys.setswitchinterval),
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
@@ -312,6 +317,7 @@ def _expect_settings_of_others_to_stay(context: RuleContext) -> None:
     """Use a connector, and expect it not to change a setting of the process, such as the time-out of every new socket."""
     before = {name: get() for name, (get, _) in SETTINGS.items()}
     socket.setdefaulttimeout(None)
+    logging.root.handlers[:] = []  # as in a process that has not set up logging yet
     try:
         expected = {name: get() for name, (get, _) in SETTINGS.items()}
         _use_and_close(context)

@@ -1,11 +1,12 @@
 """Rules about a connector's connections to its store: which hang, stop in the middle of an answer, or deliver it slowly."""
 
+import contextlib
 import time
 from concurrent.futures import Future
 
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.cancellation import run_until
-from pdserve.kv_transfer.connector import Outcome, PoolMemory, Result
+from pdserve.kv_transfer.connector import Connector, Outcome, PoolMemory, Result
 from pdserve.kv_transfer.registry import connect
 from pdserve.kv_transfer.rules.behaviour import TIMEOUT_S, TURNS
 from pdserve.kv_transfer.rules.context import (
@@ -22,6 +23,7 @@ from pdserve.kv_transfer.rules.context import (
 )
 from pdserve.kv_transfer.rules.outage import Outage, relayed_outage, simulated_outage
 
+PASSWORD = "conformance-password"
 HELD_LOADS = 4  # at once, so that all connections of a connector with the default number of threads are used
 
 
@@ -68,7 +70,7 @@ def refused_operations(context: RuleContext) -> str:
 
 
 def attaching(context: RuleContext) -> str:
-    """If the store is gone or hangs, `attach` ends, by a SetupError that says so."""
+    """If the store is gone or hangs, `attach` ends by a SetupError without the URL's password, and `close` ends, too."""
     with relayed_outage(context, TIMEOUT_S) as (outage, _):
         outage.require_usable(new_keys(2))
         for state, begin, end in (
@@ -78,6 +80,10 @@ def attaching(context: RuleContext) -> str:
             begin()
             try:
                 _expect_refusal(outage, state)
+                if state == "hangs":
+                    limit = outage.pool.limit_s
+                    has_ended = run_until(time.monotonic() + limit, outage.pool.close, "conformance-close")
+                    expect(has_ended, "close to end while the store hangs", f"it wait for more than {limit:g} s")
             finally:
                 end()
     return ""
@@ -85,12 +91,13 @@ def attaching(context: RuleContext) -> str:
 
 def _expect_refusal(outage: Outage, state: str) -> None:
     """Expect a new connector not to attach."""
-    connector, layout = connect(outage.url), outage.pool.layout
+    connector, layout = _with_password(outage.url), outage.pool.layout
     limit = outage.pool.limit_s
     memory = PoolMemory(random_rows(1, layout.block_bytes), layout)
     try:
         has_ended = run_until(time.monotonic() + limit, lambda: connector.attach(memory), "conformance-attach")
-    except SetupError:
+    except SetupError as error:
+        expect(PASSWORD not in str(error), "an error of attach not to tell the password of the URL", "it there")
         return
     except Exception as error:
         seen = f"{type(error).__name__}: {error}"
@@ -98,6 +105,14 @@ def _expect_refusal(outage: Outage, state: str) -> None:
     expect(has_ended, f"attach to end while the store {state}", f"it wait for more than {limit:g} s")
     connector.close()
     raise Broken(f"expected attach to raise SetupError while the store {state}, saw it succeed")
+
+
+def _with_password(url: str) -> Connector:
+    """Return a connector for a URL with a password, if it has none and takes one."""
+    if "@" not in url:
+        with contextlib.suppress(SetupError):
+            return connect(url.replace("://", f"://:{PASSWORD}@", 1))
+    return connect(url)
 
 
 def stalled_value(context: RuleContext) -> str:

@@ -28,6 +28,7 @@ SHORT_LEASE_S = (
     0.3  # replaced by a longer one; a store that takes longer than this finds no lease, and nothing is shown
 )
 LEASE_S = 600.0
+LEASE_GRAIN_S = 2.0  # a store may count whole seconds
 
 
 def lease(context: RuleContext) -> str:
@@ -86,11 +87,13 @@ def _store_with_two_leases(pool: AttachedPool, renew: Callable[[list[bytes]], No
 
 
 def release(context: RuleContext) -> str:
-    """After `release` a block is correct or missing; releasing unknown or already released keys is no error."""
+    """After `release` a block is correct or missing; to release or prolong unknown or released keys is no error."""
     pool, keys = context.attach(), new_keys(4)
     pool.must_store(keys, range(4))
     for released in (keys[:2], new_keys(3), keys, keys, []):
         pool.connector.release(released)
+        if pool.connector.capabilities.prolongs and not context.tickets:
+            pool.connector.prolong(released, lease_s=LEASE_S)
     pool.may_load(keys, range(8, 12), list(pool.rows[:4]))
     pool.must_store(keys, range(4))
     pool.must_load(keys, range(8, 12), pool.rows[:4])
@@ -142,7 +145,7 @@ def leases_under_pressure(context: RuleContext) -> str:
 
 
 def capacity(context: RuleContext) -> str:
-    """A full store evicts blocks or refuses new ones, and keeps correct ones; the space of deleted ones is used again."""
+    """A full store evicts blocks or refuses new ones, and keeps correct ones; deleted ones, and ended leases, make room."""
     filler = _Filler(context, lease_s=0.0)
     filler.fill()
     for _ in filler.store_batches(len(filler.stored) // 2 * MiB):
@@ -151,7 +154,19 @@ def capacity(context: RuleContext) -> str:
     filler.require_space()
     expect(kept > 0, "some blocks to be left in a full store", "none")
     filler.expect_space_after_deletion()
+    if not filler.refused:
+        _expect_space_after_leases(context)
     return f"full at about {format_size(kept * MiB)}"
+
+
+def _expect_space_after_leases(context: RuleContext) -> None:
+    """Fill a store that evicts with leased blocks, and expect it to take others once all leases have ended."""
+    filler = _Filler(context, lease_s=SHORT_LEASE_S)
+    filler.fill()
+    time.sleep(SHORT_LEASE_S + LEASE_GRAIN_S)
+    for outcomes in filler.store_batches(BATCH * MiB):
+        expected = f"{BATCH} blocks to be stored in a full store in which no lease runs any more"
+        expect(Outcome.FULL not in outcomes, expected, summarize(outcomes))
 
 
 def _expect_leased(context: RuleContext, seen: int, count: int, expected: str, saw: str) -> None:

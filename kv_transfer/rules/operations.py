@@ -28,6 +28,7 @@ from pdserve.kv_transfer.rules.outage import with_parameter
 AT_ONCE, BLOCKS, TURNS = 16, 2, 8  # stores and as many loads under way, blocks of each, and how often
 THREADS, TIMEOUT_S = 4, 20  # of the connector, if the URL does not set them; no busy machine holds up a load for longer
 LARGE = ((128, 64 * KiB), (512, 4 * KiB))  # blocks of an operation, and their length
+LONG_MATCH = 1100  # keys: pages of listings have 1,000
 LARGE_TIMEOUT_S = 100  # unless the URL sets one: a store may take 50 ms for each call, of which a block needs two
 LOADS, DISTINCT = 5000, 64
 LOADS_TIME_LIMIT_S = 100.0  # for all loads from a slow store
@@ -100,7 +101,7 @@ def _rows(start: int, operation: int) -> range:
 
 
 def large_operations(context: RuleContext) -> str:
-    """A store, load or match of 128 or 512 blocks does with each what one of a single block does."""
+    """A store, load or match of 128 or 512 blocks, or a match of 1,100, does with each what one of a single block does."""
     url = with_parameter(context, "timeout", str(LARGE_TIMEOUT_S))
     for count, block_bytes in LARGE:
         source, target = (context.attach(block_bytes, count, url=url) for _ in range(2))
@@ -123,6 +124,22 @@ def large_operations(context: RuleContext) -> str:
             if i % 3:
                 target.must_equal(target_rows[i], contents[i])
         context.close()
+    return _match_beyond_a_page(context, url)
+
+
+def _match_beyond_a_page(context: RuleContext, url: str) -> str:
+    """Match more keys than a page of a listing has; returns why, if the store is too slow for that."""
+    pool, keys = context.attach(blocks=LARGE[0][0], url=url), new_keys(LONG_MATCH)
+    if context.tickets:
+        return ""
+    for first in range(0, LONG_MATCH, len(pool.rows)):
+        some = keys[first : first + len(pool.rows)]
+        pool.must_store(some, range(len(some)))
+    started = time.monotonic()
+    expect_count(pool.match(keys[: LONG_MATCH // 4]), LONG_MATCH // 4, f"{LONG_MATCH // 4} keys to match")
+    if 8 * (time.monotonic() - started) > pool.timeout:
+        return f"a match of {LONG_MATCH} keys was not tried: the store is slow"
+    expect_count(pool.match(keys), LONG_MATCH, f"{LONG_MATCH} keys to match")
     return ""
 
 

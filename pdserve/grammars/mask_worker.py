@@ -18,6 +18,7 @@ The last thing that a worker sends when it exceeds a limit begins with one of EX
 something else, such as the kernel's lack of memory.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -27,9 +28,14 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from pdserve.grammars.formats import specifications, specified
+from pdserve.grammars.schema import place_of_fault
+from pdserve.grammars.schema_keywords import Path, Unsupported
 from pdserve.grammars.specification import lark_grammar
 from pdserve.priority import NICENESS, lower_session
 
@@ -56,12 +62,36 @@ def build_matcher(spec: bytes, tokenizer: LLTokenizer, special: Mapping[str, int
         ValueError: it is invalid.
         MemoryError: it exceeds a limit.
     """
-    grammar = lark_grammar(json.loads(spec), special)
+    given = json.loads(spec)
+    try:
+        return _built(given, tokenizer, special)
+    except Unsupported:
+        raise
+    except ValueError as error:
+        raise ValueError(str(error) + _place_of_fault(given, tokenizer, special)) from None
+
+
+def _built(spec: dict[str, Any], tokenizer: LLTokenizer, special: Mapping[str, int | None]) -> tuple[str, LLMatcher]:
+    grammar = lark_grammar(spec, special)
     matcher = new_matcher(tokenizer, grammar)
     if not matcher.is_error():
         return grammar, matcher
     message = _message(matcher.get_error())
     raise MemoryError(message) if any(sign in message for sign in TOO_COMPLEX) else ValueError(message)
+
+
+def _place_of_fault(spec: dict[str, Any], tokenizer: LLTokenizer, special: Mapping[str, int | None]) -> str:
+    """Return where a schema of a specification is at fault, for messages; empty if none is by itself."""
+
+    def holds(one: dict[str, Any], path: Path) -> bool:
+        with contextlib.suppress(ValueError):
+            return bool(_built({**one, "at": path}, tokenizer, special))
+        return False
+
+    for one in specifications(spec.get("format", specified(spec))):
+        if "json" in one and not holds(one, ()):
+            return f", at {place_of_fault(one['json'], partial(holds, one))} of the schema"
+    return ""
 
 
 def encoded_message(error: ValueError) -> bytes:

@@ -5,7 +5,10 @@ written anew, with the keywords that apply to its types. Objects that do not say
 none, except where several schemas apply to one value. Definitions are named by number.
 """
 
+import functools
 import json
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +28,7 @@ from pdserve.grammars.schema_keywords import (
     listed_values,
     may_both_match,
     number_keywords,
+    pointer,
     size_keywords,
     string_patterns,
     subschemas,
@@ -49,19 +53,51 @@ ANY_TYPE = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref", "not", "if", "$d
 TRIVIAL: dict[str, Any] = {"not": False, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}}
 REFUSED = {"if", "contains", "$dynamicRef", "$recursiveRef", *TRIVIAL}
 MAX_DISJOINT_DEPTH = 8
+MAX_TRIALS = 64
 NO_TAG = "^[^<]*$"  # of strings in tags
 
 
-def prepared(schema: Any, *, is_in_tags: bool = False) -> Schema:
+def prepared(schema: Any, *, is_in_tags: bool = False, at: Sequence[object] = ()) -> Schema:
     """Return a JSON schema as llguidance takes it.
 
     Args:
         is_in_tags: no string has a `<`, unless the schema lists it.
+        at: the place in it of the schema that is meant; the others are those to which it may refer.
 
     Raises:
         Unsupported: a grammar cannot hold it; with the keyword and its place.
     """
-    return _Writer(schema, is_in_tags).document()
+    return _Writer(schema, is_in_tags).document(tuple(at))
+
+
+def place_of_fault(schema: Any, holds: Callable[[Path], bool]) -> str:
+    """Return a JSON pointer to the innermost schema that cannot be held by itself, in one that cannot.
+
+    Args:
+        holds: whether the schema at a place can be; called for MAX_TRIALS places at most.
+    """
+    path: Path = ()
+    trials = iter(range(MAX_TRIALS))
+    value = schema
+    while True:
+        inner = _inner_schemas(value)
+        found = next((key for key, _ in zip(inner, trials, strict=False) if not holds((*path, *key))), None)
+        if found is None:
+            return pointer(path)
+        path, value = (*path, *found), inner[found]
+
+
+def _inner_schemas(schema: Schema) -> dict[Path, Schema]:
+    """Return the schemas within one, by their places in it, apart from true and false."""
+    found: dict[Path, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            found |= {(key, name): one for name, one in value.items()}
+        elif key in ("anyOf", "allOf", "oneOf", "prefixItems", "items") and isinstance(value, list):
+            found |= {(key, i): one for i, one in enumerate(value)}
+        elif key in ("items", "additionalProperties"):
+            found[key,] = value
+    return {place: one for place, one in found.items() if isinstance(one, dict)}
 
 
 class _Writer:
@@ -75,15 +111,16 @@ class _Writer:
         self._definitions: dict[str, Schema | bool] = {}
         self._unions: list[tuple[list[Any], frozenset[str], Path]] = []  # of which one schema may hold
 
-    def document(self) -> Schema:
-        written = self._schema(self._root, (), closed=True)
+    def document(self, path: Path) -> Schema:
+        target = functools.reduce(operator.getitem, path, self._root)
+        written = self._schema(target, path, closed=True)
         for number, (target, path, closed, required) in enumerate(self._pending):  # which grows
             self._definitions[str(number)] = self._schema(target, path, closed=closed, required=required)
         for options, marks, path in self._unions:  # now that their keywords are known to be of the right types
             if not all(self._disjoint(a, b, marks) for i, a in enumerate(options) for b in options[:i]):
                 raise Unsupported('"oneOf" with schemas that may both hold', path)
         if written is False:
-            raise Unsupported("false, which allows no value,", ())
+            raise Unsupported("false, which allows no value,", path)
         return {**({} if written is True else written), "$defs": self._definitions}
 
     def _schema(
@@ -143,8 +180,8 @@ class _Writer:
         kinds = {"number" if kind == "integer" else kind for kind in types}
         known = {keyword for kind in kinds for keyword in OF_TYPE.get(kind, ())} | set(ANY_TYPE)
         given = {key: value for key, value in schema.items() if key in known}
-        if "enum" in given:
-            expect(given["enum"], list, '"enum"', path)
+        if "enum" in given and not expect(given["enum"], list, '"enum"', path):
+            raise Unsupported('"enum" without a value', path)
         if isinstance(given.get("items"), list):
             given["prefixItems"] = given.pop("items")
             if "additionalItems" in given:
@@ -309,6 +346,7 @@ class _Writer:
         return self._schema(schema, path, closed=closed)
 
     def _object(self, given: Schema, path: Path, closed: bool, required: frozenset[str]) -> Schema:
+        given = self._with_named_keys(given, path)
         properties = dict(expect(given.get("properties", {}), dict, '"properties"', path))
         names = expect(given.get("required", []), list, '"required"', path)
         for name in names:
@@ -355,11 +393,29 @@ class _Writer:
         written |= size_keywords(given, path, len(needed), len(properties) if is_closed else None)
         return {key: value for key, value in written.items() if value not in ({}, []) or key == "additionalProperties"}
 
+    def _with_named_keys(self, given: Schema, path: Path) -> Schema:
+        """Return an object's keywords with properties in place of the keys that `propertyNames` lists, if some are named."""
+        names = self._property_names(given, path)
+        if not isinstance(names, dict) or not _names(given) or "patternProperties" in given:
+            return given
+        if listed_values(names) is None or names.keys() & (TYPED | {*ANY_TYPE}) - {"enum", "const"}:
+            return given
+        named, rest = given.get("properties", {}), given.get("additionalProperties", True)
+        listed = [names["const"]] if "const" in names else names["enum"]
+        allowed = [name for name in listed if isinstance(name, str)]
+        properties = {name: named.get(name, rest) for name in [*filter(allowed.__contains__, named), *allowed]}
+        kept = {key: value for key, value in given.items() if key != "propertyNames"}
+        return {**kept, "properties": properties, "additionalProperties": False}
+
+    def _property_names(self, given: Schema, path: Path) -> Any:
+        names = given.get("propertyNames", True)
+        while isinstance(names, dict) and "$ref" in names:
+            names = self._target(names["$ref"], (*path, "propertyNames"))[0]
+        return names
+
     def _key_pattern(self, given: Schema, properties: Schema, path: Path) -> str:
         """Return the pattern of keys beside the properties by `propertyNames`; empty for any."""
-        names, where = given.get("propertyNames", True), (*path, "propertyNames")
-        while isinstance(names, dict) and "$ref" in names:
-            names = self._target(names["$ref"], where)[0]
+        names, where = self._property_names(given, path), (*path, "propertyNames")
         if names is True or not (keys := expect(names, dict, '"propertyNames"', path).keys() & (TYPED | {*ANY_TYPE})):
             return ""
         values = listed_values(names)

@@ -39,8 +39,12 @@ class Unsupported(ValueError):
     """A grammar cannot hold what a schema says at a place."""
 
     def __init__(self, problem: str, path: tuple[object, ...]) -> None:
-        pointer = "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
-        super().__init__(f"{problem} at {pointer or 'the top'} cannot be held by a grammar")
+        super().__init__(f"{problem} at {pointer(path)} cannot be held by a grammar")
+
+
+def pointer(path: Path) -> str:
+    """Return the JSON pointer to a place, for messages."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path) or "the top"
 
 
 def format_of(schema: Schema, path: Path) -> str:

@@ -3,7 +3,7 @@
 A specification is JSON with one of
 
     json     a JSON schema. `place` may be `python`, where literals may be Python's, or `xml`, where no string has a `<`
-             unless the schema lists it
+             unless the schema lists it. `at` is the place in it of the schema that is meant, if not all of it
     text     the JSON schema of a string that is written without quotes, and without `<`
     regex    a regular expression
     choice   a list of strings
@@ -105,7 +105,7 @@ class _Writer:
     def _specified(self, spec: dict[str, Any]) -> str:
         if "json" in spec:
             place = spec.get("place", "")
-            document = prepared(spec["json"], is_in_tags=place == "xml")
+            document = prepared(spec["json"], is_in_tags=place == "xml", at=spec.get("at", ()))
             return JsonRules(document, self._name, self._reserved, is_python=place == "python").start
         name = f"g{self._number()}_"
         self.lines += lark_rules(spec["grammar"], name)

@@ -93,6 +93,7 @@ def parse_chat(body: ChatBody, draft: RoutedRequest, tokenizer: Tokenizer, info:
         tools.tools if tools else None,
         begins_in_reasoning=state is ReasoningState.OPEN,
         shows_reasoning=body.include_reasoning is not False,
+        calls_end_reasoning=span is None or not span.is_required,  # else the grammar begins after the reasoning
     )
     generation.finds_reasoning = tokenizer.parsers.reasoning is not None
     return generation

@@ -16,6 +16,7 @@ from pdserve.errors import BadRequest, RequestError, Unavailable
 from pdserve.grammars import compiler as compiler_module
 from pdserve.grammars import mask_client
 from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.formats import specified
 from pdserve.grammars.limits import CompileLimits, GrammarTooComplex
 from pdserve.grammars.mask_client import LoadedGrammar
 from pdserve.grammars.mask_worker import LOADED
@@ -57,6 +58,38 @@ def test_invalid_grammars(compiler: GrammarCompiler, get: Get, spec: dict[str, A
         get(compiler, json.dumps(spec))
     assert str(raised.value).startswith(message)
     assert not isinstance(raised.value, GrammarTooComplex)
+
+
+CLOSED = [
+    {"type": "object", "properties": {name: {}}, "required": [name], "additionalProperties": False} for name in "ab"
+]
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"allOf": CLOSED},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"type": "integer", "minimum": 5, "maximum": 2},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+        {"type": "array", "minItems": 3, "maxItems": 2},
+        {"anyOf": [False, False]},
+    ],
+)
+@BY_BOTH
+def test_a_schema_without_a_value_is_refused_with_its_place(
+    compiler: GrammarCompiler, get: Get, impossible: dict[str, Any]
+) -> None:
+    schema = {
+        "$ref": "#/$defs/T",
+        "$defs": {"T": {"properties": {"x": {}, "u/v": {"items": {"anyOf": [{"type": "null"}, impossible]}}}}},
+    }
+    call = {"type": "sequence", "elements": [{"type": "literal", "text": "f("}, specified({"json": schema})]}
+    for spec in ({"json": schema}, {"format": call}):
+        with pytest.raises(BadRequest, match=r", at /\$defs/T/properties/u~1v/items/anyOf/1 of the schema$"):
+            get(compiler, json.dumps(spec))
+    with pytest.raises(BadRequest, match=r", at the top of the schema$"):
+        get(compiler, json.dumps({"json": impossible}))
 
 
 CHAIN = {str(i): {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(890)}

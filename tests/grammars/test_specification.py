@@ -110,6 +110,8 @@ def object_of(properties: dict[str, Any] | None = None, **keywords: Any) -> dict
         (object_of({"a": {"type": "integer"}}, additionalProperties={"const": "s"}), ['{"a": 1, "b": "s"}', '{"aa": "s"}'], ['{"a": "s"}', '{"\\u0061": "s"}']),
         (object_of(additionalProperties={"const": 1}, minProperties=1, maxProperties=2), ['{"a": 1, "b": 1}'], ["{}", '{"a": 1, "b": 1, "c": 1}']),
         (object_of(propertyNames={"enum": ["a", "b c"]}), ['{"b c": 1}'], ['{"c": 1}']),
+        (object_of(propertyNames={"enum": ["b", "a"]}, required=["b", "a"], additionalProperties={"type": "number"}), ['{"b": 1, "a": 2}'], ['{"b": 1}', '{"b": 1, "a": ""}', '{"b": 1, "a": 2, "c": 3}']),
+        (object_of({"a": {"const": 1}, "c": {}}, propertyNames={"enum": ["b", "a"]}), ["{}", '{"a": 1, "b": {}}', '{"b": 2}'], ['{"a": 2}', '{"c": 1}']),
         (object_of(propertyNames={"maxLength": 2}, additionalProperties={"const": 1}), ['{"ab": 1}'], ['{"abc": 1}', '{"ab": 2}']),
         (object_of(propertyNames={"format": "date"}), ['{"2024-02-29": 1}'], ['{"2023-02-29": 1}', '{"a": 1}']),
         (object_of(propertyNames={"format": "uuid4"}), [f'{{"{UUID}": 1}}'], ['{"a": 1}', f'{{"{UUID[1:]}": 1}}']),
@@ -196,6 +198,8 @@ def test_json_schemas(schema: dict[str, Any], good: list[str], bad: list[str | b
         (object_of(patternProperties={"^x": {}, "^y": {"const": 1}, "a$": {"const": 2}}), "\"patternProperties\" 'a$'"),
         (object_of({"x-id": {"type": "integer"}}, patternProperties={"^x-": {}}), "\"patternProperties\" '^x-'"),
         (object_of(patternProperties={"^[0-9]": {"const": 1}, "^\\d": {"const": 2}}), "\"patternProperties\" '^\\\\d'"),
+        ({"enum": []}, '"enum" without a value'),
+        (object_of(propertyNames={"enum": ["a"]}, required=["b"]), "\"required\" of 'b'"),
         (object_of(propertyNames={"const": 5}), '"propertyNames" that allow no name'),
         (
             {"$id": "inner", "$ref": "#/$defs/x", "$defs": {"x": {}}},

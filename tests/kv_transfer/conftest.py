@@ -299,7 +299,13 @@ def hurry_shut(monkeypatch: pytest.MonkeyPatch) -> Callable[[BatchedConnector], 
 # The conformance kit.
 
 Install = Callable[[Path, str, Path, dict[str, str]], None]
-BROKEN_NAMES = ("pdserve_broken", "pdserve_broken_clients", "pdserve_broken_habits", "pdserve_broken_stores")
+BROKEN_NAMES = (
+    "pdserve_broken",
+    "pdserve_broken_clients",
+    "pdserve_broken_habits",
+    "pdserve_broken_stores",
+    "pdserve_broken_uses",
+)
 
 
 def load_module(file: str, name: str) -> ModuleType:

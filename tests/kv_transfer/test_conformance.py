@@ -39,10 +39,10 @@ HERE = Path(__file__).parent
 
 Install = Callable[[Path, str, Path, dict[str, str]], None]
 
-NAMES = "", "_clients", "_habits", "_stores"  # loaded by conftest.py
-broken, clients, habits, stores = (importlib.import_module(f"pdserve_broken{name}") for name in NAMES)
-BROKEN: list[tuple[type, str, str]] = broken.BROKEN + clients.BROKEN + habits.BROKEN + stores.BROKEN
-SLOW_TO_DETECT = *broken.SLOW_TO_DETECT, *habits.SLOW_TO_DETECT, *stores.SLOW_TO_DETECT
+NAMES = "", "_clients", "_habits", "_stores", "_uses"  # loaded by conftest.py
+broken, clients, habits, stores, uses = (importlib.import_module(f"pdserve_broken{name}") for name in NAMES)
+BROKEN: list[tuple[type, str, str]] = broken.BROKEN + clients.BROKEN + habits.BROKEN + stores.BROKEN + uses.BROKEN
+SLOW_TO_DETECT = *broken.SLOW_TO_DETECT, *habits.SLOW_TO_DETECT, *stores.SLOW_TO_DETECT, *uses.SLOW_TO_DETECT
 # What the checks of correct connectors depend on, see tests/test_layers.py.
 OURS = ("kv_transfer", "pdserve/errors.py", "pdserve/keys.py", "pdserve/sizes.py", "tests/redis_servers.py")
 until_recorded = pytest.mark.until_recorded(*OURS)

@@ -182,7 +182,8 @@ class ResponseEventStream(EventStream):
     def _extend(self, kind: str, text: str) -> list[Json]:
         """Return the events of more text of a kind of item, which begins unless it is the open one."""
         is_open = self._open is not None and self._open.kind == kind
-        events = [] if is_open else self._begin(_head(kind, self._generation.id, len(self._items)))
+        events = [] if is_open else self._end("completed")
+        events += [] if is_open else self._begin(_head(kind, self._generation.id, len(self._items)))
         assert self._open is not None
         return [*events, self._open.delta(text)] if text else events
 

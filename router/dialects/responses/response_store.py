@@ -10,6 +10,7 @@ A key never sees the responses of another one. In Redis, routers share them:
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -210,5 +211,13 @@ def _encode(stored: StoredResponse) -> bytes:
     return json.dumps({"response": stored.response, "messages": stored.messages}).encode()
 
 
-def _decode(data: bytes) -> StoredResponse:
-    return StoredResponse(**json.loads(data), num_bytes=len(data))
+def _decode(data: bytes) -> StoredResponse | None:
+    """Return what was stored; None if it is something else, as another version or program may have written."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(data)
+        if isinstance(value, dict):
+            response, messages = value.get("response"), value.get("messages")
+            if isinstance(response, dict) and isinstance(messages, list):
+                return StoredResponse(response, messages, len(data))
+    log.warning("--response-store: what is stored under the name of a response is none; it counts as missing")
+    return None

@@ -75,12 +75,16 @@ class JsonCallParser(ToolParser):
         self._end_call()
         return True
 
-    def _json_calls(self) -> Steps[None]:
-        """Parse the calls of a list, after its bracket; what is not a call, and what follows it, is text."""
+    def _json_calls(self, *, is_list: bool = True) -> Steps[None]:
+        """Parse the calls of a list, after its bracket; what is not a call, and what follows it, is text.
+
+        Without `is_list`, a bracket may be missing, and the commas too.
+        """
         yield from self._json_call()
         while self._consumed is None:
             yield from self._skip_space()
-            if (yield from self._match(",", "]")) != ",":
+            separator = yield from self._match(",", "]")
+            if separator != "," and (is_list or separator):
                 return
             self._begin_trial()
             if not (yield from self._json_call()):
@@ -96,7 +100,10 @@ class HermesParser(JsonCallParser):
     FORMS = (('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),)
 
     def _calls(self, tag: str) -> Steps[None]:
-        if (yield from self._json_call()):
+        yield from self._skip_space()
+        yield from self._match("[")
+        yield from self._json_calls(is_list=False)  # models also write several objects between the tags
+        if self._consumed is None:
             yield from self._skip_end(self._tag("</tool_call>"))
 
 

@@ -7,10 +7,11 @@ mistral      [THINK]…[/THINK]                                           (Magis
 granite      <think>…</think><response>…</response>, or sentences       (Granite 3.2, 3.3)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from pdserve.router.text.parsers.reader import Reader, Steps
+from pdserve.router.text.parsers.tool_parser import ToolParser
 
 
 class ReasoningParser(Reader):
@@ -25,6 +26,7 @@ class ReasoningParser(Reader):
         CLOSING: what closes the reasoning when its budget is used up; empty: the first tag of CLOSE.
         is_reasoning: the text so far ends inside of reasoning.
         is_over: no reasoning follows.
+        open_calls: makes a parser of calls; a call that it finds ends reasoning without its tag. None: no call does.
     """
 
     OPEN: ClassVar[tuple[str, ...]] = ("<think>",)
@@ -41,6 +43,7 @@ class ReasoningParser(Reader):
         super().__init__(marks)
         self.is_reasoning = self._is_open = is_open
         self.is_over = False
+        self.open_calls: Callable[[], ToolParser] | None = None
         self._line_breaks = ""  # at the end of the reasoning so far
         self._has_begun = False
 
@@ -71,7 +74,13 @@ class ReasoningParser(Reader):
         """Parse from inside of reasoning up to the text after it."""
         self.is_reasoning = True
         ends = self._tags(*self.ENDS)
-        tag = yield from self._copy_until((*self._tags(*self.CLOSE), *ends), self._reason)
+        begins = tuple(tag for tag in self._call_tags() if tag not in ends)
+        tags = (*self._tags(*self.CLOSE), *ends, *begins)
+        while (tag := (yield from self._copy_until(tags, self._reason))) in begins:
+            if (yield from self._begins_call(tag)):
+                ends = begins
+                break
+            self._reason(tag)
         self.is_reasoning, self.is_over = False, True
         if tag in ends:
             self._unread(tag)
@@ -80,6 +89,22 @@ class ReasoningParser(Reader):
         if self.WRAPS is not None and (yield from self._match(self._tag(self.WRAPS[0]))):
             yield from self._skip_space()
             yield from self._copy_until((self._tag(self.WRAPS[1]),), self._text)
+
+    def _call_tags(self) -> tuple[str, ...]:
+        """Return the tags with which calls begin that end reasoning."""
+        calls = self.open_calls() if self.open_calls else None
+        return self._tags(*calls.BEGINS, *calls.SILENT) if calls else ()
+
+    def _begins_call(self, tag: str) -> Steps[bool]:
+        """Return whether the parser of calls finds one at a tag that was consumed; reasoning may also speak of the tag."""
+        assert self.open_calls is not None
+        calls, length = self.open_calls(), 0
+        found = calls.push(tag)
+        while not (found.calls or found.text) and not (self._has_ended and length == len(self._buffer)):
+            if length == len(self._buffer):
+                yield
+            found, length = calls.push(self._buffer[length:], is_end=self._has_ended), len(self._buffer)
+        return bool(found.calls) and not found.calls[0].at  # not a later one
 
     def _reason(self, text: str) -> None:
         """Emit reasoning without the line breaks around it, which templates write themselves."""

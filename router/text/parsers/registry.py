@@ -8,6 +8,7 @@ The classes are subclasses of `ToolParser`, and of `ReasoningParser` in the grou
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar, cast
 
 from pdserve import plugins
@@ -108,12 +109,14 @@ class ModelParsers:
         *,
         begins_in_reasoning: bool,
         shows_reasoning: bool = True,
+        calls_end_reasoning: bool = True,
     ) -> OutputParser | None:
         """Return the parser of one choice; None if there is nothing to look for in its text.
 
         Args:
             tool_parser: that of the calls, which need not be the model's own; None if there are none.
             begins_in_reasoning: the prompt ends inside of reasoning.
+            calls_end_reasoning: a call ends reasoning that has not been closed.
         """
         if tool_parser is None and self.reasoning is None:
             return None
@@ -121,6 +124,8 @@ class ModelParsers:
         marks = {tag: MARK + tag for tag in tags if tag in self.special_tokens}
         reasoning = self.reasoning(begins_in_reasoning, marks) if self.reasoning else None
         calls = tool_parser(tools, marks) if tool_parser is not None and tools is not None else None
+        if reasoning is not None and tool_parser is not None and tools is not None and calls_end_reasoning:
+            reasoning.open_calls = partial(tool_parser, tools, marks)
         by_id = {self.special_tokens[tag]: mark for tag, mark in marks.items()}
         return OutputParser(reasoning, calls, by_id, shows_reasoning=shows_reasoning)
 

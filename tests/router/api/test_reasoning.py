@@ -78,6 +78,22 @@ def test_chat(
         assert usage.completion_tokens_details.reasoning_tokens == num_reasoning
 
 
+def test_a_call_ends_reasoning_unless_a_grammar_follows_it(
+    reasoning_client: Client, backend: ScriptedBackend, reasoning_tokenizer: Tokenizer
+) -> None:
+    backend.generates([*reasoning_tokenizer.encode(f"<think>\nHm.\n{CALL}"), 0], "stop")
+    fields = {"messages": [QUESTION], "tools": TOOLS}
+    [choice] = reasoning_client.post(CHAT, fields).json()["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"], choice["finish_reason"]) == (
+        "Hm.",
+        None,
+        "tool_calls",
+    )
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"a": 1}']
+    [choice] = reasoning_client.post(CHAT, {**fields, "tool_choice": "required"}).json()["choices"]
+    assert choice["message"]["reasoning"] == f"Hm.\n{CALL}" and not choice["message"].get("tool_calls")
+
+
 def test_reasoning_may_be_left_out(reasoning_client: Client) -> None:
     body = {"messages": [QUESTION], "tools": TOOLS, "include_reasoning": False}
     message = reasoning_client.post(CHAT, body).json()["choices"][0]["message"]

@@ -338,3 +338,26 @@ def test_only_the_last_item_of_an_answer_is_cut_off(
                 ("function_call", "completed"),
                 ("function_call", "incomplete"),
             ]
+
+
+def test_text_after_calls_is_an_item_with_an_id_of_its_own(
+    make_app: Callable[..., Application],
+    tool_tokenizers: dict[str, Tokenizer],
+    backend: ScriptedBackend,
+    serving: Callable[..., AbstractContextManager[str]],
+) -> None:
+    ids = tool_tokenizers["hermes"].encode(CALLS.replace("\n<tool_call>", " And:<tool_call>") + " Done.")
+    backend.script.chunks = [[*map(Output, ([i] for i in ids[:-1])), Output(ids[-1:], "stop")]]
+    request: Any = {"model": "demo", "input": "hello", "tools": TOOLS}
+    with (
+        serving(make_app(tool_tokenizers["hermes"])) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        whole = client.responses.create(**request)
+        with client.responses.stream(**request) as stream:  # raises if two items have one id
+            streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        items = [item.to_dict() for item in response.output]
+        assert [item["type"] for item in items] == ["message", *["function_call", "message"] * 2]
+        assert len({item["id"] for item in items}) == 5
+        assert [item["id"] for item in items[::2]] == [f"msg_{response.id}{suffix}" for suffix in ("", "_2", "_4")]

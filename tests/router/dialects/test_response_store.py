@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -244,6 +244,30 @@ def test_the_store_in_redis(redis_server: Any) -> None:
         client.delete(*keys)
 
     check_store(RedisStore(redis_server.url, "demo", 2, 10.0), expire)
+
+
+def test_what_is_no_response_counts_as_missing(redis_server: Any) -> None:
+    async def found(value: bytes) -> StoredResponse | None:
+        store = RedisStore(redis_server.url, "demo", 2, 10.0)
+        with closing(redis.Redis.from_url(redis_server.url)) as client:
+            client.set("pdserve:responses:{demo/garbled}:one", value)
+        try:
+            return await store.get("garbled", "one")
+        finally:
+            await store.close()
+
+    for value in (
+        b"",
+        b"no JSON",
+        b"\xff",
+        b"[]",
+        b'{"response": {}}',
+        b'{"response": [], "messages": []}',
+        b"[" * 10**5,
+    ):
+        assert asyncio.run(found(value)) is None
+    later = b'{"response": {"id": "one"}, "messages": [], "of_a_later_version": 1}'
+    assert asyncio.run(found(later)) == StoredResponse({"id": "one"}, [])
 
 
 def test_a_redis_that_does_not_answer_and_invalid_settings() -> None:

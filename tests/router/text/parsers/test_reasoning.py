@@ -97,6 +97,43 @@ def test_harmony_by_special_tokens(size: int) -> None:
         assert found == expected
 
 
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>time\n</tool_call>",
+    "granite": '<|tool_call|>[{"name": "time", "arguments": {}}]',
+    "mistral": "[TOOL_CALLS]time[ARGS]{}",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": KIMI_CALL,
+}
+
+
+def parse_all(parsers: ModelParsers, pieces: list[str], *, ends: bool = True) -> tuple[str, str, str]:
+    """Return the reasoning, the text and the arguments of calls of `time`, of an output that begins inside of reasoning."""
+    parser = parsers.open(parsers.tools, Tools({"time": {}}), begins_in_reasoning=True, calls_end_reasoning=ends)
+    assert parser is not None
+    outputs = [*map(parser.push, pieces), parser.push("", is_end=True)]
+    arguments = "".join(call.arguments for one in outputs for call in one.calls)
+    return "".join(one.reasoning for one in outputs), "".join(one.text for one in outputs), arguments
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_ends_reasoning_that_was_not_closed(name: str) -> None:
+    """Wherever the output is cut; the tag alone is reasoning, which speaks of it, and so is the call of no function."""
+    parsers = ModelParsers(REASONING_PARSERS["qwen3"], TOOL_PARSERS[name])
+    tag = TOOL_PARSERS[name].BEGINS[0]
+    said = f"I use {tag} {tag}{CALLS[name].replace('time', 'date')} as told:"
+    output = said + CALLS[name]
+    for cut in range(len(output)):
+        assert parse_all(parsers, [output[:cut], output[cut:]]) == (said, "", "{}")
+    assert parse_all(parsers, list(output)) == (said, "", "{}")
+    assert parse_all(parsers, list(f"{output} Done.</think>"))[1] == "Done.</think>"
+    for cut in range(len(said)):
+        assert parse_all(parsers, list(output[:cut]))[::2] == (output[:cut].rstrip("\n"), "")
+    assert parse_all(parsers, list(said + "</think>" + CALLS[name])) == (said, "", "{}")
+    assert parse_all(parsers, [output], ends=False) == (output, "", "")
+
+
 def test_tokens_of_reasoning_are_counted() -> None:
     parser = ModelParsers(REASONING_PARSERS["qwen3"]).open(None, None, begins_in_reasoning=False)
     assert parser is not None
