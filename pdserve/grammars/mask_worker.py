@@ -46,6 +46,7 @@ MAX_MESSAGE_CHARS = 1000
 TOO_COMPLEX = ("too big", "too large", "too many", "too complex", "too deeply", "fuel", "limit", "panic")
 HEAD = struct.Struct("!cdI")
 TURN_S = 0.01  # CPU time after which other grammars get their turn
+MAX_SEARCH_S = 0.2  # CPU time of compiling parts of a schema that is refused, to tell which is at fault
 SLOW_S = 0.005  # CPU time of a mask after which a worker runs at a lower priority than models and other workers
 
 
@@ -82,8 +83,11 @@ def _built(spec: dict[str, Any], tokenizer: LLTokenizer, special: Mapping[str, i
 
 def _place_of_fault(spec: dict[str, Any], tokenizer: LLTokenizer, special: Mapping[str, int | None]) -> str:
     """Return where a schema of a specification is at fault, for messages; empty if none is by itself."""
+    last = time.process_time() + MAX_SEARCH_S
 
     def holds(one: dict[str, Any], path: Path) -> bool:
+        if time.process_time() > last:
+            return True
         with contextlib.suppress(ValueError):
             return bool(_built({**one, "at": path}, tokenizer, special))
         return False

@@ -225,6 +225,31 @@ class AdapterModel:
 
 
 @dataclass(frozen=True)
+class DraftFacts:
+    """A draft model beside the one of a profile.
+
+    Attributes:
+        model: of `--speculative-model`.
+        step: of its steps, sampling included: each gives a draft of each sequence.
+        num_blocks: of its pool, of as many tokens as the engine's.
+        max_model_len: tokens of the longest sequence.
+        engine_step_s, engine_sequence_s: seconds around these, for each step of the other model, and each sequence in it.
+    """
+
+    model: str
+    step: StepModel
+    num_blocks: int
+    max_model_len: int
+    engine_step_s: float = 0.0
+    engine_sequence_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.num_blocks, self.max_model_len) < 1:
+            raise ValueError("num_blocks and max_model_len of a draft model must be at least 1")
+        _check_times("the times around a draft model's steps", self.engine_step_s, self.engine_sequence_s)
+
+
+@dataclass(frozen=True)
 class TransferModel:
     """Seconds to move KV between a pool and a store, of one operation, and the limit of all together."""
 
@@ -278,6 +303,7 @@ class Profile:
         source: where the times come from.
         transfers: by the connector's scheme, such as "shm".
         adapters: what they add to steps; None: not measured.
+        draft: of `--speculate draft`; None: not measured.
         swap: (a, b) of a + b × blocks, in one direction.
         residuals: by the name of the model.
         assumed: names of the fields that are defaults and were not measured.
@@ -293,6 +319,7 @@ class Profile:
     step: StepModel = StepModel()
     transfers: dict[str, TransferModel] = field(default_factory=dict)
     adapters: AdapterModel | None = None
+    draft: DraftFacts | None = None
     swap: tuple[float, float] = Costs.swap
     start_up_s: float = 10.0
     role_flip_s: float = 0.5

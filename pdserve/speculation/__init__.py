@@ -3,5 +3,5 @@
 `Speculator` or `DraftModel` is the engine's drafter (`--speculate`). Drafts never change the output, only its speed
 (`engine/step.py`).
 
-In reading order: matches, answers, lengths, speculator; draft_model.
+In reading order: matches, answers, lengths, speculator; model_drafter, draft_model.
 """

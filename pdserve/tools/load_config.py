@@ -114,10 +114,17 @@ class FleetConfig(LoadConfig):
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     acceptance: str = flag(
-        "share of drafts that are right where instances speculate, such as 0.7, or by API key of the trace edit=0.9,*=0.1;"
+        "share of drafts behind right ones that are right where instances speculate, such as 0.7, or by API key of the"
+        " trace edit=0.9,*=0.1;"
         " empty: they do not",
         "",
     )
+    speculate: str = flag(
+        "where they get their drafts from: what is found, as much as pays (auto), or the draft model of the profile (draft)",
+        "auto",
+        choices=("auto", "draft"),
+    )
+    speculative_tokens: int | None = flag("as of an instance", UpConfig.speculative_tokens, least=0)
     adapters: int = flag(
         "adapters (LoRA) among which the requests are drawn, whose KV they do not share; 0: none", 0, least=0, most=1000
     )
@@ -142,7 +149,8 @@ class FleetConfig(LoadConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         parse_size(self.store_size)
-        parse_acceptance(self.acceptance)
+        if not parse_acceptance(self.acceptance) and self.speculate == "draft":
+            raise ValueError("--speculate draft needs the share of its drafts that are right, such as --acceptance 0.7")
         if self.gpu and not self.model:
             raise ValueError("--gpu needs --model")
         if self.gpu and self.adapters:

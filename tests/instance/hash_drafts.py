@@ -2,25 +2,19 @@
 
 import random
 from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import numpy as np
-import torch
 
 from pdserve.config import EngineConfig
-from pdserve.engine.checkpoint import Checkpoint
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.keys import Tokens
-from pdserve.speculation import draft_model
-from pdserve.speculation.draft_model import DraftModel
+from pdserve.speculation.model_drafter import ModelDrafter
 from tests.instance.hash_model import HASH_BYTES, VOCAB, HashRunner, WrongRow, layout_of, next_token, rows_of, spec_of
 
 
-class HashDraftModel(DraftModel):
-    """Proposes as `DraftModel` does. Its tokens are those of the hash model, or others at random.
+class HashDraftModel(ModelDrafter):
+    """Proposes as a draft model does. Its tokens are those of the hash model, or others at random.
 
     Salts and adapters change its KV as they change that of the hash model: what one variant has left is of no use to another.
 
@@ -30,19 +24,12 @@ class HashDraftModel(DraftModel):
     """
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, target: HashRunner, rng: random.Random) -> None:
-        spec, size = spec_of((None,)), config.block_size
-        model, context = torch.nn.Module(), rng.choice([20, 1 << 20, 1 << 20])
-        own = model, layout_of(spec, size), spec, context, VOCAB, frozenset[int](), torch.device("cpu"), torch.uint8
-        stands_in: dict[str, Any] = {
-            "load": lambda config: Checkpoint(*own),
-            "ModelRunner": lambda checkpoint, config: SimpleNamespace(checkpoint=checkpoint),
-            "_check_vocabulary": lambda *models: None,
-            "POOL_SHARE": rng.choice([4.0, 4.0, 100.0]),  # of few pages, a quarter would be no two blocks
-        }
-        with mock.patch.multiple(draft_model, **stands_in):
-            super().__init__(config, scheduler, target, lambda: 0.0)  # type: ignore[arg-type]
+        layout = layout_of(spec_of((None,)), config.block_size)
+        context, share = rng.choice([20, 1 << 20, 1 << 20]), rng.choice([4.0, 4.0, 100.0])  # of the bytes of its pool
+        room = int(share * target.kv.pool_NX.numel() / layout.block_bytes)
+        super().__init__(config, scheduler, min(target.kv.num_blocks, room), context, lambda: 0.0)
         self._target, self._rng = target, rng
-        self._rows = np.zeros((self.pool.num_blocks, size, HASH_BYTES), np.uint8)
+        self._rows = np.zeros((self.pool.num_blocks, config.block_size, HASH_BYTES), np.uint8)
 
     def _compute(self, new: Mapping[Sequence, Tokens], drafting: list[Sequence]) -> list[int]:
         variant_of = self._target.variant_of

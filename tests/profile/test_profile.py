@@ -30,6 +30,14 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert Profile.load(tmp_path / "profile.json") == PROFILE
 
 
+def test_a_file_from_before_drafts_were_measured_has_none(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    raw = json.loads((tmp_path / "profile.json").read_text())
+    del raw["draft"]
+    (tmp_path / "profile.json").write_text(json.dumps(raw))
+    assert Profile.load(tmp_path / "profile.json").draft is None
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -20,7 +20,8 @@ from pdserve.errors import SetupError
 from pdserve.keys import Tokens, token_array
 from pdserve.request import Request, SamplingParams
 from pdserve.speculation import draft_model
-from pdserve.speculation.draft_model import CATCH_UP_TOKENS, PROBE_STEPS, DraftModel, _DraftKV
+from pdserve.speculation.draft_model import DraftModel
+from pdserve.speculation.model_drafter import CATCH_UP_TOKENS, PROBE_STEPS, DraftKV
 from tests.engine.speculating import PROMPTS, Runs, changed
 from tests.engine.test_speculation import FAULTS
 
@@ -157,16 +158,16 @@ def test_no_more_is_drafted_than_the_answer_takes(left: int, checkpoint: Checkpo
 
 
 def test_kv_that_is_off_by_one_is_noticed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = _DraftKV.follow
+    right = DraftKV.follow
 
-    def wrong(kept: _DraftKV, tokens: Tokens) -> list[bool]:
+    def wrong(kept: DraftKV, tokens: Tokens) -> list[bool]:
         found = right(kept, tokens)
         kept.num_computed = min(kept.num_computed + 1, len(tokens) - 1)
         return found
 
     path = checkpoint("llama", dtype="float32")
     engine = make_engine(path, path, dtype="bfloat16")
-    monkeypatch.setattr(_DraftKV, "follow", wrong)
+    monkeypatch.setattr(DraftKV, "follow", wrong)
     seqs = [new_sequence(engine, prompt, DRAWN) for prompt in PROMPTS[:5]]
     assert run(engine, seqs) != [full_steps(4)] * len(seqs)
 

@@ -61,7 +61,10 @@ def common_of(config: FleetConfig, profile: Profile) -> Common:
         "max_loras": config.max_loras,
         "threads": None if has_gpus else profile.machine.threads or None,
         "speculate": "suffix" if has_gpus and config.acceptance else None,  # where auto does not
+        "speculative_tokens": config.speculative_tokens,
     }
+    if config.speculate == "draft" and profile.draft is not None:
+        engine |= {"speculate": "draft", "speculative_model": profile.draft.model}
     router = {name: getattr(config, name) for name in ROUTER_SETTINGS}
     flags = {name: value for name, value in profile.flags.items() if name != "tensor-parallel-size"}  # in files by role
     model = config.model if config.gpu else flags.pop("model", profile.model)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import SetupError
-from pdserve.profile.profile import Knots, Profile
+from pdserve.profile.profile import Knots, Profile, StepModel
 from pdserve.tools.bench.report import together_sentence
 from pdserve.tools.bench.requests import Request
 from pdserve.tools.planner.search import Trial
@@ -21,6 +21,7 @@ TOLERANCE = 0.1  # of mean lengths, beyond which two loads are not the same; of 
 WORTHLESS = 0.5  # median error, beyond which a plan is not to be relied on
 ROUNDS = 3  # of correcting, as queues answer more than in proportion
 CORRECTED = {"prefill": "TTFT p50", "decode": "TPOT mean"}  # steps of a profile, and the figure that tells their time
+DRAFT_COUNTS = ("num_drafts", "draft_tokens", "accepted_tokens")
 NEEDED = ("completed", "total_input_tokens", "total_output_tokens")
 
 
@@ -78,14 +79,27 @@ class Comparison:
 
 def drafts_sentence(measured: Measured) -> str:
     """Say how many tokens came from drafts, which forecasts know by --acceptance only; empty if they were few."""
-    drafted, accepted = _drafts(measured.figures)
+    drafts, drafted, accepted = _drafts(measured.figures)
     outputs = measured.figures["total_output_tokens"]
     if accepted <= TOLERANCE * outputs:
         return ""
     return (
         f"{accepted / outputs:.0%} of the tokens in {measured.name} were drafts: forecasts know them by --acceptance "
-        f"{accepted / drafted:.2g}, or measure with --speculate off."
+        f"{share_of_right(drafts, drafted, accepted):.2g}, or measure with --speculate off."
     )
+
+
+def share_of_right(drafts: int, drafted: int, accepted: int) -> float:
+    """Return how likely a draft behind right ones was right, given sums over drafts, of their tokens and of those accepted.
+
+    Those behind a wrong one are not accepted either, so this is more than the share of accepted ones.
+    """
+    length, least, most = drafted / drafts, 0.0, 1.0
+    for _ in range(30):
+        share = (least + most) / 2
+        expected = length if share == 1 else share * (1 - share**length) / (1 - share)
+        least, most = (share, most) if expected * drafts < accepted else (least, share)
+    return most
 
 
 def load_measured(text: str, requests: Sequence[Request]) -> list[Measured]:
@@ -114,9 +128,9 @@ def _read(fleet: Fleet, path: str, requests: Sequence[Request]) -> Measured:
     numbers = [figures.get(name, 0) for name in NEEDED] if isinstance(figures, dict) else [0]
     if not all(isinstance(one, int) and one > 0 for one in numbers):
         raise ValueError("the file is no result of `pdserve bench serve --save-result` with answers")
-    drafted, accepted = _drafts(figures)
-    if accepted > drafted:
-        raise ValueError(f"it has {accepted} accepted tokens of {drafted} drafts")
+    drafts, drafted, accepted = _drafts(figures)
+    if accepted > drafted or drafts > drafted or bool(drafts) != bool(drafted):
+        raise ValueError(f"it has {accepted} accepted tokens of {drafted} in {drafts} drafts")
     rate = figures.get("request_rate")
     if isinstance(rate, int | float) and not rate > 0:
         raise ValueError(
@@ -129,10 +143,12 @@ def _read(fleet: Fleet, path: str, requests: Sequence[Request]) -> Measured:
     return Measured(Path(path).name, fleet, rate if isinstance(rate, int | float) else math.inf, figures)
 
 
-def _drafts(figures: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many tokens were drafted, and how many of these accepted; 0 and 0 if a file does not tell."""
-    drafted, accepted = (figures.get(f"spec_decode_{name}_tokens") for name in ("draft", "accepted"))
-    return (drafted, accepted) if isinstance(drafted, int) and isinstance(accepted, int) else (0, 0)
+def _drafts(figures: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the number of drafts, of their tokens, and of those accepted; 0 if a file does not tell."""
+    drafts, drafted, accepted = (figures.get(f"spec_decode_{name}") for name in DRAFT_COUNTS)
+    if isinstance(drafts, int) and isinstance(drafted, int) and isinstance(accepted, int):
+        return drafts, drafted, accepted
+    return 0, 0, 0
 
 
 def _compare(name: str, measured: float, lengths: Sequence[int]) -> None:
@@ -215,12 +231,9 @@ def scaled(profile: Profile, prefill: float, decode: float) -> Profile:
     def times(knots: Knots, factor: float) -> Knots:
         return tuple((amount, seconds * factor) for amount, seconds in knots)
 
-    step = profile.step
-    fixed, decode_share, prefill_share = step.mixed
-    return replace(
-        profile,
-        step=replace(
-            step,
+    def scale(step: StepModel, prefill: float) -> StepModel:
+        fixed, decode_share, prefill_share = step.mixed
+        return StepModel(
             decode=times(step.decode, decode),
             context_s=step.context_s * decode,
             prefill=times(step.prefill, prefill),
@@ -228,5 +241,7 @@ def scaled(profile: Profile, prefill: float, decode: float) -> Profile:
             cached_s=step.cached_s * prefill,
             prompt_s=step.prompt_s * prefill,
             mixed=(fixed * prefill, decode_share, prefill_share),
-        ),
-    )
+        )
+
+    draft = profile.draft and replace(profile.draft, step=scale(profile.draft.step, decode))  # all in steps of decode
+    return replace(profile, step=scale(profile.step, prefill), draft=draft)

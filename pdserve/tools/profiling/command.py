@@ -38,7 +38,13 @@ Show = Callable[[str], None]
 CHECKED_STEPS = 60  # random ones, which the model is not fitted to
 TRANSFER_BLOCKS = (1, 8, 64)
 CONCURRENCY = (1, 4)
+ASSUMED = (  # until a deployment is measured
+    "start_up_s",
+    "role_flip_s",
+    *(f"overheads.{name}_s" for name in ("router_request", "router_token", "frame")),
+)
 TRANSFER_S = 0.5  # of each size and concurrency
+WITHOUT_DRAFTS = {"speculate": "off", "speculative_model": "", "speculative_config": ""}
 FLAGS = (  # settings of an instance that change its times, besides those that `EngineFacts` has
     "model",
     "dtype",
@@ -114,6 +120,7 @@ def _measure(config: ProfileConfig, start: Start) -> Profile:
         settings = shared_settings(config, UpConfig) | {
             "connector": UpConfig.connector,
             "threads": profile.machine.threads,
+            **WITHOUT_DRAFTS,  # tokens that come together cost routers less
         }
         for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
             os.environ.pop(
@@ -146,13 +153,17 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
 
     from pdserve.engine.warm_up import measure_swaps
     from pdserve.instance.instance import Instance
+    from pdserve.speculation.model_drafter import ModelDrafter
     from pdserve.tools.profiling.adapters import time_adapters
+    from pdserve.tools.profiling.drafts import time_drafts
     from pdserve.tools.profiling.steps import grid, random_steps, time_around_steps, time_steps
 
     show("loading the model")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     settings = shared_settings(config, InstanceConfig) | {"connector": "memory://profile?size=64MiB"}
+    if config.speculate == "draft":
+        settings["speculative_tokens"] = config.draft_length  # always, whether they pay or not
     instance = Instance.start(InstanceConfig(**settings), lambda link, frame: None)
     engine, layout = instance.engine, instance.engine.layout
     limits = engine.max_model_len - 1, config.max_num_batched_tokens, config.max_num_seqs
@@ -163,21 +174,17 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
     except ValueError as error:
         raise SetupError(f"the limits of the engine leave {error}") from None
     checks = step_residuals(step, timings[len(works) :])
-    adapters = None
-    if config.lora_modules:
-        adapters = time_adapters(engine, config, config.repeat, show)
+    adapters = time_adapters(engine, config, config.repeat, show) if config.lora_modules else None
+    draft = None
+    if isinstance(engine.drafter, ModelDrafter):
+        draft, of_draft = time_drafts(engine, engine.drafter, config.speculative_model, config.repeat, show)
+        residuals |= of_draft
+    engine.drafter = None  # whose time is none of the steps'
     engine_step_s, engine_sequence_s = time_around_steps(instance, config.max_num_seqs, show)
     swaps = list(measure_swaps(engine))
     for blocks, seconds in swaps:
         instance.reporter.meter.calibrate_swap(blocks, seconds)
     swap = instance.reporter.meter.costs(time.monotonic()).swap
-    assumed = [
-        "start_up_s",
-        "role_flip_s",
-        "overheads.router_request_s",
-        "overheads.router_token_s",
-        "overheads.frame_s",
-    ]
     return Profile(
         model=config.name,
         model_fingerprint=layout.model_fingerprint,
@@ -193,10 +200,11 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
         engine=_facts_of(engine, config),
         step=step,
         adapters=adapters,
+        draft=draft,
         swap=swap,
         overheads=Overheads(engine_step_s=engine_step_s, engine_sequence_s=engine_sequence_s),
         residuals=residuals | {f"{kind}, not fitted": value for kind, value in checks.items()},
-        assumed=(*assumed, *(() if swaps else ("swap",))),
+        assumed=(*ASSUMED, *(() if swaps else ("swap",))),
         flags=flags_of(config),
     )
 
@@ -267,6 +275,10 @@ def _print(profile: Profile) -> None:
     if profile.adapters is not None:
         added = ", ".join(f"{1e3 * seconds:.2f} ms with {rows} rows" for rows, seconds in profile.adapters.rows)
         console.print(f"adapter  {added}; {1e3 * profile.adapters.adapter_s:.2f} ms for each further one")
+    if profile.draft is not None:
+        one, (most, seconds) = profile.draft.step.decode_seconds(1, 0), profile.draft.step.decode[-1]
+        times = f"{1e3 * one:.2f} ms with one sequence, {1e3 * seconds:.2f} ms with {most}"
+        console.print(f"drafts   {times}: a step of {profile.draft.model}", markup=False)
     for scheme, one in profile.transfers.items():
         speeds = f"{one.bytes_per_s / 1e9:.2f} GB/s alone, {one.link_bytes_per_s / 1e9:.2f} GB/s together"
         console.print(f"{scheme}://  {one.latency_s * 1e3:.2f} ms per load, {speeds}", markup=False)

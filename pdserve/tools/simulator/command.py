@@ -30,6 +30,10 @@ from pdserve.tools.simulator.fleet import (
 
 WIDTH = 140  # columns of a table in a file
 MOSTLY = 0.5  # share of the time
+OF_DRAFTS = {  # column → figure, and its factor to percent
+    "accepted": ("spec_decode_acceptance_rate", 1),
+    "drafting": ("spec_decode_draft_time_fraction", 100),
+}
 
 
 def run(config: SimulateConfig) -> None:
@@ -110,7 +114,20 @@ def as_table(forecasts: Sequence[Forecast]) -> Table:
 def as_rows(forecasts: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:
     """Return the names of columns, and a row of cells per fleet; times in ms."""
     good = any(forecast.figures["good_request_fraction"] is not None for forecast in forecasts)
-    columns = ["fleet", *(["good"] if good else []), "req/s", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "busy"]
+    shown = {name: one for name, one in OF_DRAFTS.items() if any(one[0] in forecast.figures for forecast in forecasts)}
+    columns = [
+        "fleet",
+        *(["good"] if good else []),
+        "req/s",
+        "TTFT p50",
+        "p90",
+        "p99",
+        "ITL p50",
+        "p90",
+        "p99",
+        *shown,
+        "busy",
+    ]
     rows = []
     for forecast in forecasts:
         figures = forecast.figures
@@ -123,6 +140,7 @@ def as_rows(forecasts: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:
                 *([f"{figures['good_request_fraction']:.1%}"] if good else []),
                 f"{figures['request_throughput']:.2f}",
                 *(f"{one:.0f}" for one in times),
+                *(f"{scale * figures.get(figure, 0.0):.0f}%" for figure, scale in shown.values()),
                 " ".join(f"{name[0].upper()} {share:.0%}" for name, share in shown_busy(forecast).items()),
             ]
         )

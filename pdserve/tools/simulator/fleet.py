@@ -163,6 +163,10 @@ def load_profile(config: FleetConfig) -> Profile:
     if config.connector and config.connector not in profile.transfers:
         known = ", ".join(profile.transfers) or "none"
         raise SetupError(f"--connector {config.connector}: the profile has {known}")
+    if config.speculate == "draft" and profile.draft is None:
+        raise SetupError(
+            "--speculate draft: the profile has no steps of a draft model; `pdserve profile --speculate draft` measures them"
+        )
     return profile
 
 
@@ -324,7 +328,8 @@ def instance_model(config: FleetConfig, profile: Profile) -> InstanceModel:
         model = InstanceModel.from_profile(profile, scheme, num_blocks=config.num_blocks, block_size=block_size)
     except ValueError as error:
         raise SetupError(str(error)) from None
-    return replace(model, acceptance=parse_acceptance(config.acceptance), adapters=adapter_names(config))
+    draft = model.draft if config.speculate == "draft" else None
+    return replace(model, acceptance=parse_acceptance(config.acceptance), draft=draft, adapters=adapter_names(config))
 
 
 def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deployment:
@@ -335,6 +340,7 @@ def deployment_of(config: FleetConfig, profile: Profile, fleet: Fleet) -> Deploy
         max_num_batched_tokens=config.max_num_batched_tokens or profile.engine.max_num_batched_tokens,
         itl_target_ms=fleet.itl_target_ms,
         max_loras=config.max_loras,
+        speculative_tokens=config.speculative_tokens,
     )
     router = RouterConfig(
         model=MODEL,
@@ -373,7 +379,7 @@ def simulate(
     outcome = simulation.play(requests, is_chat=config.chat, think_s=config.think_time, warmup=warmup, limits=limits)
     samples = counted(outcome.samples, warmup)
     figures = summarize(samples, objectives, METRICS, PERCENTILES, [])
-    figures["ttft_parts_ms"] = breakdown(samples, outcome.stamps)
+    figures |= {"ttft_parts_ms": breakdown(samples, outcome.stamps)} | outcome.drafts
     busy = {
         role: [share for name, share in outcome.busy.items() if name.startswith(role)] for role in fleet_roles(fleet)
     }

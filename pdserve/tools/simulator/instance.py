@@ -25,6 +25,7 @@ from pdserve.kv_transfer.grouped import GroupedConnector
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.tools.simulator.adapters import SimulatedAdapters
 from pdserve.tools.simulator.cores import SharedCores
+from pdserve.tools.simulator.drafts import Draws, SimulatedDrafter, SimulatedDraftModel
 from pdserve.tools.simulator.engine_thread import EngineThread
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.store import SimulatedConnector, SimulatedStore
@@ -84,6 +85,7 @@ class SimulatedInstance:
     Args:
         can_skip: skip plain decode steps; not with `cores`.
         cores: those that it shares with others; None: it has its own.
+        draws: the tokens of its drafts, where it has some.
 
     Attributes:
         hello: its registration.
@@ -101,6 +103,7 @@ class SimulatedInstance:
         *,
         can_skip: bool = True,
         cores: SharedCores | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self._clock = clock
         self._model = model
@@ -136,6 +139,8 @@ class SimulatedInstance:
         if model.adapters:
             adapters = SimulatedAdapters(model.adapters, config.max_loras, model.adapter_model, self._pass)
             self.thread.engine.adapters = adapters
+        if model.acceptance and draws is not None:
+            self._speculate(config, draws)
         self._heartbeat = self._shown = self.thread.reporter.heartbeat
         self._key_changes = self.thread.kv_events.subscribe()  # not shown yet
         self._shown_keys = KVEventPublisher()
@@ -147,6 +152,14 @@ class SimulatedInstance:
         self._inbox.on_put = self._wake
         self._drain_seconds = config.drain_seconds
         self.on_drained: Callable[[], object] = self.stop
+
+    def _speculate(self, config: InstanceConfig, draws: Draws) -> None:
+        """Let steps have drafts."""
+        engine, draft = self.thread.engine, self._model.draft
+        if draft is None:
+            engine.drafter = SimulatedDrafter(engine.scheduler, draws, config.draft_length)
+        else:
+            engine.drafter = SimulatedDraftModel(config, engine.scheduler, draws, draft, self.now, self._pass)
 
     def now(self) -> float:
         """Return the instance's own time."""

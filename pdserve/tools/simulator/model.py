@@ -1,14 +1,14 @@
 """Model of an instance and its machine for simulations: durations and sizes, from a profile."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.costs import Work
 from pdserve.engine.memory.groups import blocks_in
 from pdserve.engine.memory.kv_memory import pool_groups
 from pdserve.engine.paced_runner import paced_layout, pool_pages
 from pdserve.keys import Layout
-from pdserve.profile.profile import AdapterModel, Profile
+from pdserve.profile.profile import AdapterModel, DraftFacts, Profile
 from pdserve.tools.simulator.store import Link
 
 FOLLOWING_SCHEMES = ("shm",)  # whose blocks can be loaded while later ones are still being stored
@@ -34,6 +34,7 @@ class InstanceModel:
         num_pages: in its pool; 0: as many as `num_blocks` take, see `pages_for`.
         window: of all layers, if there is one.
         acceptance: shares of right drafts by API key, as `parse_acceptance` returns them; empty: it does not speculate.
+        draft: the model that drafts; None: drafts are found without one.
         adapters: names of those that it has.
         adapter_model: what they add to steps.
     """
@@ -52,6 +53,7 @@ class InstanceModel:
     num_pages: int = 0
     window: int | None = None
     acceptance: Mapping[str, float] = field(default_factory=dict)
+    draft: DraftFacts | None = None
     adapters: tuple[str, ...] = ()
     adapter_model: AdapterModel = field(default_factory=AdapterModel)
 
@@ -79,7 +81,7 @@ class InstanceModel:
         fixed_s, sequence_s = overheads.engine_step_s, overheads.engine_sequence_s
         swap_a, swap_b = profile.swap
         ratio = size / engine.block_size  # of a block to the one that was measured
-        transfer = profile.transfer(scheme)
+        transfer, draft = profile.transfer(scheme), profile.draft
         return cls(
             layout=layout,
             num_blocks=num_blocks,
@@ -101,5 +103,6 @@ class InstanceModel:
             router_request_s=overheads.router_request_s,
             router_token_s=overheads.router_token_s,
             start_up_s=profile.start_up_s,
+            draft=draft and replace(draft, num_blocks=max(1, draft.num_blocks * num_blocks // engine.num_blocks)),
             adapter_model=profile.adapters or AdapterModel.assumed(step),
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from statistics import fmean
+from typing import Any
 
 from pdserve.config import InstanceConfig, RouterConfig
 from pdserve.keys import KeyChain, Tokens, root_key, token_array
@@ -17,7 +18,7 @@ from pdserve.tools.load_config import ALL
 from pdserve.tools.simulator.adapters import digest_of
 from pdserve.tools.simulator.breakdown import Stamps
 from pdserve.tools.simulator.cores import SharedCores
-from pdserve.tools.simulator.drafts import SimulatedDrafter
+from pdserve.tools.simulator.drafts import Draws, draft_figures
 from pdserve.tools.simulator.instance import SimulatedInstance
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.router import SimulatedClient, SimulatedRouter
@@ -64,6 +65,7 @@ class Outcome:
         preemptions: over all instances.
         stamps: of the timelines, by the index of the request.
         is_given_up: a limit was exceeded, and what followed was not simulated.
+        drafts: see `draft_figures`.
     """
 
     samples: list[Sample]
@@ -73,6 +75,7 @@ class Outcome:
     preemptions: int
     stamps: dict[int, Stamps] = field(default_factory=dict)
     is_given_up: bool = False
+    drafts: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -133,11 +136,15 @@ class Simulation:
             self._config, instance_id=name, num_blocks=model.num_blocks, block_size=model.layout.block_size
         )
         instance = SimulatedInstance(
-            self.clock, model, self.store, config, role, can_skip=self._can_skip, cores=self._cores
+            self.clock,
+            model,
+            self.store,
+            config,
+            role,
+            can_skip=self._can_skip,
+            cores=self._cores,
+            draws=Draws(self._accepted),
         )
-        if model.acceptance:
-            engine = instance.thread.engine
-            engine.drafter = SimulatedDrafter(engine.scheduler, self._accepted, config.draft_length)
         instance.on_drained = partial(self.kill, name)
         self.instances[name] = instance
         for router in self.routers:
@@ -207,7 +214,8 @@ class Simulation:
         }
         shared = {name: busy.pop(name) for name in ("router", "link")}
         preemptions = sum(one.thread.engine.scheduler.num_preemptions for one in self.instances.values())
-        own = (player.stamps, player.is_hopeless)
+        drafts = draft_figures({one.thread: one.busy_seconds for one in self.instances.values()})
+        own = (player.stamps, player.is_hopeless, drafts)
         return Outcome(player.samples, self.clock.time, busy, shared, preemptions, *own)
 
     def _busy_seconds(self) -> dict[str, float]:

@@ -231,7 +231,7 @@ def up_flags(config: BenchTuneConfig) -> list[str]:
 
 def fleet_config(config: BenchTuneConfig) -> FleetConfig:
     """Return the settings of forecasts, for a fleet on this machine; paced instances have cores of their own."""
-    known = {one.name for one in fields(FleetConfig)} - {"connector", "model", "tensor_parallel_size"}
+    known = {one.name for one in fields(FleetConfig)} - {"connector", "model", "tensor_parallel_size", "speculate"}
     settings = {one.name: getattr(config, one.name) for one in fields(config) if one.name in known}
     settings["profile"] = config.profile or config.paced or FleetConfig.profile
     return FleetConfig(**settings, cores=None if config.paced else machine.num_cores())

@@ -46,6 +46,11 @@ def result(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
+def drafts(count: int, drafted: int, accepted: int) -> dict[str, int]:
+    counts = {"num_drafts": count, "draft_tokens": drafted, "accepted_tokens": accepted}
+    return {f"spec_decode_{name}": value for name, value in counts.items()}
+
+
 def test_a_forecast_stands_beside_the_measurement_of_its_fleet(result: Callable[..., str]) -> None:
     figures = {"p50_ttft_ms": 80.0, "p90_ttft_ms": 120.0, "p50_itl_ms": 20.0, "request_throughput": 4.0}
     (measured,) = load_measured(result(**figures), LOAD)
@@ -69,7 +74,8 @@ def test_a_forecast_stands_beside_the_measurement_of_its_fleet(result: Callable[
         ({"completed": 0}, "is no result of `pdserve bench serve --save-result` with answers"),
         ({"total_input_tokens": 9000}, "its prompts have 900 tokens in the mean, and those of the plan's load 300"),
         ({"total_output_tokens": 20}, "its answers have 2 tokens in the mean, and those of the plan's load 20"),
-        ({"spec_decode_draft_tokens": 0, "spec_decode_accepted_tokens": 100}, "has 100 accepted tokens of 0 drafts"),
+        (drafts(9, 99, 100), "has 100 accepted tokens of 99 in 9 drafts"),
+        (drafts(0, 120, 100), "has 100 accepted tokens of 120 in 0 drafts"),
     ],
 )
 def test_a_measurement_of_another_load_is_refused(
@@ -162,7 +168,7 @@ def test_a_plan_writes_its_reports(tiny_profile: Path, capsys: pytest.CaptureFix
     folder = tiny_profile.parent
     measured = folder / "measured.json"
     figures = {"total_input_tokens": 2000, "p50_ttft_ms": 50.0, "p99_itl_ms": 12.0, "request_throughput": 5.0}
-    figures |= {"tokens_together_fraction": 0.2, "spec_decode_draft_tokens": 125, "spec_decode_accepted_tokens": 100}
+    figures |= {"tokens_together_fraction": 0.2, **drafts(25, 125, 100)}
     measured.write_text(json.dumps(RESULT | figures))
     config = plan_config(
         tiny_profile,
@@ -194,7 +200,7 @@ def test_a_plan_writes_its_reports(tiny_profile: Path, capsys: pytest.CaptureFix
         "by --policy",
         "<th>forecast</th><th>measured</th><th>error</th>",
         "came together with the one before",
-        "50% of the tokens in measured.json were drafts: forecasts know them by --acceptance 0.8, or measure",
+        "50% of the tokens in measured.json were drafts: forecasts know them by --acceptance 0.93, or measure",
     ):
         assert part in text, part
     assert "report heat" not in text.partition("</style>")[2]

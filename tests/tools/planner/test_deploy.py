@@ -11,7 +11,8 @@ import typer
 import yaml
 
 from pdserve.cli.commands import app
-from pdserve.profile.profile import EngineFacts, Machine, Profile
+from pdserve.config import InstanceConfig
+from pdserve.profile.profile import DraftFacts, EngineFacts, Machine, Profile, StepModel
 from pdserve.tools.load_config import PlanConfig
 from pdserve.tools.planner.command import run
 from pdserve.tools.planner.deploy import ENV_FILE, VALUES_FILE, Common, common_of, write
@@ -185,6 +186,16 @@ def test_the_store_is_the_one_that_was_simulated(scheme: str, lines: list[str], 
     if scheme == "redis":
         assert values["redis"]["memory"] == "2147483648"
         assert int(values["redis"]["resources"]["limits"]["memory"]) > 2**31
+
+
+def test_a_draft_model_is_the_one_that_was_measured(tmp_path: Path) -> None:
+    config = PlanConfig(acceptance="0.7", speculate="draft", speculative_tokens=4)
+    profile = replace(MEASURED, draft=DraftFacts("org/small", StepModel(), 100, 4096))
+    lines, values = written(tmp_path, config, profile)
+    flags = values["instances"]["flags"]
+    assert (flags["speculate"], flags["speculative-model"], flags["speculative-tokens"]) == ("draft", "org/small", 4)
+    assert any("--speculate draft" in line and "--speculative-model org/small" in line for line in lines)
+    InstanceConfig(**{name.replace("-", "_"): value for name, value in flags.items()})
 
 
 def test_kv_between_gpus_goes_as_in_the_data_sheet(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def test_a_quick_profile_of_the_demo_model(pdserve: Run, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     arguments = ["--quick", "--repeat", "1", "--threads", "1", "--max-model-len", "256", "--max-num-seqs", "16"]
+    arguments += ["--speculate", "draft", "--speculative-model", "demo"]
     result = pdserve("profile", *arguments, "--output", str(file))
     assert result.returncode == 0, result.stderr
     assert "mixed, not fitted" in result.stdout and f"written to {file}" in result.stdout.replace("\n", "")
@@ -35,6 +36,9 @@ def test_a_quick_profile_of_the_demo_model(pdserve: Run, tmp_path: Path) -> None
     assert set(profile.assumed) <= {"start_up_s", "role_flip_s", "swap"} and profile.machine.cores >= 1
     assert profile.overheads.router_request_s + profile.overheads.router_token_s > 0
     assert profile.overheads.engine_step_s > 0 and profile.flags == {"max-model-len": 256}
+    assert profile.draft is not None and profile.draft.model == "demo" and profile.draft.step.decode_seconds(16, 0) > 0
+    assert profile.overheads.engine_step_s < profile.draft.step.decode_seconds(1, 0), "drafts are none of it"
+    assert "ms with 16: a step of demo" in result.stdout
 
 
 @pytest.mark.slow
