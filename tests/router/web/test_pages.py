@@ -185,6 +185,21 @@ def test_a_histogram_ends_at_its_highest_value_and_not_after_hours(
     assert not page.problems
 
 
+def test_a_curve_begins_at_the_axis_though_there_is_more(open_page: Callable[..., Any]) -> None:
+    page = open_page(path="/docs", history=3)
+    told = page.evaluate("fetch('/debug/overview?history=true').then((answer) => answer.json())")
+    for one, age in zip(told["history"], (500, 400, 30), strict=False):
+        one["time"] = told["time"] - age
+    page.route("**/debug/overview*", lambda route: route.fulfill(json=told))
+    page.goto(page.url.removesuffix("docs"))
+    page.select_option("#range", "60")
+    panel = page.locator("#figures > div", has_text="Under way")
+    curve = panel.locator("path.curve").first.get_attribute("d")
+    assert min(float(x) for x in re.findall(r"[ML](-?[\d.]+) ", curve)) >= 64
+    assert panel.locator("text.time").count() <= 2, "labels with seconds do not touch"
+    assert not page.problems
+
+
 def test_a_dark_page_is_printed_as_a_light_one(open_page: Callable[..., Any]) -> None:
     page = open_page()
     page.emulate_media(media="print", color_scheme="dark")
