@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from typing import Any
 
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, not_imported
 from pdserve.kv_transfer import registry
 from pdserve.kv_transfer.connector import API_VERSION, Connector, Outcome
 from pdserve.kv_transfer.rules import behaviour, blocks, connections, evictions, leases, operations, processes
@@ -218,15 +219,14 @@ def _check_usable(scheme: str) -> dict[str, Any]:
     try:
         connector_class = registry._find(scheme).load()
         contract = declared_version(connector_class)
-        registry.connector_class(scheme)
+        for library in registry.connector_class(scheme).libraries:
+            package = library.partition(".")[0]
+            if find_spec(package) is None:  # and not an import, which may take seconds
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     except SetupError as error:
         return {"contract": contract, "usable": False, "why": str(error)}
     except Exception as error:  # noqa: BLE001 - third-party code
-        return {
-            "contract": contract,
-            "usable": False,
-            "why": f"It cannot be imported: {type(error).__name__}: {error}.",
-        }
+        return {"contract": contract, "usable": False, "why": str(not_imported("It", error))}
     if contract is None:
         why = f"Its class does not declare API_VERSION, so it may not be for version {API_VERSION}."
     else:

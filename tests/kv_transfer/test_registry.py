@@ -1,5 +1,6 @@
 """Tests of finding and creating connectors by URL."""
 
+import sys
 from importlib import metadata
 from importlib.metadata import EntryPoint
 
@@ -95,6 +96,19 @@ def test_names_that_urls_cannot_have_are_not_usable() -> None:
     rows = {row.scheme: row for row in list_connectors()}
     for name in ("my_store", "MyStore"):
         assert not rows[name].usable and rows[name].why.startswith(f"{name!r} is no URL scheme")
+
+
+def test_the_list_tells_what_to_install_for_connectors_whose_packages_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in ("nixl", "redis"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for module in [name for name in sys.modules if name.startswith("pdserve.kv_transfer.connectors.redis")]:
+        monkeypatch.delitem(sys.modules, module)
+    rows = {row.scheme: row for row in list_connectors()}
+    for scheme, extra in (("nixl", "nixl"), ("redis", "redis"), ("redis+cluster", "redis")):
+        assert not rows[scheme].usable and rows[scheme].why.endswith(f"pip install -e '.[{extra}]'")
+    assert rows["shm"].usable
 
 
 def test_an_unknown_parameter_is_refused() -> None:

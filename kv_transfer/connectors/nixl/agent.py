@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.errors import SetupError, install
+from pdserve.errors import SetupError, not_imported
 from pdserve.kv_transfer.connectors.nixl.memory import Memory
 
 _POLL_INTERVAL_S = 20e-6
@@ -197,9 +197,7 @@ def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        if (error.name or "").partition(".")[0] == "nixl":
-            raise SetupError(f"nixl:// needs the package NIXL: {install('nixl')}.") from None
-        raise SetupError(f"The installed NIXL cannot be imported: {error}.") from error
+        raise not_imported("The installed NIXL", error) from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 const HEIGHT = 124, LEFT = 64, RIGHT = 6, TOP = 16, BOTTOM = 18; // pixels, around and with the axes
 const GAP_S = 40; // without a snapshot, after which a curve begins anew
-const TICK_STEPS_S = [15, 60, 300]; // between the times on the axis
+const TICK_STEPS_S = [30, 60, 300]; // between the times on the axis
 const TICKS = 4; // times on the axis at most, which fit on a phone
 
 let hovered = null; // the time under the pointer, in all charts
@@ -94,7 +94,8 @@ export class Chart {
   draw() {
     const width = this.element.clientWidth;
     if (!this.data || width <= LEFT) return;
-    const { start, end, times, series, limit, marks } = this.data, bottom = HEIGHT - BOTTOM;
+    const { start, end, limit, marks } = this.data, bottom = HEIGHT - BOTTOM, first = Math.max(0, this.data.times.findIndex((time) => time >= start));
+    const times = this.data.times.slice(first), series = this.data.series.map((one) => ({ ...one, values: one.values.slice(first) }));
     const values = [...series.flatMap((one) => one.values), limit?.value].filter((value) => Number.isFinite(value));
     const { ticks, place } = this.isLogarithmic ? logarithmic(values) : linear(values, this.top, this.least);
     const x = (time) => LEFT + ((time - start) / (end - start)) * (width - LEFT - RIGHT);
@@ -134,7 +135,7 @@ export class Chart {
 
 /** Full minutes, or quarters of them, of which the axis has room for the labels. */
 function timeTicks(start, end) {
-  const step = TICK_STEPS_S.find((seconds) => (end - start) / seconds <= TICKS) ?? TICK_STEPS_S.at(-1);
+  const step = TICK_STEPS_S.find((seconds) => (end - start) / seconds <= (seconds < 60 ? 2 : TICKS)) ?? TICK_STEPS_S.at(-1);
   const first = Math.ceil((start + (end - start) * 0.06) / step) * step, ticks = [];
   for (let time = first; time <= end - (end - start) * 0.06; time += step) ticks.push(time);
   return ticks;

@@ -228,6 +228,8 @@ function drawLatency(now) {
   drawHistogram(HISTOGRAMS[1], distribution("itl", seconds), now.slo.itl);
 }
 
+const SHOWN_S = 10; // the shortest axis of a histogram
+
 const HISTOGRAMS = [["Time to first token", "prefill", "requests"], ["Time between tokens", "decode", "tokens"]].map(([title, color, unit]) => {
   const made = { title, unit, facts: h("div", "facts"), chart: h("div", `chart c-${color}`), axis: h("div", "axis"), columns: [] };
   made.chart.setAttribute("role", "img");
@@ -236,15 +238,22 @@ const HISTOGRAMS = [["Time to first token", "prefill", "requests"], ["Time betwe
   return made;
 });
 
+/** The buckets up to SHOWN_S, or to the SLO or the highest value, if that is more: there are buckets up to hours. */
+function shownPart({ limits, counts }, slo) {
+  const end = 1 + Math.max(limits.findIndex((limit) => limit >= SHOWN_S), slo ? Math.ceil(bucketPosition(limits, slo)) : 0, counts.findLastIndex(Boolean));
+  return end >= counts.length ? { limits, counts } : { limits: limits.slice(0, end), counts: counts.slice(0, end) };
+}
+
 /** Columns are reused, so that the text of the one under the pointer stays. */
 function drawHistogram(made, values, slo) {
-  const { limits, counts } = values, total = sum(counts), { title, unit, chart, columns } = made;
+  const { title, unit, chart, columns } = made, total = sum(values.counts), { limits, counts } = shownPart(values, slo);
   const facts = [0.5, 0.9, 0.99].map((q) => [`p${q * 100}`, format(duration(quantile(values, q))), slo < quantile(values, q)]);
   if (slo && total) facts.push([`within the SLO of ${format(duration(slo))}`, percent(shareBelow(values, slo)), shareBelow(values, slo) < 0.99]);
   facts.push([unit, integer(total), false]);
   chart.setAttribute("aria-label", `${title}: ${facts.map(([name, value]) => `${name} ${value}`).join(", ")}`);
   made.facts.replaceChildren(...facts.map(([name, value, late]) => h("span", late ? "late" : "", `${name} `, h("b", "", value))));
   if (columns.length !== counts.length) {
+    chart.replaceChildren();
     columns.splice(0, columns.length, ...counts.map(() => h("span", "column", h("i"), h("span", "tip"))));
     made.axis.replaceChildren(...counts.map((_, i) => h("span", "", i < limits.length && /^1(e|0|\b)|^0?\.0*1$/.test(String(limits[i])) ? latencyTick(limits[i]) : "")));
   }

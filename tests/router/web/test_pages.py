@@ -168,6 +168,38 @@ def test_curves_have_units_values_the_slo_and_marks_of_faults(open_page: Callabl
     assert not page.problems
 
 
+@pytest.mark.parametrize(("slowest_s", "end_s"), [(0.1, 10), (120, 120)])
+def test_a_histogram_ends_at_its_highest_value_and_not_after_hours(
+    open_page: Callable[..., Any], slowest_s: float, end_s: float
+) -> None:
+    page = open_page(path="/docs")
+    told = page.evaluate("fetch('/debug/overview').then((answer) => answer.json())")
+    limits = told["ttft"]["limits"]
+    told["ttft"]["counts"] = [float(limit == slowest_s) for limit in [*limits, None]]
+    page.route("**/debug/overview*", lambda route: route.fulfill(json=told))
+    page.goto(page.url.removesuffix("docs"))
+    page.select_option("#window", "0")
+    columns = page.locator("#latency .card").first.locator(".column")
+    assert columns.count() == limits.index(end_s) + 1 < len(limits)
+    assert columns.nth(limits.index(slowest_s)).locator("i").bounding_box()["height"] > 50
+    assert not page.problems
+
+
+def test_a_curve_begins_at_the_axis_though_there_is_more(open_page: Callable[..., Any]) -> None:
+    page = open_page(path="/docs", history=3)
+    told = page.evaluate("fetch('/debug/overview?history=true').then((answer) => answer.json())")
+    for one, age in zip(told["history"], (500, 400, 30), strict=False):
+        one["time"] = told["time"] - age
+    page.route("**/debug/overview*", lambda route: route.fulfill(json=told))
+    page.goto(page.url.removesuffix("docs"))
+    page.select_option("#range", "60")
+    panel = page.locator("#figures > div", has_text="Under way")
+    curve = panel.locator("path.curve").first.get_attribute("d")
+    assert min(float(x) for x in re.findall(r"[ML](-?[\d.]+) ", curve)) >= 64
+    assert panel.locator("text.time").count() <= 2, "labels with seconds do not touch"
+    assert not page.problems
+
+
 def test_a_dark_page_is_printed_as_a_light_one(open_page: Callable[..., Any]) -> None:
     page = open_page()
     page.emulate_media(media="print", color_scheme="dark")
