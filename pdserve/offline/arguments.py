@@ -1,5 +1,6 @@
 """Keyword arguments of `LLM`: the flags of `pdserve up`, and arguments of vLLM's class that have an equivalent here."""
 
+import difflib
 import json
 import os
 from collections.abc import Callable
@@ -67,8 +68,10 @@ def settings_of(arguments: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
         known = WITHOUT_EFFECT.get(name, ())
-        if name not in {*OF_VLLM, *SETTINGS, *WITHOUT_EFFECT}:
-            raise TypeError(f"LLM has no argument {name!r}; it takes the flags of `pdserve up`, with underscores")
+        if name not in (names := {*OF_VLLM, *SETTINGS, *WITHOUT_EFFECT}):
+            close = difflib.get_close_matches(name, sorted(names), n=1)
+            what = f"did you mean {close[0]!r}?" if close else "it takes the flags of `pdserve up`, with underscores"
+            raise TypeError(f"LLM has no argument {name!r}; {what}")
         if value is None:
             continue
         if name in OF_VLLM:

@@ -149,7 +149,12 @@ def test_what_one_program_has_stored_another_loads(run_script: Run, tmp_path: Pa
         ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported; leave it out"),
         ({"pipeline_parallel_size": 2}, ValueError, "pipeline_parallel_size=2 is not supported"),
         ({"speculative_config": {"tokens": 4}}, ValueError, "--speculative-config needs a method"),
-        ({"tensor_paralel_size": 2}, TypeError, "LLM has no argument 'tensor_paralel_size'"),
+        (
+            {"tensor_paralel_size": 2},
+            TypeError,
+            "no argument 'tensor_paralel_size'; did you mean 'tensor_parallel_size'?",
+        ),
+        ({"gpus": 2}, TypeError, "LLM has no argument 'gpus'; it takes the flags of `pdserve up`"),
         ({"kv_transfer_config": "file:///kv"}, ValueError, "kv_transfer_config must be a KVTransferConfig"),
         ({"num_blocks": "many"}, ValueError, "num_blocks must be int, not 'many'"),
         ({"prefill": "1"}, ValueError, "prefill must be int, not '1'"),
