@@ -371,3 +371,17 @@ def test_the_log_names_the_model(checkpoint: Checkpoint, caplog: pytest.LogCaptu
     caplog.set_level("INFO", logger=draft_model.__name__)
     make_engine(checkpoint("llama"), checkpoint("llama", seed=1), length=3)
     assert f"up to 3 drafts a step by {checkpoint('llama', seed=1)}, with 100 blocks of KV" in caplog.text
+
+
+def test_steps_behind_right_drafts_are_replayed(checkpoint: Checkpoint) -> None:
+    """The first one has two tokens of each sequence: the last draft, which has no KV yet, and the token behind it."""
+    path = checkpoint("llama", dtype="float32")
+    engine = make_engine(path, path, length=3)
+    drafter = drafter_of(engine)
+    works = list[list[tuple[int, int]]]()
+    drafter.on_step = lambda work, _: works.append([*work])
+    got = run(engine, [new_sequence(engine, PROMPTS[0], GREEDY | {"max_tokens": 200})])
+    behind = [work for work in works if work[0][0] == 2]
+    graphs = drafter.runner.graphs
+    assert max(got[0]) == 4 and len(behind) > 40 and graphs is not None
+    assert graphs.num_replayed > 0.8 * len(works)
