@@ -91,16 +91,14 @@ class DraftModel(ModelDrafter):
         ends = dict(zip(new, accumulate(counts), strict=True))
         ids_T = np.concatenate([np.frombuffer(tokens, np.uint32) for tokens in new.values()])
         ids_T = ids_T.clip(max=self.runner.checkpoint.vocab_size - 1)  # of the padding that only the other model has
-        first, tables = [one.num_computed for one in kept], [one.block_ids for one in kept]
-        needed = [ends[seq] - 1 for seq in drafting]
-        if len(drafting) == len(new) and max(counts) <= AT_ONCE:  # as decode steps, which are recorded
-            first = [at + ahead for at, count in zip(first, counts, strict=True) for ahead in range(count)]
-            tables = [table for table, count in zip(tables, counts, strict=True) for _ in range(count)]
-            ones = [1] * len(ids_T)
-            logits_SV = self.runner.forward(self.runner.step_inputs(ids_T, ones, first, tables, [*range(len(ids_T))]))
-            logits_SV = logits_SV if len(needed) == len(ids_T) else logits_SV[needed]
-        else:
-            logits_SV = self.runner.forward(self.runner.step_inputs(ids_T, counts, first, tables, needed))
+        work, needed = self.work(new, drafting), [ends[seq] - 1 for seq in drafting]
+        sizes, first = [count for count, _ in work], [computed for _, computed in work]
+        is_decode_step = len(work) == len(ids_T)
+        repeats = counts if is_decode_step else [1] * len(kept)
+        tables = [one.block_ids for one, times in zip(kept, repeats, strict=True) for _ in range(times)]
+        wanted = [*range(len(ids_T))] if is_decode_step else needed
+        logits_SV = self.runner.forward(self.runner.step_inputs(ids_T, sizes, first, tables, wanted))
+        logits_SV = logits_SV if wanted == needed else logits_SV[needed]
         for one, count in zip(kept, counts, strict=True):
             one.compute(count)
         if not drafting:

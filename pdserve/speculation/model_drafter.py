@@ -194,10 +194,10 @@ class ModelDrafter(Drafter):
                 self._count("spec_decode_num_without_drafts", reason="behind")
         drafted = {seq: self.followed[seq] for seq in drafting}
         while new:
-            started, work = self.now(), [(len(tokens), self.followed[seq].num_computed) for seq, tokens in new.items()]
+            started, work = self.now(), self.work(new, drafting)
             for seq, token in zip(drafting, self._compute(new, drafting), strict=True):
                 seq.output.append(token)  # until all drafts are there
-            self._time(work, self.now() - started)
+            self._time(work, len(new), self.now() - started)
             drafting = [seq for seq in drafting if self._goes_on(seq, lengths[seq])]
             new = {seq: seq.output.tokens[-1:] for seq in drafting}
         for seq, kept in drafted.items():
@@ -221,11 +221,21 @@ class ModelDrafter(Drafter):
         kept.grow(self.pool, max(0, needed))
         return True
 
-    def _time(self, work: Work, seconds: float) -> None:
+    def work(self, new: Mapping[Sequence, Tokens], drafting: list[Sequence]) -> list[tuple[int, int]]:
+        """Return (tokens to compute, tokens before them) of each row of a step.
+
+        A step that only drafts has rows of one token, even where a sequence has two new ones: such steps are recorded.
+        """
+        first = {seq: self.followed[seq].num_computed for seq in new}
+        if len(drafting) < len(new) or max(map(len, new.values())) > AT_ONCE:
+            return [(len(tokens), first[seq]) for seq, tokens in new.items()]
+        return [(1, first[seq] + ahead) for seq, tokens in new.items() for ahead in range(len(tokens))]
+
+    def _time(self, work: Work, num_seqs: int, seconds: float) -> None:
         """Count the time of a step of the draft model, if each sequence had one token."""
         if self.on_step is not None:
             self.on_step(work, seconds)
-        if any(count > 1 for count, _ in work):
+        if len(work) > num_seqs or any(count > 1 for count, _ in work):
             return
         seconds = min(seconds, MAX_RATIO * self._step_s) if self._step_s else seconds
         self._step_s += (seconds - self._step_s) / TIMED if self._step_s else seconds

@@ -381,7 +381,7 @@ def test_steps_behind_right_drafts_are_replayed(checkpoint: Checkpoint) -> None:
     works = list[list[tuple[int, int]]]()
     drafter.on_step = lambda work, _: works.append([*work])
     got = run(engine, [new_sequence(engine, PROMPTS[0], GREEDY | {"max_tokens": 200})])
-    behind = [work for work in works if work[0][0] == 2]
+    behind = [work for work in works if len(work) == 2]
     graphs = drafter.runner.graphs
     assert max(got[0]) == 4 and len(behind) > 40 and graphs is not None
     assert graphs.num_replayed > 0.8 * len(works)

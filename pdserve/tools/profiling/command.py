@@ -277,7 +277,7 @@ def _print(profile: Profile) -> None:
         console.print(f"adapter  {added}; {1e3 * profile.adapters.adapter_s:.2f} ms for each further one")
     if profile.draft is not None:
         first, (most, last) = profile.draft.step.decode_seconds(1, 0), profile.draft.step.decode[-1]
-        times = f"{1e3 * first:.2f} ms with one sequence, {1e3 * last:.2f} ms with {most}"
+        times = f"{1e3 * first:.2f} ms with one row, {1e3 * last:.2f} ms with {most} rows"
         console.print(f"drafts   {times}: a step of {profile.draft.model}", markup=False)
     for scheme, one in profile.transfers.items():
         speeds = f"{one.bytes_per_s / 1e9:.2f} GB/s alone, {one.link_bytes_per_s / 1e9:.2f} GB/s together"

@@ -127,10 +127,9 @@ class SimulatedDraftModel(ModelDrafter):
         return super()._propose(plan)
 
     def _compute(self, new: Mapping[Sequence, Tokens], drafting: list[Sequence]) -> list[int]:
-        kept = {seq: self.followed[seq] for seq in new}
-        self._take(self._facts.step.seconds([(len(tokens), kept[seq].num_computed) for seq, tokens in new.items()]))
+        self._take(self._facts.step.seconds(self.work(new, drafting)))
         for seq, tokens in new.items():
-            kept[seq].compute(len(tokens))
+            self.followed[seq].compute(len(tokens))
         return [self._draws.token(seq) for seq in drafting]
 
 

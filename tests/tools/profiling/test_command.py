@@ -38,7 +38,7 @@ def test_a_quick_profile_of_the_demo_model(pdserve: Run, tmp_path: Path) -> None
     assert profile.overheads.engine_step_s > 0 and profile.flags == {"max-model-len": 256}
     assert profile.draft is not None and profile.draft.model == "demo" and profile.draft.step.decode_seconds(16, 0) > 0
     assert profile.overheads.engine_step_s < profile.draft.step.decode_seconds(1, 0), "drafts are none of it"
-    assert "ms with 16: a step of demo" in result.stdout
+    assert "ms with 32 rows: a step of demo" in result.stdout
 
 
 @pytest.mark.slow
