@@ -225,8 +225,11 @@ def _check_usable(scheme: str) -> dict[str, Any]:
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     except SetupError as error:
         return {"contract": contract, "usable": False, "why": str(error)}
-    except Exception as error:  # noqa: BLE001 - third-party code
+    except ModuleNotFoundError as error:
         return {"contract": contract, "usable": False, "why": str(not_imported("It", error))}
+    except Exception as error:  # noqa: BLE001 - third-party code
+        why = f"It cannot be imported: {type(error).__name__}: {error}."
+        return {"contract": contract, "usable": False, "why": why}
     if contract is None:
         why = f"Its class does not declare API_VERSION, so it may not be for version {API_VERSION}."
     else:
