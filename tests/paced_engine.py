@@ -46,7 +46,7 @@ class _Scripted(PacedRunner):
 
 @dataclass
 class Played:
-    """What answers took.
+    """Time, tokens and drafts of some answers.
 
     Attributes:
         seconds: virtual ones.

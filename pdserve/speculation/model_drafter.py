@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
 
     Attributes:
         pool: the blocks of the draft model's KV.
-        on_step: is told the work and the seconds of each step of the draft model; None: nobody.
+        on_step: called with the work and the seconds of each step of the draft model, unless it is None.
     """
 
     def __init__(

@@ -134,7 +134,10 @@ def test_drafts_take_no_room_of_others(checkpoint: Callable[..., Path], prompts:
 
 
 def test_a_tenant_without_time_for_all_its_work_gets_no_drafts(
-    checkpoint: Callable[..., Path], generate: Callable[..., Answers], prompts: Answers
+    checkpoint: Callable[..., Path],
+    generate: Callable[..., Answers],
+    prompts: Answers,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They would lengthen the steps of another tenant, whose own sequences get theirs. Answers stay the same."""
     path, light = checkpoint("llama", dtype="float32"), Tenant(1)
@@ -152,7 +155,7 @@ def test_a_tenant_without_time_for_all_its_work_gets_no_drafts(
             drafted[tenant, len(decoding) > 1] += 1
         return step(plan)
 
-    engine.runner.step = watch  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.runner, "step", watch)
     seqs = [
         engine.new_sequence(str(i), Request(prompt=prompt, sampling=sampling, tenant=light if i == 0 else Tenant(2)))
         for i, prompt in enumerate(prompts)

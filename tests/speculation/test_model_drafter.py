@@ -57,7 +57,7 @@ def run(
 
 @pytest.mark.parametrize("streams", [1, 8, 32])
 def test_wrong_drafts_cease_and_are_tried_again_rarely(streams: int) -> None:
-    """What `auto` costs where nothing comes of it: steps of the draft model by steps of the other one."""
+    """With `auto` and drafts that are all wrong, the draft model computes few steps, which take little time."""
     drafter, played = run(0.0, streams)
     probes = len(played.tokens) / (PROBE_STEPS + 1)
     assert probes - 1 <= len(drafter.works) <= probes + 12, "some until they have proved wrong"

@@ -118,8 +118,8 @@ class SequenceKV:
         if self.tails:
             stop, index = pool.blocks_for(len(self.tokens)), self.num_computed // self.block_size
             return num_pages(pool, self._tables, stop, index, self.num_registered)
-        missing = -(-len(self.tokens) // self.block_size) - len(self.block_ids)
-        return max(0, missing) + (self._block_to_copy(pool) is not None)
+        is_copied = self._block_to_copy(pool) is not None
+        return max(0, pool.blocks_for(len(self.tokens)) - len(self.block_ids)) + is_copied
 
     # ---- changes of state ---------------------------------------------------------------------------------------
 

@@ -90,11 +90,12 @@ class StepBudget:
     def _seconds_of(
         self, demands: Mapping[Tenant, SequenceABC[Sequence]], creditors: Collection[Tenant]
     ) -> dict[Tenant, float]:
-        """Return the seconds that all work of each tenant would add, or more than it can get.
+        """Return the seconds that all work of each tenant would add; if it can get less, of some of its work only.
 
-        Few of many sequences advance in a step that is shared, and looking at all of them would take longer than those.
+        That changes no share. Looking at all sequences would take longer than computing those few that advance.
         """
         tokens, weights = self.tokens, sum(tenant.weight for tenant in demands)
+        # The shares depend on the tenants with credit, if there are some, and then on those with the least work.
         first = {tenant for tenant in demands if tenant in creditors} or demands.keys()
         seconds, enough, weights_first = dict[Tenant, float](), math.inf, sum(tenant.weight for tenant in first)
         for tenant in sorted(demands, key=lambda tenant: (tenant not in first, len(demands[tenant]))):
@@ -173,12 +174,11 @@ class StepBudget:
 
     def seconds(self, seq: Sequence, count: int) -> float:
         """Return by how many seconds `count` tokens of a sequence lengthen a step."""
-        num_tokens = len(seq.kv.tokens)
-        if num_tokens - seq.kv.num_computed > 1:
+        if not seq.kv.is_decoding:
             _, per_token, per_pair = self.costs.prefill
             return per_token * count + per_pair * attention_pairs(count, seq.kv.num_computed)
         _, per_sequence, per_token = self.costs.decode
-        return per_sequence + per_token * num_tokens
+        return per_sequence + per_token * len(seq)
 
 
 def _tokens_within(costs: Costs, seconds: float, cached: int) -> int:

@@ -50,7 +50,7 @@ def tokens_now(
     """
     tokens, blocks = dict[Tenant, float](), dict.fromkeys(running, pool.num_spare)
     for tenant, seqs in running.items():
-        tokens[tenant] = sum([len(seq.kv.tokens) - seq.kv.num_computed for seq in seqs])
+        tokens[tenant] = sum([seq.kv.num_uncomputed for seq in seqs])
     for seq in queued:
         blocks[seq.tenant] -= seq.kv.blocks_needed(pool)
         if blocks[seq.tenant] >= 0:

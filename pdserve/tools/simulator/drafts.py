@@ -61,8 +61,8 @@ class _Text:
 
 
 class SimulatedDrafter(Drafter):
-    """Proposes what is found without a model: each token is as in a text that its answer follows with the chance of its
-    traffic, and the text is found again once so many in turn are.
+    """Proposes drafts as the n-gram and suffix proposers find them in texts: each token is right with the chance of its
+    traffic. After a wrong one, nothing is proposed until as many tokens as a match needs have followed the text.
 
     Args:
         most: tokens of a draft.

@@ -1,4 +1,4 @@
-"""What a profile says of drafts: timed on real models, with a clock that only tells what it was told."""
+"""Tests of the draft model's times in a profile, with real models and a virtual clock."""
 
 from collections.abc import Callable
 from dataclasses import replace
