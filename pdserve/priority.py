@@ -6,25 +6,28 @@ from contextlib import suppress
 from pathlib import Path
 
 NICENESS = 10  # of work that requests need not wait for
+LOWEST = (
+    19  # of work that is expensive: between sessions, it weighs 15 and not 110 of the 1,024 of all that is not lowered
+)
 SESSION = Path("/proc/self/autogroup")
 TRIES = 20  # Linux lets one process of all users' change its session at a time, and the next one 0.1 s later
 
 
-def lower_session() -> None:
+def lower_session(niceness: int = NICENESS) -> None:
     """Let other sessions run before that of this process, which leads it.
 
     Where Linux groups processes by session (`sched_autogroup_enabled`), the niceness of a process counts only within its
     session, and between sessions theirs.
     """
     assert os.getsid(0) == os.getpid(), "it would lower the priority of others, too"
-    _lower_session_of(SESSION)
+    _lower_session_of(SESSION, niceness)
 
 
 def lower(pid: int) -> None:
     """Let others run before another process of ours, which leads its session. No effect if it has ended."""
     with suppress(ProcessLookupError, PermissionError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid) + NICENESS)
-        _lower_session_of(Path(f"/proc/{pid}/autogroup"))
+        _lower_session_of(Path(f"/proc/{pid}/autogroup"), NICENESS)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -35,11 +38,11 @@ def cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def _lower_session_of(session: Path) -> None:
+def _lower_session_of(session: Path, niceness: int) -> None:
     for _ in range(TRIES):
         with suppress(FileNotFoundError, PermissionError):  # Linux does not group, or a container hides it
             try:
-                session.write_text(str(NICENESS))
+                session.write_text(str(niceness))
             except BlockingIOError:
                 time.sleep(0.1)
                 continue

@@ -14,7 +14,7 @@ from typing import Any
 from pdserve.request import NO_TENANT, Tenant
 
 SHARE = 0.1  # of a core, which the masks of a tenant may take at the priority of models in the long run
-BURST_S = 0.2  # and at once
+BURST_S = 0.05  # and at once
 
 
 @dataclass(eq=False, kw_only=True)

@@ -37,7 +37,7 @@ from pdserve.grammars.formats import specifications, specified
 from pdserve.grammars.schema import place_of_fault
 from pdserve.grammars.schema_keywords import Path, Unsupported
 from pdserve.grammars.specification import lark_grammar
-from pdserve.priority import NICENESS, lower_session
+from pdserve.priority import LOWEST, NICENESS, lower_session
 
 STARTED, LOADED, INVALID = b"s", b"l", b"x"
 MASK, BROKEN, EXPENSIVE, LATER = b"+", b"-", b"!", b"."
@@ -47,7 +47,8 @@ TOO_COMPLEX = ("too big", "too large", "too many", "too complex", "too deeply", 
 HEAD = struct.Struct("!cdI")
 TURN_S = 0.01  # CPU time after which other grammars get their turn
 MAX_SEARCH_S = 0.2  # CPU time of compiling parts of a schema that is refused, to tell which is at fault
-SLOW_S = 0.005  # CPU time of a mask after which a worker runs at a lower priority than models and other workers
+SLOW_S = 0.001  # CPU time of a mask that is slow, for each token before it that is new; most take a twentieth
+MAX_SLOW_S = 0.005  # of all slow ones, after which a worker runs at the lowest priority
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -145,12 +146,12 @@ def serve_masks(
         signal.setitimer(signal.ITIMER_PROF, 0)
         beginning = _Beginning(matcher, tokenizer.vocab_size)
         connection.sendall(LOADED)
-        is_low = False
+        niceness, slow_s = 0, 0.0
         while text := receive():
             request = json.loads(text)
             for number in request["ended"]:
                 followed.pop(number, None)
-            is_low = _lower(is_low, request["beside"])
+            niceness = _lower(niceness, NICENESS if request["beside"] else 0)
             began = time.process_time()
             for number, tokens, limit_s, drafts in request["rows"]:
                 if time.process_time() - began > TURN_S:
@@ -160,15 +161,16 @@ def serve_masks(
                 masks = one.follow(tokens) if drafts is None else one.try_out(tokens, drafts)
                 for status, seconds, content in _timed(masks, limit_s):
                     connection.sendall(HEAD.pack(status, seconds, len(content)) + content)
-                    is_low = _lower(is_low, seconds > SLOW_S)
+                    slow_s += seconds if seconds > SLOW_S * max(1, len(tokens)) else 0.0
+                    niceness = _lower(niceness, LOWEST if slow_s > MAX_SLOW_S else 0)
 
 
-def _lower(is_low: bool, shall_be: bool) -> bool:
-    """Lower the priority of this process if it shall be lower than it is. Returns whether it is low now."""
-    if shall_be and not is_low:
-        os.nice(NICENESS)
-        lower_session()
-    return is_low or shall_be
+def _lower(niceness: int, to: int) -> int:
+    """Lower the priority of this process to a niceness, unless it is as low. Returns the niceness."""
+    if to > niceness:
+        os.nice(to - niceness)
+        lower_session(to)
+    return max(to, niceness)
 
 
 def _timed(masks: Iterator[tuple[bytes, bytes]], limit_s: float) -> Iterator[tuple[bytes, float, bytes]]:

@@ -1,7 +1,7 @@
 """The attacker's process: one kind of attack again and again, or valid requests that burn as much CPU.
 
     python -m attacking.attacker TARGET SECONDS KIND
-    python -m attacking.attacker TARGET SECONDS control CPU_SHARE KIND
+    python -m attacking.attacker TARGET SECONDS control CPU_SHARE COUNT KIND
 
 Prints a JSON object: the attacks made, the share of a core that this process used, and the first fault.
 """
@@ -49,7 +49,8 @@ KINDS: dict[str, Callable[[Target], None]] = {
 }
 CONTROL = "control"
 ONE_TOKEN = [{"max_tokens": 1, "prompt": "Once upon a time"}]
-# An attack by streams costs the instances as many tokens as valid streams do: its control asks for the same.
+# An attack by streams costs the instances as many tokens as valid streams do: its control asks for the same, as often, and
+# reads them, which takes more CPU time than leaving them.
 VALID = {"left_streams": answers.SHORT, "unread_streams": answers.LONG, "slow_masks": bodies.WORD}
 PERIOD_S = 0.1  # between two valid requests: half of what the attacker's quota allows
 
@@ -66,26 +67,31 @@ def attack(target: Target, kind: str, seconds: float) -> tuple[int, str]:
     return count, ""
 
 
-def behave(target: Target, seconds: float, share: float, kind: str) -> tuple[int, str]:
-    """Send valid requests within the quota, and spin for what is left of a share of a core."""
-    bodies = VALID.get(kind, ONE_TOKEN)
+def behave(target: Target, seconds: float, share: float, attacks: int, kind: str) -> tuple[int, str]:
+    """Send valid requests within the quota, and spin for what is left of a share of a core.
+
+    Args:
+        attacks: of this kind in such a time.
+    """
+    bodies, share = (VALID[kind], 1.0) if kind in VALID else (ONE_TOKEN, share)
+    period_s = seconds / attacks if kind in VALID and attacks else PERIOD_S
     begin, due, count = time.monotonic(), 0.0, 0
     while (elapsed := time.monotonic() - begin) < seconds:
-        if time.process_time() >= share * elapsed:
+        if time.process_time() >= share * elapsed or (kind in VALID and elapsed < due):
             time.sleep(0.005)
         elif elapsed >= due:
             answers.read_streams(target, bodies)
-            due, count = elapsed + PERIOD_S * len(bodies), count + 1
+            due, count = due + period_s, count + 1
     return count, ""
 
 
-def main(target: Target, seconds: float, kind: str, share: float = 0.0, of: str = "") -> None:
+def main(target: Target, seconds: float, kind: str, share: float = 0.0, attacks: int = 0, of: str = "") -> None:
     begin = time.monotonic()
-    count, fault = behave(target, seconds, share, of) if kind == CONTROL else attack(target, kind, seconds)
+    count, fault = behave(target, seconds, share, attacks, of) if kind == CONTROL else attack(target, kind, seconds)
     used = time.process_time() / (time.monotonic() - begin)
     print(json.dumps({"count": count, "cpu_share": used, "fault": fault}))
 
 
 if __name__ == "__main__":
-    url, length, which, share, of = [*sys.argv[1:], "0", ""][:5]
-    main(Target.from_json(url), float(length), which, float(share), of)
+    url, length, which, share, attacks, of = [*sys.argv[1:], "0", "0", ""][:6]
+    main(Target.from_json(url), float(length), which, float(share), int(attacks), of)

@@ -4,7 +4,8 @@
 
 Starts a deployment of the demo model with API keys, TLS, two router workers, gRPC, batches and stored responses. For each
 kind, an arm with the attack and a control arm take turns, in which the attacker's process burns as much CPU with valid
-requests within its quota: of one token, or for attacks by streams the same streams, read to their ends. Exit code 1: an
+requests within its quota: of one token; or for attacks by streams it asks for the same streams, at most as often, and reads
+them to their ends. Exit code 1: an
 answer of the innocent client was wrong or lost, an attack was neither refused nor served, the 99th percentile of its TTFT or
 latency was more than 1.5 times the control's, or a router grew too much. The percentiles are those of all rounds together,
 300 answers by default: of few, they are the one that the machine delayed most.
@@ -91,6 +92,7 @@ class Scene:
             time.sleep(0.1)
         time.sleep(3)
         self.idle_mib = self._memory_mib()
+        self.play(Arm(), 1.0, CONTROL, "1", "1", "slow_masks")  # instances record graphs of each batch size once
         return self
 
     def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
@@ -227,11 +229,11 @@ def main() -> None:
         print(f"{'':24} attacks answers ttft p50      p99  e2e p50      p99  MiB more", flush=True)
         for kind in arguments.kinds or KINDS:
             attack, control, idle = Arm(), Arm(), Arm() if arguments.idle and kind not in VALID else None
-            for _ in range(arguments.rounds):
+            for rounds in range(1, arguments.rounds + 1):
                 share = scene.play(attack, arguments.seconds, kind)
-                scene.play(control, arguments.seconds, CONTROL, str(share), kind)
+                scene.play(control, arguments.seconds, CONTROL, str(share), str(attack.attacks // rounds), kind)
                 if idle is not None:
-                    scene.play(idle, arguments.seconds, CONTROL, "0", kind)  # which sends nothing
+                    scene.play(idle, arguments.seconds, CONTROL, "0", "0", kind)  # which sends nothing
             wrong = judge(attack, control, idle or (control if arguments.idle else None))
             lines = [line(kind, attack), line(CONTROL, control), *([line("idle", idle)] if idle is not None else [])]
             print(*lines, *(f"  WRONG: {one}" for one in wrong), sep="\n", flush=True)

@@ -240,15 +240,27 @@ def test_models_go_before_a_tenant_whose_masks_take_much(
 ) -> None:
     """None of its masks is slow. The masks of others are as quick as before."""
     monkeypatch.setattr(mask_turns, "SHARE", 0.0)
-    monkeypatch.setattr(mask_turns, "BURST_S", 0.01)
+    monkeypatch.setattr(mask_turns, "BURST_S", 0.0)
     masks, normal = MaskService(), os.nice(0)
     for tenant, count, expected in ((Tenant(1), 200, min(19, normal + NICENESS)), (Tenant(2), 1, normal)):
-        grammar = load(compiler, BOMB, tenant)
+        grammar = load(compiler, SPECS[1], tenant)
         pid = newest_worker(compiler)
         while count and os.getpriority(os.PRIO_PROCESS, pid) == normal:
-            fill(masks, (Follower(grammar), [vocab["a"]] * 50))
+            fill(masks, (Follower(grammar), [vocab["a"]]))
             count -= 1
         assert os.getpriority(os.PRIO_PROCESS, pid) == expected
+
+
+def test_slow_masks_get_the_lowest_priority(
+    compiler: GrammarCompiler, masks: MaskService, vocab: dict[str, int]
+) -> None:
+    """Each is quick enough for its limit, and takes longer than the one before."""
+    bomb, output = follow(compiler, BOMB), [*[vocab["a"]] * 600, vocab["Q"]]
+    pid = newest_worker(compiler)
+    while os.getpriority(os.PRIO_PROCESS, pid) < 19:
+        output.append(vocab["a"])
+        fill(masks, (bomb, output))
+        assert bomb.failure is None
 
 
 def test_a_dead_worker_is_replaced(compiler: GrammarCompiler, masks: MaskService) -> None:
