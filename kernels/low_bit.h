@@ -6,9 +6,7 @@
 // one column, and so does a zero. Scales and zeros are [N / 16][K / group][16]. K and N are padded to multiples of 32.
 // Codes of 16 columns (a run) lie together, in one of two orders:
 //   Words  [K / PER][16] words of 32 bits, each with PER = 32 / BITS codes of one column, the first in the lowest bits
-//   Quads  for vectors of 4 columns × 8 k: [K / 32][4] vectors, of which number v has the columns v, 4 + v, 8 + v and 12 + v:
-//          4 bits: 16 bytes of each column; those of the lower halves have k = 0 … 15, those of the upper ones 16 … 31
-//          8 bits: 8 words of each column; byte b of word i has k = 8b + i
+//   Pairs  [K / (2 · PER)][2][8][2] such words: of 8 columns each, of which a column's first has the even terms, the second the odd
 
 #pragma once
 
@@ -21,7 +19,7 @@ namespace low_bit {
 namespace {
 
 constexpr i64 RUN = 16, STEP = 32;  // columns, and terms along K that are read together
-constexpr i64 AHEAD = 2048;         // bytes by which codes are prefetched
+constexpr i64 AHEAD = 4096;         // bytes by which codes are prefetched
 constexpr int FLOAT8 = -8;          // in place of the number of bits
 constexpr int num_bits(int bits) { return bits < 0 ? -bits : bits; }
 
@@ -53,14 +51,13 @@ struct Group {
     }
 };
 
-// Group number g of all runs in order, for W of its columns; `shift` is added to the zeros.
+// Group number g of all runs in order, for W of its columns.
 template <int BITS, class S>
-inline Group<S> group_at(const Weight& w, i64 g, i64 column, float shift = 0) {
+inline Group<S> group_at(const Weight& w, i64 g, i64 column) {
     const i64 i = g * RUN + column;
     vf zero = splat(BITS == FLOAT8 ? 0 : (float)(1 << (BITS - 1)));
     if (w.zeros)
         for (int lane = 0; lane < W; lane++) zero[lane] = w.zeros[i + lane];
-    zero += shift;
     const vf scale = load((const S*)w.scales + i);
     return {scale, zero, -(zero * scale)};
 }
@@ -95,92 +92,65 @@ struct Words {
 };
 
 #if defined(__AVX512BF16__)
-// Reads the weights of one run from Quads.
+// Reads the weights of one run from Pairs, as pairs along K of 16 columns.
 template <int BITS, class S>
-struct Quads {
-    static constexpr int VECTORS = 4, COUNT = STEP / 8;
+struct Pairs {
+    static constexpr int VECTORS = 1, COUNT = STEP / 2, SIZE = num_bits(BITS), PER = 32 / SIZE;
     using Vector = __m512i;
-    static constexpr float SHIFT = BITS == 8 ? 256 : 0;  // integers of 8 bits are read as the fraction of a float from 256 on
+    // An integer is read as part of the fraction of a float from a power of two on, which its zero has on top. It lies so high
+    // there that the product of both with a scale of 16 bits is exact; two places serve two codes of 4 bits after one shift.
+    static constexpr int PLACES = BITS == 4 ? 2 : 1;
+    static constexpr int place(int j) { return BITS == 4 ? 12 + 4 * (j % 2) : 15; }
+    static constexpr float from(int place) { return (float)(1 << (23 - place)); }
     const Weight& w;
     const i64 run;
-    Group<S> halves[VECTORS][2];    // of 8 bits, for two columns, 8 lanes of each
-    __m512i low[VECTORS], high[VECTORS];  // of 4 bits: the bytes of the 16 weights of each of 4 columns
+    Group<S> halves[2][PLACES];  // for 8 columns, two lanes of each
 
-    Quads(const Weight& w, i64 run) : w(w), run(run) {}
+    Pairs(const Weight& w, i64 run) : w(w), run(run) {}
 
     void begin_group(i64 k) {
-        const Group<S> columns = group_at<BITS, S>(w, run * w.groups() + k / w.group, 0, SHIFT);
-        for (int v = 0; v < VECTORS; v++)
-            for (int h = 0; h < 2; h++) {
-                const int a = v + 8 * h, b = a + 4;
-                const __m512i lanes = _mm512_setr_epi32(a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b);
-                const auto spread = [&](vf x) { return (vf)_mm512_permutexvar_ps(lanes, (__m512)x); };
-                halves[v][h] = {spread(columns.scale), spread(columns.zero), spread(columns.offset)};
+        const Group<S> columns = group_at<BITS, S>(w, run * w.groups() + k / w.group, 0);
+        for (int h = 0; h < 2; h++) {
+            const __m512i lanes = _mm512_add_epi32(_mm512_set1_epi32(8 * h),
+                                                   _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7));
+            const auto spread = [&](vf x) { return (vf)_mm512_permutexvar_ps(lanes, (__m512)x); };
+            const vf scale = spread(columns.scale), zero = spread(columns.zero);
+            for (int i = 0; i < PLACES; i++) {
+                const vf high = BITS == FLOAT8 ? zero : zero + from(place(i));
+                halves[h][i] = {scale, high, -(high * scale)};
             }
-        for (int v = 0; BITS == 4 && v < VECTORS; v++) tabulate(v);
-    }
-
-    // Split the weights of all 16 codes into tables of their lower and of their upper bytes.
-    void tabulate(int v) {
-        const vf first = (vf)_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
-        const __m512i apart = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-        const __m512i x = _mm512_shuffle_epi8(pairs(v, first, first), apart);
-        const __m512i y = _mm512_shuffle_epi8(pairs(v, first + 8, first + 8), apart);
-        low[v] = _mm512_unpacklo_epi64(x, y), high[v] = _mm512_unpackhi_epi64(x, y);
-    }
-
-    // The weights of codes of 4 columns, 8 of each.
-    __m512i pairs(int v, vf a, vf b) const {
-        const auto weight = [&](vf code, const Group<S>& group) {
-            // bfloat16 is rounded below
-            return std::is_same_v<S, bf16> ? mul_add(code, group.scale, group.offset) : group.weight(code);
-        };
-        return (__m512i)_mm512_cvtne2ps_pbh((__m512)weight(b, halves[v][1]), (__m512)weight(a, halves[v][0]));
-    }
-
-    template <class Use>
-    void read(i64 k, int v, const Use& use) const {
-        const char* const source = w.run(run) + (k / STEP * VECTORS + v) * (STEP * 4 * num_bits(BITS) / 8);
-        for (int i = 0; i < num_bits(BITS) / 4; i++) _mm_prefetch(source + AHEAD + 64 * i, _MM_HINT_T0);
-        if constexpr (BITS == 4) {
-            const __m512i codes = _mm512_loadu_si512(source), nibble = _mm512_set1_epi8(15);
-#pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
-                const __m512i index = _mm512_and_si512(i ? _mm512_srli_epi16(codes, 4) : codes, nibble);
-                const __m512i l = _mm512_shuffle_epi8(low[v], index), h = _mm512_shuffle_epi8(high[v], index);
-                use(2 * i, _mm512_unpacklo_epi8(l, h)), use(2 * i + 1, _mm512_unpackhi_epi8(l, h));
-            }
-        } else {
-            const __m512i a = _mm512_loadu_si512(source), b = _mm512_loadu_si512(source + 64);
-            const auto code = [&](__m512i words, int byte) {
-                if constexpr (BITS == FLOAT8) return from_float8((vi)words << (24 - 8 * byte));
-                // as the upper bits of a fraction
-                const __m512i shifted = byte < 2 ? _mm512_slli_epi32(words, 15 - 8 * byte) : _mm512_srli_epi32(words, 8 * byte - 15);
-                const __m512i mask = _mm512_set1_epi32(0x7f8000), from_256 = _mm512_set1_epi32(0x43800000);
-                return (vf)_mm512_ternarylogic_epi32(shifted, mask, from_256, 0xea);  // (shifted & mask) | from_256
-            };
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) use(i, pairs(v, code(a, i), code(b, i)));
         }
     }
-};
 
-// Reads the same as pairs along K of 16 columns.
-template <int BITS, class S>
-struct Pairs : Quads<BITS, S> {
-    static constexpr int VECTORS = 1, COUNT = STEP / 2;
-    using Quads<BITS, S>::Quads;
+    // Code number j of each word.
+    static vf code(vi words, int j) {
+        if constexpr (BITS == FLOAT8) return from_float8(words << (24 - 8 * j));
+        const int left = place(j) - SIZE * j;
+        const vi shifted = left >= 0 ? words << left : (vi)((vu)words >> (uint32_t)-left);
+        const __m512i mask = _mm512_set1_epi32(((1 << SIZE) - 1) << place(j));
+        const __m512i power = _mm512_castps_si512(_mm512_set1_ps(from(place(j))));
+        return (vf)_mm512_ternarylogic_epi32((__m512i)shifted, mask, power, 0xea);  // (shifted & mask) | power
+    }
+
+    vf weight(vf code, int half, int j) const {
+        const Group<S>& group = halves[half][j % PLACES];
+        // bfloat16 is rounded below
+        return std::is_same_v<S, bf16> ? mul_add(code, group.scale, group.offset) : group.weight(code);
+    }
 
     template <class Use>
     void read(i64 k, int, const Use& use) const {
-        __m512 weights[4][4];
+        const char* const source = w.run(run) + k * RUN * SIZE / 8;
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) Quads<BITS, S>::read(k, v, [&](int i, __m512i x) { weights[i][v] = (__m512)x; });
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            transpose_quarters(weights[i]);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) use(4 * i + j, (__m512i)weights[i][j]);
+        for (int i = 0; i < COUNT / PER; i++) {
+            const vi first = (vi)load_words(source + 128 * i), second = (vi)load_words(source + 128 * i + 64);
+            _mm_prefetch(source + AHEAD + 128 * i, _MM_HINT_T0);
+            _mm_prefetch(source + AHEAD + 128 * i + 64, _MM_HINT_T0);
+#pragma GCC unroll 8
+            for (int j = 0; j < PER; j++) {
+                const vf a = weight(code(first, j), 0, j), b = weight(code(second, j), 1, j);
+                use(i * PER + j, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+            }
         }
     }
 };

@@ -128,11 +128,8 @@ def pack(weight: Codes, dtype: torch.dtype, *, transposed: bool = False) -> LowB
     padded_k, per = in_features + more_k, 32 // weight.bits
     group = weight.group if weight.group % linear.TILE_K == 0 else padded_k
     if linear.multiplies_pairs(dtype):
-        # of vectors of 4 columns × 32 k: [runs, column, vector, K / 32, …], 4 columns to a vector
-        split = codes.reshape(*batch, -1, 4, 4, padded_k // 32, 32).movedim(-4, -3).movedim(-2, -4)
-        # [half, 4 words, 4 bytes] → words of [byte, half], or [byte, 8 words] → words
-        split = split.unflatten(-1, (2, 4, 4)).movedim(-3, -1) if weight.bits == 4 else split.unflatten(-1, (4, 8)).mT
-        split = split.reshape(*batch, -1, per)
+        # [runs, half, column, block, PER, parity] → words [runs, block, half, column, parity]
+        split = codes.reshape(*batch, -1, 2, 8, padded_k // (2 * per), per, 2).movedim(-3, -5).movedim(-1, -2)
     else:  # [runs, column, K / PER, PER] → words [runs, K / PER, column]
         split = codes.reshape(*batch, -1, 16, padded_k // per, per).movedim(-2, -3)
     words = torch.zeros(split.shape[:-1], dtype=torch.int32)

@@ -183,17 +183,6 @@ inline void sum4(const vf* v, float* to) {
 #endif
 }
 
-#if defined(__AVX512F__)
-// Transpose 4 × 4 words within each quarter of four vectors, in place.
-inline void transpose_quarters(__m512* x) {
-    const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpacklo_ps(x[2], x[3]);
-    const __m512 c = _mm512_unpackhi_ps(x[0], x[1]), d = _mm512_unpackhi_ps(x[2], x[3]);
-    const auto low = [](__m512 u, __m512 v) { return (__m512)_mm512_unpacklo_pd((__m512d)u, (__m512d)v); };
-    const auto high = [](__m512 u, __m512 v) { return (__m512)_mm512_unpackhi_pd((__m512d)u, (__m512d)v); };
-    x[0] = low(a, b), x[1] = high(a, b), x[2] = low(c, d), x[3] = high(c, d);
-}
-#endif
-
 // Transpose W × W floats in place.
 inline void transpose_lanes(vf* x) {
 #if defined(__AVX__) && !defined(__AVX512F__)
