@@ -76,6 +76,7 @@ DECISION_FILES = (
     "pdserve/engine/scheduling/levels",
     "pdserve/engine/scheduling/preemption",
     "pdserve/engine/memory/blocks",
+    "pdserve/engine/scheduling/schedule",
     "pdserve/engine/memory/sequence_kv",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",
