@@ -25,7 +25,7 @@ def names(text: str) -> list[str]:
 # What a prompt touches by default, from HTTP to kernel and back, and what all of it shares: packages and files.
 CORE = names("""
     request output keys kv_spec config cores settings costs counters errors lifetime slo sizes plugins parent priority
-    model_path reasoning pooling beam_search logits_processors grammars lines
+    model_path reasoning pooling speculative_config beam_search logits_processors grammars lines
     proto kernels kv_transfer engine roles prefill decode instance control profile
     router.api router.text router.web router.parse_server router.limits router.routed_request
     router.backend router.dispatch router.scheduling router.instances router.telemetry router.server
