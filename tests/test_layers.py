@@ -32,7 +32,7 @@ CORE = names("""
 """)
 # Everything else. Core runs it only by name: through an entry point of pyproject.toml, or as a command.
 EXTENSIONS = names("""
-    __main__ cli offline admin_client batch launchers ranks
+    __main__ cli offline admin_client server_url batch launchers ranks
     tools
     kernels.gpu engine.gpu engine.low_bit speculation adapters
     interop router.dialects router.rpc router.kv_events
@@ -52,6 +52,7 @@ IMPORTS_ONLY = {
         "lines",
         "config",
         "admin_client",
+        "server_url",
         "errors",
         "slo",
         "sizes",
@@ -75,8 +76,8 @@ DECISION_FILES = (
     "pdserve/engine/scheduling/budget",
     "pdserve/engine/scheduling/levels",
     "pdserve/engine/scheduling/preemption",
-    "pdserve/engine/memory/blocks",
     "pdserve/engine/scheduling/schedule",
+    "pdserve/engine/memory/blocks",
     "pdserve/engine/memory/sequence_kv",
     "pdserve/engine/memory/swap_space",
     "pdserve/engine/scheduling/scheduler",

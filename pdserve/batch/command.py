@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console
@@ -18,19 +17,14 @@ from pdserve.admin_client import DIRECT
 from pdserve.batch.lines import BatchRequest, InvalidLine, Json, parse_lines, read_done
 from pdserve.batch.runner import run_batch
 from pdserve.errors import SetupError
+from pdserve.server_url import server_url
 
 MAX_SHOWN = 5  # unanswered requests
 
 
 def server_at(url: str) -> AbstractContextManager[str]:
     """Return a running server for `run`. Raises SetupError if the URL names no server of http or https."""
-    if not url.startswith(("http://", "https://")):
-        raise SetupError(f"--url: {url!r} is not a URL; write http://127.0.0.1:8000, for example")
-    try:
-        _ = httpx.URL(url), urlsplit(url).port
-    except (httpx.InvalidURL, ValueError) as error:
-        raise SetupError(f"--url: {url!r} is not a URL: {error}") from None
-    return nullcontext(url.rstrip("/").removesuffix("/v1"))  # which requests have in their own URLs
+    return nullcontext(server_url(url, "--url", "PDSERVE_API_KEY"))
 
 
 def run(source: Path, target: Path, server: AbstractContextManager[str], concurrency: int) -> bool:

@@ -232,9 +232,3 @@ def test_faults_without_a_file_name_name_the_file(
     monkeypatch.setattr("pdserve.batch.command.run_batch", fill_the_disk)
     with pytest.raises(SetupError, match=r"out\.jsonl: No space left"):
         run(source, target, server_at(server.url), 4)
-
-
-@pytest.mark.parametrize("url", ["host:8000", "http://[::1", "http://host:99999", "http://host:x/v1"])
-def test_a_url_that_names_no_server(url: str) -> None:
-    with pytest.raises(SetupError, match=r"--url: .* is not a URL"):
-        server_at(url)

@@ -30,21 +30,6 @@ def test_a_wrong_setting_is_named_before_a_server_is_asked(settings: dict[str, A
         prepare(BenchServeConfig(base_url="http://127.0.0.1:9", **settings))
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("http://me:secret@host/", "--base-url must have no user and no password; send a key by --api-key"),
-        ("http://[::1", "--base-url http://\\[::1: Invalid IPv6 URL"),
-        ("http://host:99999/v1", "--base-url http://host:99999/v1: Port out of range"),
-        ("http://host:x", "--base-url http://host:x: Port could not be cast"),
-        ("host:8000", "--base-url must begin with http:// or https://, not host:8000"),
-    ],
-)
-def test_a_url_that_names_no_server(url: str, expected: str) -> None:
-    with pytest.raises(SetupError, match=expected):
-        prepare(BenchServeConfig(base_url=url))
-
-
 @pytest.mark.parametrize(("below", "prefix"), [("", ""), ("/model-a", "/model-a"), ("/model-a/v1/", "/model-a")])
 def test_the_model_is_asked_for_below_the_path_of_the_url_as_everything_else(below: str, prefix: str) -> None:
     """Behind a gateway, another path leads to another model."""
