@@ -6,14 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from pdserve.cli.deployment import Deployment
+from pdserve.cli.doctor import is_there
 from pdserve.cli.signals import set_on_signals
 from pdserve.cli.supervisor import print_line
 from pdserve.config import RouterConfig, UpConfig
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, not_imported
 from pdserve.settings import shared_settings
 from pdserve.tools.load_config import AutoscaleConfig
 
 POLL_S = 0.2
+# Settings of routers with the packages that they need, of extras.
+PACKAGES = {
+    "batch_folder": "python_multipart",
+    "grpc_port": "grpc",
+    "kv_events_subscribe": "zmq",
+    "otlp_endpoint": "opentelemetry.sdk",
+    "response_store": "redis",
+}
 # Settings that the controller takes from the profile, or has with another meaning.
 OF_PROFILE = ("connector", "model", "tensor_parallel_size", "slo", "profile", "prefill", "decode")
 
@@ -22,7 +31,8 @@ def up(config: UpConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        SetupError: the connector, the port, the targets of --autoscale or a child process fail at start-up.
+        SetupError: the connector, the port, the targets of --autoscale or a child process fail at start-up, or the package
+            of an extra is missing.
     """
     from pdserve.kv_transfer.registry import connect
     from pdserve.kv_transfer.url import without_password
@@ -30,6 +40,7 @@ def up(config: UpConfig) -> None:
 
     if config.autoscale:
         check_controller(config)
+    check_packages(config)
     connect(config.connector)  # reports a wrong URL once, not once per child
     listen(
         RouterConfig(host=config.host, port=config.port)
@@ -73,6 +84,13 @@ def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) ->
         finally:
             stop.set()
         controller.result()
+
+
+def check_packages(config: UpConfig) -> None:
+    """Raise SetupError if routers could not start without the package of an extra: instances would start before they do."""
+    for setting, package in PACKAGES.items():
+        if getattr(config, setting) not in (None, "", "memory") and not is_there(package):
+            raise not_imported(package, ModuleNotFoundError(name=package))
 
 
 def check_controller(config: UpConfig) -> None:
