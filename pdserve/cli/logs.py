@@ -57,6 +57,11 @@ def configure(log_format: str = "text") -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+def take_over() -> None:
+    """Leave to the root logger what libraries that are imported by now would write themselves, too."""
+    logging.getLogger("huggingface_hub").handlers.clear()
+
+
 def _escape(text: str) -> str:
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
