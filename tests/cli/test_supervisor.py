@@ -160,7 +160,8 @@ class Clock:
 class Deaf:
     """A process that ends only if it is killed; another one has its pipe."""
 
-    pid, stdout, returncode = 1, None, None
+    pid, stdout = 1, None
+    returncode: int | None = None
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
