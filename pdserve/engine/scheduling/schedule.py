@@ -18,10 +18,13 @@ beam that waits for others of its search has none: searches of several tenants w
 
 import math
 from bisect import insort
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import filterfalse, islice
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
+from pdserve.engine.memory.blocks import BlockPool
 from pdserve.engine.scheduling.budget import StepBudget
 from pdserve.engine.scheduling.levels import Order, giving_way, levels_of, place_alone, precedes, tokens_now
 from pdserve.engine.scheduling.preemption import MAX_PREEMPTIONS, Preemption
@@ -37,26 +40,24 @@ MAX_OVERTAKEN = 64  # how often others go before one that lacks blocks
 _RANK, _TURN, _FIRST = attrgetter("rank"), attrgetter("turn"), itemgetter(0)
 
 
+@dataclass
 class Schedule:
     """Gives sequences of a scheduler's queues their slots, blocks and tokens of one step, and records that in its output.
 
-    Args:
-        output: names the sequences that the step must not have.
-
     Attributes:
+        pool, running: of the scheduler.
         has_rivals: several tenants have sequences here.
+        output: names the sequences that the step must not have.
         budget: of the step, once its running sequences have their blocks.
     """
 
-    budget: StepBudget
-
-    def __init__(self, scheduler: "Scheduler", output: SchedulerOutput) -> None:
-        self.scheduler = scheduler
-        self.pool = scheduler.pool
-        self.running = scheduler.running
-        self.output = output
-        self.preemption = Preemption(scheduler, output)
-        self.has_rivals = scheduler.has_rivals
+    scheduler: "Scheduler"
+    pool: BlockPool
+    running: list[Sequence]
+    has_rivals: bool
+    output: SchedulerOutput
+    preemption: Preemption
+    budget: StepBudget = field(init=False)
 
     def decide(self) -> None:
         """Decide the step. It contains at least one sequence whenever one can run."""
@@ -288,9 +289,10 @@ class Schedule:
 
     def _queues(self, below: float) -> Queues:
         """Return the loaded sequences that may be admitted, in order, the first waiting one, and what the order is."""
-        # Scored prompts share a small budget, and must not hold up the others.
-        scheduler, late, scored = self.scheduler, self.output.late, self.budget.scored_tokens
-        may_wait = (seq for seq in scheduler.waiting if seq not in late and (scored or not seq.reads_logits))
+        scheduler, late = self.scheduler, self.output.late
+        may_wait: Iterator[Sequence] = filterfalse(late.__contains__, scheduler.waiting)
+        if not self.budget.scored_tokens:  # which scored prompts share; they must not hold up the others
+            may_wait = (seq for seq in may_wait if not seq.reads_logits)
         if not self.has_rivals:
             return scheduler.loaded, next(may_wait, None), place_alone
         tenants, order = self._eligible_tenants(below), scheduler.order()

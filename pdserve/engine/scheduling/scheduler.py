@@ -32,7 +32,7 @@ from pdserve.engine.memory.groups import SwappedKV, pages_behind
 from pdserve.engine.memory.swap_space import SwapSpace
 from pdserve.engine.scheduling.budget import Credit
 from pdserve.engine.scheduling.levels import levels_of
-from pdserve.engine.scheduling.preemption import MAX_PREEMPTIONS
+from pdserve.engine.scheduling.preemption import MAX_PREEMPTIONS, Preemption
 from pdserve.engine.scheduling.schedule import MAX_OVERTAKEN, Schedule
 from pdserve.engine.sequence import Feature, Sequence
 from pdserve.engine.step import SchedulerOutput, StepPlan
@@ -180,7 +180,8 @@ class Scheduler:
         if output.storing_paused or late:
             output.late = {seq for seq in self.sequences() if seq in late}
             output.left_out = output.late | {seq for seq in self.sequences() if pause_storing and seq.stores_kv}
-        schedule = Schedule(self, output)
+        preemption = Preemption(self, output)
+        schedule = Schedule(self, self.pool, self.running, self.has_rivals, output, preemption)
         schedule.decide()
         if self.grows_ahead:
             self._grow_ahead(output)
