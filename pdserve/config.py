@@ -240,7 +240,7 @@ def _read_speculative(text: str) -> dict[str, Any]:
     """
     try:
         asked = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--speculative-config is not JSON: {error}") from error
     if not isinstance(asked, dict) or not asked.keys() & {"method", "model"} or asked.keys() - set(SPECULATIVE_KEYS):
         raise ValueError(
