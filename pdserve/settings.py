@@ -3,19 +3,28 @@
 `flag("…")` gives a field these, and `--help` shows them. The command line turns `max_num_seqs` into `--max-num-seqs`.
 """
 
+import math
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from pdserve import plugins
 
+# Of a limited number without one of its own: beyond, some clock, queue or header overflows, long after the start.
+LARGEST_FLOAT, LARGEST_INT = 1e9, 10**15
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Values that a setting may have: numbers in a range, or one of `choices`, or a name in an entry-point group."""
+    """Values that a setting may have: numbers in a range, or one of `choices`, or a name in an entry-point group.
+
+    Attributes:
+        infinite: infinity is one of them.
+    """
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
+    infinite: bool = False
     choices: tuple[str, ...] = ()
     plugins: str = ""
 
@@ -30,6 +39,13 @@ class Limits:
                 and not (self.plugins and value in plugins.names(self.plugins))
             )
         )
+
+    def largest(self, value: Any) -> float:
+        """Return the largest number that a value may be, if it is too large for a number of its type; else infinity."""
+        largest = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
+        is_limited = (self.least is not None or self.above is not None) and self.most is None
+        is_meant = self.infinite and value == math.inf
+        return largest if is_limited and value > largest and not is_meant else math.inf
 
     def __str__(self) -> str:
         """Return the limits such that "must be …" reads well; empty if there are none."""
@@ -76,8 +92,13 @@ class Settings:
         """Raise `ValueError` for a setting that can never work."""
         for setting in fields(self):
             value, limits = getattr(self, setting.name), setting.metadata["limits"]
-            if value is not None and not limits.admit(value):
-                raise ValueError(f"--{setting.name.replace('_', '-')} must be {limits}, not {value}")
+            if value is None:
+                continue
+            name = f"--{setting.name.replace('_', '-')}"
+            if not limits.admit(value):
+                raise ValueError(f"{name} must be {limits}, not {value}")
+            if (largest := limits.largest(value)) < math.inf:
+                raise ValueError(f"{name} must be at most {largest:g}, not {value}")
 
 
 def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:

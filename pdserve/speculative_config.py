@@ -16,7 +16,7 @@ def read_speculative(text: str) -> dict[str, Any]:
     """
     try:
         asked = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--speculative-config is not JSON: {error}") from error
     if not isinstance(asked, dict) or not asked.keys() & {"method", "model"} or asked.keys() - set(KEYS):
         raise ValueError(

@@ -1,7 +1,6 @@
 """`pdserve demo`: send one chat request through a router, a prefill and a decode instance, and print its timeline."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -40,8 +39,6 @@ def demo(config: UpConfig) -> None:
     config = replace(
         config, api_key="", admin_key=""
     )  # not those of a permanent deployment, which are in its environment
-    for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
-        os.environ.pop(name, None)
     started = time.monotonic()
 
     def on_line(line: str) -> None:

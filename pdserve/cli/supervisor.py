@@ -78,15 +78,17 @@ class Child:
 def child_of(name: str, command: str, config: Settings) -> Child:
     """Return a process that runs a command with these settings.
 
-    Settings that differ from their defaults become flags or, if they have one, environment variables.
+    Settings that differ from their defaults become flags or, if they have one, environment variables. A variable of this
+    process is overridden by a default, too: it counts for no child whose settings say otherwise.
     """
     arguments, environment = [command], {}
     for setting in fields(config):
         value, option = getattr(config, setting.name), f"--{setting.name.replace('_', '-')}"
-        if value == setting.default:
+        variable = setting.metadata["variable"]
+        if value == setting.default and not (variable and variable in os.environ):
             continue
-        if setting.metadata["variable"]:
-            environment[setting.metadata["variable"]] = value
+        if variable:
+            environment[variable] = value
         else:
             arguments += [option] if value is True else [option, str(value)]
     return Child(name, arguments, environment)

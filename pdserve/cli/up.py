@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from pdserve.cli.deployment import Deployment
+from pdserve.cli.deployment import Deployment, with_own_admin_key
 from pdserve.cli.doctor import is_there
 from pdserve.cli.signals import set_on_signals
 from pdserve.cli.supervisor import print_line
@@ -38,8 +38,10 @@ def up(config: UpConfig) -> None:
     from pdserve.kv_transfer.url import without_password
     from pdserve.router.web.listening import listen
 
+    admin_key = ""
     if config.autoscale:
         check_controller(config)
+        config, admin_key = with_own_admin_key(config)
     check_packages(config)
     connect(config.connector)  # reports a wrong URL once, not once per child
     listen(
@@ -62,14 +64,14 @@ def up(config: UpConfig) -> None:
                 f"  {curl_line(deployment.url, config.name, bool(config.api_key or config.keys_file))}\n",
                 flush=True,
             )
-        with _steered(config, deployment, stop):
+        with _steered(config, deployment, stop, admin_key):
             while not stop.wait(POLL_S):
                 deployment.check_children()
         print("stopping", flush=True)
 
 
 @contextmanager
-def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) -> Iterator[None]:
+def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event, admin_key: str) -> Iterator[None]:
     """Run the controller of --autoscale, if it is set, in a thread until `stop` is set."""
     if not config.autoscale:
         yield
@@ -77,7 +79,7 @@ def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) ->
     from pdserve.tools.autoscaler.command import run
 
     with ThreadPoolExecutor(1, "autoscaler") as threads:
-        controller = threads.submit(run, controller_config(config, deployment.routers), stop, deployment)
+        controller = threads.submit(run, controller_config(config, deployment.routers), stop, deployment, admin_key)
         controller.add_done_callback(lambda _: stop.set())
         try:
             yield

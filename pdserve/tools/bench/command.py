@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from pdserve.admin_client import key_header
 from pdserve.errors import SetupError
 from pdserve.server_url import server_url
 from pdserve.tools.bench import report
@@ -88,7 +89,7 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     if wrong := [name for name in metrics if name not in METRICS]:
         raise SetupError(f"--percentile-metrics: there is no {wrong[0]!r}; there are {', '.join(METRICS)}")
     url = server_url(config.base_url or f"http://{config.host}:{config.port}", "--base-url", "--api-key")
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    headers = key_header("--api-key", config.api_key)
     model = find_model(url, headers, config.model)
     vocabulary = load_vocabulary(config.tokenizer or str(model.get("root") or ""), required=bool(config.tokenizer))
     target = Target(
