@@ -43,7 +43,7 @@ def key_header(name: str, key: str) -> dict[str, str]:
 
 @contextmanager
 def reading(url: object) -> Iterator[None]:
-    """Raise SetupError in place of what reading an answer raises that has another form than a router's."""
+    """Context in which a router's answer is read: raises SetupError if its form is another one."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

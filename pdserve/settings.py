@@ -9,7 +9,7 @@ from typing import Any
 
 from pdserve import plugins
 
-# Of a limited number without one of its own: beyond, some clock, queue or header overflows, long after the start.
+# Bounds of numbers that have a lower limit only: beyond, some clock, queue or header overflows, long after the start.
 LARGEST_FLOAT, LARGEST_INT = 1e9, 10**15
 
 
@@ -40,12 +40,12 @@ class Limits:
             )
         )
 
-    def largest(self, value: Any) -> float:
-        """Return the largest number that a value may be, if it is too large for a number of its type; else infinity."""
-        largest = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
-        is_limited = (self.least is not None or self.above is not None) and self.most is None
-        is_meant = self.infinite and value == math.inf
-        return largest if is_limited and value > largest and not is_meant else math.inf
+    def exceeded(self, value: Any) -> float | None:
+        """Return the bound of numbers that have a lower limit only, if a value is beyond it; else None."""
+        if self.most is not None or (self.least is None and self.above is None):
+            return None
+        bound = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
+        return bound if value > bound and not (self.infinite and value == math.inf) else None
 
     def __str__(self) -> str:
         """Return the limits such that "must be …" reads well; empty if there are none."""
@@ -97,8 +97,8 @@ class Settings:
             name = f"--{setting.name.replace('_', '-')}"
             if not limits.admit(value):
                 raise ValueError(f"{name} must be {limits}, not {value}")
-            if (largest := limits.largest(value)) < math.inf:
-                raise ValueError(f"{name} must be at most {largest:g}, not {value}")
+            if (bound := limits.exceeded(value)) is not None:
+                raise ValueError(f"{name} must be at most {bound:g}, not {value}")
 
 
 def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def configure(log_format: str = "text") -> None:
 
 
 def take_over() -> None:
-    """Leave to the root logger what libraries that are imported by now would write themselves, too."""
+    """Remove the handlers of libraries whose messages the root logger writes, too. They must have been imported."""
     logging.getLogger("huggingface_hub").handlers.clear()
 
 

@@ -47,7 +47,7 @@ class Schedule:
     Attributes:
         pool, running: of the scheduler.
         has_rivals: several tenants have sequences here.
-        output: names the sequences that the step must not have.
+        output: of the step; the sequences to leave out are in it already.
         budget: of the step, once its running sequences have their blocks.
     """
 

@@ -19,14 +19,8 @@ from pdserve.profile.profile import EngineFacts, Machine, Profile, StepModel, Tr
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 94, 95, 128, 192, 256)  # DistServe's model changes at 95
 CONTEXTS = (128, 512, 1024, 2048)
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048)
-MALFORMED = (
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    RecursionError,
-)  # what reading another form raises
+# What reading another form raises.
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 REST = ("transfers", "swap", "start_up_s", "role_flip_s", "overheads")  # not in published files
 
 
