@@ -36,9 +36,7 @@ def demo(config: UpConfig) -> None:
         config = replace(config, port=free_port())
     if config.local_prefill_tokens is None:
         config = replace(config, local_prefill_tokens=0)  # always prefill remotely, to show a hand-over
-    config = replace(
-        config, api_key="", admin_key=""
-    )  # not those of a permanent deployment, which are in its environment
+    config = replace(config, api_key="", admin_key="")  # the environment has those of a permanent deployment
     started = time.monotonic()
 
     def on_line(line: str) -> None:

@@ -198,6 +198,7 @@ def _packages() -> list[Finding]:
 
 
 def is_there(module: str) -> bool:
+    """Return whether a module is installed, without importing more than the packages that it is in."""
     parent = module.rpartition(".")[0]
     return (not parent or is_there(parent)) and importlib.util.find_spec(module) is not None
 
