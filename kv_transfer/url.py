@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from pdserve.errors import SetupError
 from pdserve.sizes import parse_size
 
+MAX_SECONDS = 1e9  # beyond, clocks overflow
 P = TypeVar("P")
 D = TypeVar("D")
 
@@ -109,8 +110,8 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{text!r} is not a positive number of seconds")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"{text!r} is not a positive number of seconds, at most {MAX_SECONDS:g}")
     return seconds
 
 

@@ -1,6 +1,8 @@
 """HTTP client of a router's operator endpoints, /admin and /debug."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,14 +12,44 @@ from pdserve.errors import SetupError
 
 ADMIN_KEY_VARIABLE = "PDSERVE_ADMIN_KEY"
 TIMEOUT_S = 30.0
+ROW = ("instance_id", "role", "draining", "requests")
 # Where httpx uses no proxy, whatever the environment says: none knows the addresses of this machine.
 DIRECT = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
 
 
 def admin_headers() -> dict[str, str]:
-    """Return the header with the admin key of the environment, of several the first; empty without one."""
-    key = os.environ.get(ADMIN_KEY_VARIABLE, "").split(",")[0].strip()
+    """Return the header with the admin key of the environment, of several the first; empty without one.
+
+    Raises:
+        SetupError: no header can have it.
+    """
+    return key_header(ADMIN_KEY_VARIABLE, os.environ.get(ADMIN_KEY_VARIABLE, "").split(",")[0])
+
+
+def key_header(name: str, key: str) -> dict[str, str]:
+    """Return the header with a key; empty without one.
+
+    Args:
+        name: of the setting that has it.
+
+    Raises:
+        SetupError: no header can have it.
+    """
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise SetupError(f"{name} must have printable ASCII characters only, since a header carries it")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+@contextmanager
+def reading(url: object) -> Iterator[None]:
+    """Context in which a router's answer is read: raises SetupError if its form is another one."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise SetupError(
+            f"{url} is not a router: its answer has another form: {type(error).__name__} {error}"
+        ) from error
 
 
 class StateConflict(SetupError):
@@ -25,18 +57,22 @@ class StateConflict(SetupError):
 
 
 class AdminClient:
-    """Client of one router, with the admin key of the environment.
+    """Client of one router.
+
+    Args:
+        key: its admin key; empty: that of the environment.
 
     Raises:
-        SetupError: the URL is invalid; from `get` and `post`: the router does not respond, or refuses, with its message.
+        SetupError: URL or key are invalid; from `get` and `post`: the router does not respond, or refuses, with its message.
         StateConflict: it refuses because of its present state.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
         if not url.startswith(("http://", "https://")):
             raise SetupError(f"{url!r} is not the URL of a router; write http://127.0.0.1:8000, for example")
+        headers = key_header("the admin key", key) or admin_headers()
         try:
-            self._http = httpx.Client(base_url=url, headers=admin_headers(), timeout=TIMEOUT_S, mounts=DIRECT)
+            self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, mounts=DIRECT)
         except httpx.InvalidURL as error:
             raise SetupError(f"{url!r} is not the URL of a router: {error}") from None
 
@@ -58,9 +94,10 @@ class AdminClient:
         return self._request("POST", path, json=body or {})
 
     def instances(self) -> list[dict[str, Any]]:
-        """Return the rows of /debug/instances."""
-        rows: list[dict[str, Any]] = self.get("/debug/instances").json()["instances"]
-        return rows
+        """Return the rows of /debug/instances, with the fields `ROW` at least."""
+        answer = self.get("/debug/instances")
+        with reading(self._http.base_url):
+            return [{**row, **{name: row[name] for name in ROW}} for row in answer.json()["instances"]]
 
     def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
         url = self._http.base_url

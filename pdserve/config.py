@@ -1,6 +1,5 @@
 """Settings of all commands: each default is written here once, and each flag is derived from its field (`settings.py`)."""
 
-import json
 import re
 from dataclasses import dataclass
 from itertools import combinations
@@ -10,6 +9,7 @@ from pdserve.settings import Settings
 from pdserve.settings import flag as flag
 from pdserve.sizes import parse_size as parse_size
 from pdserve.slo import Slo
+from pdserve.speculative_config import SPECULATE, read_speculative
 
 DEFAULT_CONNECTOR = "shm://default"
 INTERRUPT_GRACE_S = 5  # for a router's requests to finish after Ctrl-C
@@ -20,9 +20,6 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ROLES = ("prefill", "decode", "both")
 LOG_FORMATS = ("text", "json")
 LOG_HELP = "format of log lines; json: one object per line"
-SPECULATE = ("auto", "off", "ngram", "suffix", "draft")
-# Of vLLM's speculative_config. The last two say there which matches to look for, and have no effect here.
-SPECULATIVE_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 AUTO_ON_OFF = ("auto", "on", "off")
 DEFAULT_CONTROL_PORT = 8001
 LOCAL_PREFILL_HELP = (
@@ -198,7 +195,7 @@ class EngineConfig(ModelConfig):
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
         if self.speculative_config:
-            for name, value in _read_speculative(self.speculative_config).items():
+            for name, value in read_speculative(self.speculative_config).items():
                 object.__setattr__(self, name, value)
         if (self.speculate == "draft") != bool(self.speculative_model):
             raise ValueError("--speculate draft and --speculative-model belong together: give both or none")
@@ -230,32 +227,6 @@ class EngineConfig(ModelConfig):
                 )
             found[name] = path
         return found
-
-
-def _read_speculative(text: str) -> dict[str, Any]:
-    """Return the settings that vLLM's `--speculative-config` stands for.
-
-    Raises:
-        ValueError: it asks for what is not supported.
-    """
-    try:
-        asked = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--speculative-config is not JSON: {error}") from error
-    if not isinstance(asked, dict) or not asked.keys() & {"method", "model"} or asked.keys() - set(SPECULATIVE_KEYS):
-        raise ValueError(
-            f"--speculative-config needs a method or a model, and knows {', '.join(SPECULATIVE_KEYS)} only, not {text}"
-        )
-    method, model, tokens = asked.get("method", "draft"), asked.get("model", ""), asked.get("num_speculative_tokens")
-    method = "draft" if method == "draft_model" else method
-    if method not in SPECULATE:
-        raise ValueError(f"--speculative-config: method must be one of {', '.join(SPECULATE)}, not {method!r}")
-    if not isinstance(model, str):
-        raise ValueError(f"--speculative-config: model must be a directory or a hub id, not {model!r}")
-    if tokens is not None and (type(tokens) is not int or tokens < 0):
-        raise ValueError(f"--speculative-config: num_speculative_tokens must be a number from 0, not {tokens!r}")
-    found = {"speculate": method} | ({"speculative_model": model} if model else {})
-    return found | ({} if tokens is None else {"speculative_tokens": tokens})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,9 @@ from pathlib import Path
 
 _EXTRAS = {  # package → the sentence without it, and the extra
     "grpc": ("--grpc-port and --grpc-health-port need gRPC", "grpc"),
+    "mooncake": ("mooncake:// needs the package Mooncake", "mooncake"),
     "nixl": ("nixl:// needs the package NIXL", "nixl"),
+    "opentelemetry": ("--otlp-endpoint needs OpenTelemetry", "otel"),
     "python_multipart": ("--batch-folder needs python-multipart", "batches"),
     "redis": ("--registry, --response-store and redis:// need Redis' client", "redis"),
     "zmq": ("--kv-events-config and --kv-events-subscribe need pyzmq", "kv-events"),

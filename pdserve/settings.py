@@ -3,19 +3,28 @@
 `flag("…")` gives a field these, and `--help` shows them. The command line turns `max_num_seqs` into `--max-num-seqs`.
 """
 
+import math
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from pdserve import plugins
 
+# Bounds of numbers that have a lower limit only: beyond, some clock, queue or header overflows, long after the start.
+LARGEST_FLOAT, LARGEST_INT = 1e9, 10**15
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Values that a setting may have: numbers in a range, or one of `choices`, or a name in an entry-point group."""
+    """Values that a setting may have: numbers in a range, or one of `choices`, or a name in an entry-point group.
+
+    Attributes:
+        infinite: infinity is one of them.
+    """
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
+    infinite: bool = False
     choices: tuple[str, ...] = ()
     plugins: str = ""
 
@@ -30,6 +39,13 @@ class Limits:
                 and not (self.plugins and value in plugins.names(self.plugins))
             )
         )
+
+    def exceeded(self, value: Any) -> float | None:
+        """Return the bound of numbers that have a lower limit only, if a value is beyond it; else None."""
+        if self.most is not None or (self.least is None and self.above is None):
+            return None
+        bound = LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT
+        return bound if value > bound and not (self.infinite and value == math.inf) else None
 
     def __str__(self) -> str:
         """Return the limits such that "must be …" reads well; empty if there are none."""
@@ -76,8 +92,13 @@ class Settings:
         """Raise `ValueError` for a setting that can never work."""
         for setting in fields(self):
             value, limits = getattr(self, setting.name), setting.metadata["limits"]
-            if value is not None and not limits.admit(value):
-                raise ValueError(f"--{setting.name.replace('_', '-')} must be {limits}, not {value}")
+            if value is None:
+                continue
+            name = f"--{setting.name.replace('_', '-')}"
+            if not limits.admit(value):
+                raise ValueError(f"{name} must be {limits}, not {value}")
+            if (bound := limits.exceeded(value)) is not None:
+                raise ValueError(f"{name} must be at most {bound:g}, not {value}")
 
 
 def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:

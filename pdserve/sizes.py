@@ -1,5 +1,7 @@
 """Sizes in bytes, as users write them."""
 
+LARGEST = 2**62  # beyond, no file and no memory can be asked for
+
 
 def parse_size(text: str) -> int:
     """Return the bytes that a size such as `4GiB`, `512M` or `1048576` means.
@@ -18,6 +20,6 @@ def parse_size(text: str) -> int:
         size = int(float(number) * factor)
     except (ValueError, OverflowError):  # no number, or an infinite one
         raise ValueError(f"{text!r} is not a size; write bytes, or a size such as 512MiB or 4GiB") from None
-    if size <= 0:
-        raise ValueError(f"{text!r} must be more than 0 bytes")
+    if not 0 < size < LARGEST:
+        raise ValueError(f"{text!r} must be more than 0 bytes, and less than 4 EiB")
     return size

@@ -1,6 +1,6 @@
 """Engine whose steps only take virtual time, and sample what a script says: what speculation gains there is counted."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,17 +83,19 @@ def play(engine: Engine, clock: Clock, prompts: Answers, answers: Answers, batch
         for name in names[first : first + batch]:
             sampling = SamplingParams(temperature=0, max_tokens=len(answers[name]), ignore_eos=True)
             engine.add(engine.new_sequence(name, Request(prompt=prompts[name], sampling=sampling)))
-        while engine.has_work:
-            result = engine.step()
-            played.tokens.append(result.num_tokens)
-            played.drafts += result.drafted
-            for seq in result.sampled:
-                if seq.output.finish_reason():
-                    check(seq, answers)
-                    engine.remove(seq)
+        for seq in finished(engine, played):
+            assert [*seq.output.generated] == answers[seq.request_id]
     played.seconds = clock()
     return played
 
 
-def check(seq: Sequence, answers: Answers) -> None:
-    assert [*seq.output.generated] == answers[seq.request_id]
+def finished(engine: Engine, played: Played) -> Iterator[Sequence]:
+    """Run all requests that an engine has, and note what each step computes. Yields each sequence that has ended."""
+    while engine.has_work:
+        result = engine.step()
+        played.tokens.append(result.num_tokens)
+        played.drafts += result.drafted
+        for seq in result.sampled:
+            if seq.output.finish_reason():
+                engine.remove(seq)
+                yield seq

@@ -4,10 +4,12 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 
 from pdserve.admin_client import AdminClient
 from pdserve.errors import SetupError
+from pdserve.tools.autoscaler.router_client import RouterClient
 from pdserve.tools.profiling.imports import from_fleet
 
 
@@ -48,3 +50,26 @@ def test_without_an_admin_key_the_refusal_is_the_routers(router: str, monkeypatc
     monkeypatch.delenv("PDSERVE_ADMIN_KEY", raising=False)
     with AdminClient(router) as client, pytest.raises(SetupError, match="the admin key is missing"):
         client.instances()
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb"])
+def test_a_key_that_no_header_can_have_is_one_line(router: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_ADMIN_KEY", key)
+    with pytest.raises(SetupError, match=r"^PDSERVE_ADMIN_KEY must have printable ASCII characters only"):
+        AdminClient(router)
+
+
+@pytest.mark.parametrize(
+    "answer", [*(b"", b"<html>", b"[]", b"{}", b'{"instances": 5}'), b'{"instances": [{}]}', b"[" * 10**5]
+)
+def test_an_answer_of_another_server_is_one_line(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To each command of a router: it answers 200 to everything."""
+    real = httpx.Client
+    other = httpx.MockTransport(lambda _: httpx.Response(200, content=answer))
+    monkeypatch.setattr(httpx, "Client", lambda **options: real(transport=other, **options))
+    with AdminClient("http://router") as client, pytest.raises(SetupError, match=r"^http://router/? is not a router: "):
+        client.instances()
+    routers = RouterClient(["http://router"])
+    for ask in (lambda: routers.observe(1.0), lambda: routers.hold_lease("me", 1.0)):
+        with pytest.raises(SetupError, match=r"^http://router/.* is not a router: "):
+            ask()

@@ -25,14 +25,14 @@ def names(text: str) -> list[str]:
 # What a prompt touches by default, from HTTP to kernel and back, and what all of it shares: packages and files.
 CORE = names("""
     request output keys kv_spec config cores settings costs counters errors lifetime slo sizes plugins parent priority
-    model_path reasoning pooling beam_search logits_processors grammars lines
+    model_path reasoning pooling speculative_config beam_search logits_processors grammars lines
     proto kernels kv_transfer engine roles prefill decode instance control profile
     router.api router.text router.web router.parse_server router.limits router.routed_request
     router.backend router.dispatch router.scheduling router.instances router.telemetry router.server
 """)
 # Everything else. Core runs it only by name: through an entry point of pyproject.toml, or as a command.
 EXTENSIONS = names("""
-    __main__ cli offline admin_client batch launchers ranks
+    __main__ cli offline admin_client server_url batch launchers ranks
     tools
     kernels.gpu engine.gpu engine.low_bit speculation adapters
     interop router.dialects router.rpc router.kv_events
@@ -52,6 +52,7 @@ IMPORTS_ONLY = {
         "lines",
         "config",
         "admin_client",
+        "server_url",
         "errors",
         "slo",
         "sizes",
@@ -75,6 +76,7 @@ DECISION_FILES = (
     "pdserve/engine/scheduling/budget",
     "pdserve/engine/scheduling/levels",
     "pdserve/engine/scheduling/preemption",
+    "pdserve/engine/scheduling/schedule",
     "pdserve/engine/memory/blocks",
     "pdserve/engine/memory/sequence_kv",
     "pdserve/engine/memory/swap_space",

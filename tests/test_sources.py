@@ -15,6 +15,7 @@ ELSEWHERE = {
     "adapters/ranked_layers.py": "ranks/test_adapters.py",
     "batch/*.py": "batch/test_command.py",
     "control/json_setting.py": "cli/test_flags.py",
+    "speculative_config.py": "cli/test_flags.py",
     "engine/architectures/chunked_attention.py": "engine/test_architectures.py",
     "engine/architectures/attention_sinks.py": "engine/test_architectures.py",
     "engine/adapters.py": "adapters/test_slots.py",

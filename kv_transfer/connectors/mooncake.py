@@ -54,6 +54,7 @@ class MooncakeConnector(BatchedConnector):
     """Stores each block as one Mooncake object."""
 
     scheme: ClassVar[str] = "mooncake"
+    libraries: ClassVar[tuple[str, ...]] = ("mooncake",)
     faults = (MooncakeError,)
 
     @property

@@ -6,8 +6,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -320,12 +321,45 @@ def _expect_settings_of_others_to_stay(context: RuleContext) -> None:
     logging.root.handlers[:] = []  # as in a process that has not set up logging yet
     try:
         expected = {name: get() for name, (get, _) in SETTINGS.items()}
-        _use_and_close(context)
+        with _environment_of_others_to_stay():
+            _use_and_close(context)
         for name, (get, _) in SETTINGS.items():
             expect(get() == expected[name], f"{name}({expected[name]!r}) to stay as it was", f"{name}({get()!r})")
     finally:
         for name, (_, restore) in SETTINGS.items():
             restore(before[name])
+
+
+@contextmanager
+def _environment_of_others_to_stay() -> Iterator[None]:
+    """Expect the environment to stay, which child processes and other libraries read.
+
+    Earlier uses may have set a variable; one that is set again counts, which `os.environ.setdefault` does not do.
+    """
+    before, put, unset = {**os.environ}, os.putenv, os.unsetenv
+    written, removed, changed = set[str](), set[str](), set[str]()
+
+    def record_put(name: bytes, value: bytes) -> None:
+        written.add(os.fsdecode(name))
+        put(name, value)
+
+    def record_unset(name: bytes) -> None:
+        removed.add(os.fsdecode(name))
+        unset(name)
+
+    os.putenv, os.unsetenv = record_put, record_unset  # type: ignore[assignment]  # which `os.environ` calls
+    try:
+        yield
+        changed |= {name for name in before.keys() | written if before.get(name) != os.environ.get(name)}
+        changed |= written - removed
+        expect(
+            not changed, "the environment variables to stay as they were", f"changes of {', '.join(sorted(changed))}"
+        )
+    finally:
+        os.putenv, os.unsetenv = put, unset
+        for name in changed:
+            os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in changed & before.keys()})
 
 
 def _use_and_close(context: RuleContext) -> None:

@@ -8,29 +8,23 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from pdserve.admin_client import DIRECT
+from pdserve.admin_client import DIRECT, key_header
 from pdserve.batch.lines import BatchRequest, InvalidLine, Json, parse_lines, read_done
 from pdserve.batch.runner import run_batch
 from pdserve.errors import SetupError
+from pdserve.server_url import server_url
 
 MAX_SHOWN = 5  # unanswered requests
 
 
 def server_at(url: str) -> AbstractContextManager[str]:
     """Return a running server for `run`. Raises SetupError if the URL names no server of http or https."""
-    if not url.startswith(("http://", "https://")):
-        raise SetupError(f"--url: {url!r} is not a URL; write http://127.0.0.1:8000, for example")
-    try:
-        _ = httpx.URL(url), urlsplit(url).port
-    except (httpx.InvalidURL, ValueError) as error:
-        raise SetupError(f"--url: {url!r} is not a URL: {error}") from None
-    return nullcontext(url.rstrip("/").removesuffix("/v1"))  # which requests have in their own URLs
+    return nullcontext(server_url(url, "--url", "PDSERVE_API_KEY"))
 
 
 def run(source: Path, target: Path, server: AbstractContextManager[str], concurrency: int) -> bool:
@@ -59,8 +53,7 @@ def run(source: Path, target: Path, server: AbstractContextManager[str], concurr
 async def _run(lines: BinaryIO, answers: BinaryIO, done: Mapping[int, str | None], url: str, concurrency: int) -> bool:
     total = sum(1 for line in lines if line.strip())
     lines.seek(0)
-    key = os.environ.get("PDSERVE_API_KEY", "").split(",")[0].strip()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = key_header("PDSERVE_API_KEY", os.environ.get("PDSERVE_API_KEY", "").split(",")[0])
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=url,
@@ -101,7 +94,7 @@ def _sender(http: httpx.AsyncClient) -> Callable[[BatchRequest], Any]:
             return answer.status_code, answer.headers.get("x-request-id", ""), answer.json()
         except httpx.TransportError as error:
             raise OSError(repr(error)) from error
-        except ValueError as error:  # no JSON: something else than a server of this API answered
+        except (ValueError, RecursionError) as error:  # no JSON: something else than a server of this API answered
             raise OSError(f"status {answer.status_code} without JSON") from error
 
     return send

@@ -154,7 +154,7 @@ def read_done(file: BinaryIO) -> dict[int, str | None]:
         try:
             line = json.loads(raw)
             done[int(line["id"].removeprefix(ID_PREFIX))] = line["custom_id"]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"line {number} is not an answer of a batch") from None
         end += len(raw)
     file.truncate(end)

@@ -78,6 +78,7 @@ def router(config: RouterConfig) -> None:
     sys.modules.setdefault("torch", cast(ModuleType, None))
     from pdserve.router.server import serve
 
+    logs.take_over()
     serve(config)
 
 
@@ -88,6 +89,7 @@ def instance(config: InstanceConfig, role: str) -> None:
     check_model(config.model)  # before the imports, which take seconds
     from pdserve.instance.process import serve
 
+    logs.take_over()
     serve(role, config)
 
 

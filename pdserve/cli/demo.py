@@ -1,7 +1,6 @@
 """`pdserve demo`: send one chat request through a router, a prefill and a decode instance, and print its timeline."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -37,11 +36,7 @@ def demo(config: UpConfig) -> None:
         config = replace(config, port=free_port())
     if config.local_prefill_tokens is None:
         config = replace(config, local_prefill_tokens=0)  # always prefill remotely, to show a hand-over
-    config = replace(
-        config, api_key="", admin_key=""
-    )  # not those of a permanent deployment, which are in its environment
-    for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
-        os.environ.pop(name, None)
+    config = replace(config, api_key="", admin_key="")  # the environment has those of a permanent deployment
     started = time.monotonic()
 
     def on_line(line: str) -> None:

@@ -8,6 +8,7 @@ with Deployment(config) as deployment:
 import contextlib
 import os
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -246,6 +247,17 @@ class Deployment(Supervisor):
         if any(gpus):
             child.environment[VISIBLE] = ",".join(gpus)
         return child
+
+
+def with_own_admin_key(config: UpConfig) -> tuple[UpConfig, str]:
+    """Return settings with one more key for operators, which nobody else has, and that key; empty if they need none.
+
+    They need one if clients do: without any, operators are refused.
+    """
+    if not (config.api_key or config.admin_key or config.keys_file):
+        return config, ""
+    own = secrets.token_urlsafe()
+    return replace(config, admin_key=",".join(filter(None, (config.admin_key, own)))), own
 
 
 def _random_unused_port() -> int:

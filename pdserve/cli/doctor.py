@@ -192,14 +192,15 @@ def _packages() -> list[Finding]:
     }
     rows = []
     for module, (package, use) in optional.items():
-        found = _is_there(module)
+        found = is_there(module)
         rows.append(Finding(package, found, _version(package) or ("installed" if found else "not installed"), use))
     return rows
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
+    """Return whether a module is installed, without importing more than the packages that it is in."""
     parent = module.rpartition(".")[0]
-    return (not parent or _is_there(parent)) and importlib.util.find_spec(module) is not None
+    return (not parent or is_there(parent)) and importlib.util.find_spec(module) is not None
 
 
 def _compiler() -> Finding:

@@ -57,6 +57,11 @@ def configure(log_format: str = "text") -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+def take_over() -> None:
+    """Remove the handlers of libraries whose messages the root logger writes, too. They must have been imported."""
+    logging.getLogger("huggingface_hub").handlers.clear()
+
+
 def _escape(text: str) -> str:
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 

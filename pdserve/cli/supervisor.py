@@ -69,24 +69,26 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def read_to_end(self) -> None:
+    def read_to_end(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Wait until all lines of the ended process have been passed on, unless another one keeps its pipe open."""
         if self.reader is not None:
-            self.reader.join(STOP_TIMEOUT_S)
+            self.reader.join(timeout_s)
 
 
 def child_of(name: str, command: str, config: Settings) -> Child:
     """Return a process that runs a command with these settings.
 
-    Settings that differ from their defaults become flags or, if they have one, environment variables.
+    Settings that differ from their defaults become flags or, if they have one, environment variables. A variable of this
+    process is overridden by a default, too: it counts for no child whose settings say otherwise.
     """
     arguments, environment = [command], {}
     for setting in fields(config):
         value, option = getattr(config, setting.name), f"--{setting.name.replace('_', '-')}"
-        if value == setting.default:
+        variable = setting.metadata["variable"]
+        if value == setting.default and not (variable and variable in os.environ):
             continue
-        if setting.metadata["variable"]:
-            environment[setting.metadata["variable"]] = value
+        if variable:
+            environment[variable] = value
         else:
             arguments += [option] if value is True else [option, str(value)]
     return Child(name, arguments, environment)
@@ -166,19 +168,22 @@ class Supervisor:
         self._terminate(self.children, signal.SIGTERM, seconds + STOP_TIMEOUT_S)
 
     def _terminate(self, children: Sequence[Child], signum: signal.Signals, timeout_s: float) -> None:
-        for child in children:
-            if child.process is not None and child.running:
-                child.process.send_signal(signum)
-        for child in children:
-            if child.process is None:
-                continue
+        """Send a signal to all, and kill those that are left after a time that all of them have together."""
+        started = [(child, child.process) for child in children if child.process is not None]
+        for child, process in started:
+            if child.running:
+                process.send_signal(signum)
+        deadline = time.monotonic() + timeout_s
+        for child, process in started:
             try:
-                child.process.wait(timeout_s)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self._on_line(f"[{child.name}] did not stop within {timeout_s:.0f} s: killed")
-                child.process.kill()
-                child.process.wait()
-            child.read_to_end()
+                process.kill()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for child, process in started:
+            process.wait()
+            child.read_to_end(max(0.0, deadline - time.monotonic()))
 
     def _end(self, child: Child, drain_s: float, now: float) -> None:
         if child.process is None or not child.running:

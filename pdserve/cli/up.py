@@ -5,15 +5,24 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from pdserve.cli.deployment import Deployment
+from pdserve.cli.deployment import Deployment, with_own_admin_key
+from pdserve.cli.doctor import is_there
 from pdserve.cli.signals import set_on_signals
 from pdserve.cli.supervisor import print_line
 from pdserve.config import RouterConfig, UpConfig
-from pdserve.errors import SetupError
+from pdserve.errors import SetupError, not_imported
 from pdserve.settings import shared_settings
 from pdserve.tools.load_config import AutoscaleConfig
 
 POLL_S = 0.2
+# Settings of routers with the packages that they need, of extras.
+PACKAGES = {
+    "batch_folder": "python_multipart",
+    "grpc_port": "grpc",
+    "kv_events_subscribe": "zmq",
+    "otlp_endpoint": "opentelemetry.sdk",
+    "response_store": "redis",
+}
 # Settings that the controller takes from the profile, or has with another meaning.
 OF_PROFILE = ("connector", "model", "tensor_parallel_size", "slo", "profile", "prefill", "decode")
 
@@ -22,14 +31,18 @@ def up(config: UpConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        SetupError: the connector, the port, the targets of --autoscale or a child process fail at start-up.
+        SetupError: the connector, the port, the targets of --autoscale or a child process fail at start-up, or the package
+            of an extra is missing.
     """
     from pdserve.kv_transfer.registry import connect
     from pdserve.kv_transfer.url import without_password
     from pdserve.router.web.listening import listen
 
+    admin_key = ""
     if config.autoscale:
         check_controller(config)
+        config, admin_key = with_own_admin_key(config)
+    check_packages(config)
     connect(config.connector)  # reports a wrong URL once, not once per child
     listen(
         RouterConfig(host=config.host, port=config.port)
@@ -51,14 +64,14 @@ def up(config: UpConfig) -> None:
                 f"  {curl_line(deployment.url, config.name, bool(config.api_key or config.keys_file))}\n",
                 flush=True,
             )
-        with _steered(config, deployment, stop):
+        with _steered(config, deployment, stop, admin_key):
             while not stop.wait(POLL_S):
                 deployment.check_children()
         print("stopping", flush=True)
 
 
 @contextmanager
-def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) -> Iterator[None]:
+def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event, admin_key: str) -> Iterator[None]:
     """Run the controller of --autoscale, if it is set, in a thread until `stop` is set."""
     if not config.autoscale:
         yield
@@ -66,13 +79,20 @@ def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event) ->
     from pdserve.tools.autoscaler.command import run
 
     with ThreadPoolExecutor(1, "autoscaler") as threads:
-        controller = threads.submit(run, controller_config(config, deployment.routers), stop, deployment)
+        controller = threads.submit(run, controller_config(config, deployment.routers), stop, deployment, admin_key)
         controller.add_done_callback(lambda _: stop.set())
         try:
             yield
         finally:
             stop.set()
         controller.result()
+
+
+def check_packages(config: UpConfig) -> None:
+    """Raise SetupError if routers could not start without the package of an extra: instances would start before they do."""
+    for setting, package in PACKAGES.items():
+        if getattr(config, setting) not in (None, "", "memory") and not is_there(package):
+            raise not_imported(package, ModuleNotFoundError(name=package))
 
 
 def check_controller(config: UpConfig) -> None:

@@ -105,13 +105,14 @@ class GrammarBackend:
         on_progress: called, in any thread, when a sequence may have become schedulable.
 
     Attributes:
+        compiler: of all grammars.
         masks: of all sequences.
     """
 
     def __init__(
         self, model: str, vocab_size: int, eos_token_ids: frozenset[int], on_progress: Callable[[], None]
     ) -> None:
-        self._compiler = GrammarCompiler(model, vocab_size, eos_token_ids)
+        self.compiler = GrammarCompiler(model, vocab_size, eos_token_ids)
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
         self._lock = threading.Lock()
         self._on_progress = on_progress
@@ -121,14 +122,9 @@ class GrammarBackend:
         self._loaded = BoundedCache[Future[LoadedGrammar]](LOADED_ENTRIES, LOADED_BYTES)
         self.masks = MaskService(on_progress)
 
-    @property
-    def num_workers_lost(self) -> int:
-        """Mask workers that have ended or hang for no limit."""
-        return self._compiler.num_workers_lost
-
     def start(self) -> None:
         """Start the compile server in another thread."""
-        self._threads.submit(_start, self._compiler)
+        self._threads.submit(_start, self.compiler)
 
     def compile(self, spec: str, tenant: Tenant) -> GrammarConstraint:
         """Start compiling a specification, unless it is cached for this tenant. Tenants take turns at the threads."""
@@ -161,7 +157,7 @@ class GrammarBackend:
             if waiting:
                 self._queued[tenant] = waiting  # behind the others
         try:
-            loaded = LoadedGrammar(self._compiler, spec, tenant)
+            loaded = LoadedGrammar(self.compiler, spec, tenant)
         except RequestError as error:
             compiled.set_exception(error)
         except Exception as error:

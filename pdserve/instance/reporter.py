@@ -171,7 +171,7 @@ class Reporter:
             "grammar_mask_seconds": self._engine.grammars.masks.cpu_s,
             "grammar_masks_late": self._engine.num_late,
             "grammars_given_up": self._engine.grammars.masks.num_given_up,
-            "grammar_workers_lost": self._engine.grammars.num_workers_lost,
+            "grammar_workers_lost": self._engine.grammars.compiler.num_workers_lost,
             "kv_cache_blocks": pool.num_blocks,
             "kv_cache_blocks_held": pool.num_held,
             "kv_cache_blocks_promised": pool.num_promised,

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -26,7 +27,7 @@ from pydantic_core import from_json
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from pdserve.cli.deployment import START_TIMEOUT_S, Deployment, free_port
+from pdserve.cli.deployment import START_TIMEOUT_S, Deployment, free_port, with_own_admin_key
 from pdserve.config import RouterConfig, UpConfig
 from pdserve.errors import PdserveError, SetupError
 from pdserve.lines.event_stream import read_events_async
@@ -86,7 +87,7 @@ class _Client:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, not {max_in_flight}")
         self._max_in_flight = max_in_flight
-        self._loaded = set[LoRARequest]()
+        self._loaded: dict[str, str] = {}  # folders of adapters, by name
         self._model = str(model)
         self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings_of({**settings, **counts})}, model=self._model))
         weakref.finalize(self, self._fleet.close)
@@ -101,11 +102,11 @@ class _Client:
 
         return AutoTokenizer.from_pretrained(resolve_model(self._model))
 
-    def _http(self) -> httpx.AsyncClient:
+    def _http(self, key: str | None = None) -> httpx.AsyncClient:
         if self._fleet.closed:
             raise PdserveError(CLOSED)
-        limits = httpx.Limits(max_connections=None)
-        headers = {"Authorization": f"Bearer {self._fleet.api_key}"} if self._fleet.api_key else {}
+        limits, key = httpx.Limits(max_connections=None), self._fleet.api_key if key is None else key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.AsyncClient(
             base_url=self._fleet.url, headers=headers, timeout=None, limits=limits, trust_env=False, verify=False
         )
@@ -150,7 +151,7 @@ class LLM(_Client):
             priorities = _each(priority, listed, "priorities")
             bodies = [{**body, "priority": one} for body, one in zip(bodies, priorities, strict=True)]
         adapters = _each(lora_request, listed, "adapters")
-        self._load([one for one in dict.fromkeys(adapters) if one and one.lora_path and one not in self._loaded])
+        self._load([one for one in adapters if one and one.lora_path])
         bodies = [{**body, "model": one.lora_name} if one else body for body, one in zip(bodies, adapters, strict=True)]
         outputs = [_new_output(str(index), body, adapters[index]) for index, body in enumerate(bodies)]
         for output, answer in zip(outputs, self._ask("/v1/completions", bodies, show=use_tqdm), strict=True):
@@ -213,25 +214,36 @@ class LLM(_Client):
         return [PoolingRequestOutput(str(i), ScoringOutput(one["score"])) for i, one in enumerate(answer["data"])]
 
     def _load(self, adapters: list[LoRARequest]) -> None:
-        paths = {one.lora_name: os.path.abspath(one.lora_path) for one in adapters}
-        bodies = [{"lora_name": name, "lora_path": path, "load_inplace": True} for name, path in paths.items()]
-        self._ask("/v1/load_lora_adapter", bodies)
-        self._loaded.update(adapters)
+        """Load those whose names do not stand for their folders yet. Raises ValueError if two have one name."""
+        folders = {one.lora_name: os.path.abspath(one.lora_path) for one in adapters}
+        for one in adapters:
+            if folders[one.lora_name] != os.path.abspath(one.lora_path):
+                raise ValueError(
+                    f"two folders of adapters have the name {one.lora_name!r}; give each a name of its own"
+                )
+        new = {name: folder for name, folder in folders.items() if self._loaded.get(name) != folder}
+        bodies = [{"lora_name": name, "lora_path": folder, "load_inplace": True} for name, folder in new.items()]
+        self._ask("/v1/load_lora_adapter", bodies, key=self._fleet.admin_key)
+        self._loaded |= new
 
     def _pool(self, path: str, prompts: Prompt | Iterable[Prompt]) -> list[dict[str, Any]]:
         listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         answers = self._ask(path, [{"input": _prompt_of(prompt)} for prompt in listed])
         return [answer["data"][0] for answer in answers]
 
-    def _ask(self, path: str, bodies: list[dict[str, Any]], *, show: bool = False) -> list[dict[str, Any]]:
+    def _ask(
+        self, path: str, bodies: list[dict[str, Any]], *, show: bool = False, key: str | None = None
+    ) -> list[dict[str, Any]]:
         """Return the answers to bodies; `show` draws how many there are."""
         with start_blocking_portal() as portal:  # leaving it by Ctrl-C cancels the requests
-            return portal.call(self._ask_all, path, bodies, show)
+            return portal.call(self._ask_all, path, bodies, show, key)
 
-    async def _ask_all(self, path: str, bodies: list[dict[str, Any]], show: bool) -> list[dict[str, Any]]:
+    async def _ask_all(
+        self, path: str, bodies: list[dict[str, Any]], show: bool, key: str | None
+    ) -> list[dict[str, Any]]:
         slots = asyncio.Semaphore(self._max_in_flight)
         columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-        async with self._http() as http:
+        async with self._http(key) as http:
             # A console for each call, since threads may call at once; stdout belongs to the program.
             with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
                 task = progress.add_task("prompts", total=len(bodies))
@@ -349,6 +361,7 @@ def _error(answer: httpx.Response) -> Exception:
 
 
 POLL_S = 0.1
+KEYS = ("api_key", "admin_key")  # settings that the environment may have, too
 
 
 class Fleet:
@@ -356,7 +369,7 @@ class Fleet:
 
     Attributes:
         url: base URL of the router.
-        api_key: a key of its clients, as the router too takes those of the environment; empty: it needs none.
+        api_key, admin_key: one for clients and one for operators, which nobody else has; empty: it needs none.
         closed: it has been closed.
 
     Raises:
@@ -369,7 +382,11 @@ class Fleet:
         self._closing = SimpleQueue[None]()
         self._lines: deque[str] = deque(maxlen=20)
         self._ready: Future[str] = Future()
-        self.api_key = (config.api_key or os.environ.get("PDSERVE_API_KEY", "")).split(",")[0].strip()
+        keys: Any = {name: getattr(config, name) or os.environ.get(f"PDSERVE_{name.upper()}", "") for name in KEYS}
+        config, self.admin_key = with_own_admin_key(replace(config, **keys))
+        self.api_key = self.admin_key if config.api_key else ""
+        if config.api_key:  # of which a given one may be a digest
+            config = replace(config, api_key=f"{config.api_key},{self.api_key}")
         # Another server there would be taken for the router.
         listen(RouterConfig(host=config.host, port=config.port)).close()
         self._deployment = Deployment(config, self._lines.append)

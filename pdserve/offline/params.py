@@ -13,12 +13,15 @@ from pdserve.request import SamplingParams as CheckedParams
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The format of an answer, as in vLLM; exactly one field is set.
+    """The format of an answer, as in vLLM.
 
     Attributes:
         json: a JSON schema, as a dictionary or a text.
         regex, choice, grammar: a regular expression, a list of texts, a grammar in EBNF.
         json_object: any JSON object.
+
+    Raises:
+        ValueError: not exactly one field is set.
     """
 
     json: str | dict[str, Any] | None = None
@@ -26,6 +29,11 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if len(given := [name for name, value in vars(self).items() if value is not None]) != 1:
+            what = " and ".join(given) or "none"
+            raise ValueError(f"exactly one of json, regex, choice, grammar and json_object must be set, not {what}")
 
 
 GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name

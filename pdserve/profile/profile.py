@@ -344,7 +344,7 @@ class Profile:
             if raw["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {raw['schema']}, and this version reads schema {SCHEMA}")
             profile: Profile = _json().validate_python(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a profile: {_sentence(error)}") from None
         return profile
 
@@ -417,7 +417,7 @@ def _line(knots: Knots) -> tuple[float, float]:
     return a, b
 
 
-def _sentence(error: ValueError) -> str:
+def _sentence(error: Exception) -> str:
     """Return the first complaint of pydantic about a file, with the place in it."""
     complaints: list[dict[str, Any]] = getattr(error, "errors", list)()
     if not complaints:

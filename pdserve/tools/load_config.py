@@ -51,9 +51,9 @@ class LoadConfig(Settings):
     dataset_path: str = flag("file of the data set", "")
     num_prompts: int = flag("requests; of a file, at most", 1000, least=1)
     request_rate: float = flag(
-        "mean requests per second; inf: all at once, or the trace's own times", math.inf, above=0
+        "mean requests per second; inf: all at once, or the trace's own times", math.inf, above=0, infinite=True
     )
-    burstiness: float = flag("1: Poisson; less: bursts; more: more regular; inf: constant", 1.0, above=0)
+    burstiness: float = flag("1: Poisson; less: bursts; more: more regular; inf: constant", 1.0, above=0, infinite=True)
     ramp_up_strategy: str | None = flag(
         "how the rate changes over the run, in place of --request-rate; default: not",
         None,
@@ -158,9 +158,6 @@ class FleetConfig(LoadConfig):
         gpus = self.tensor_parallel_size
         if gpus != "auto" and not (gpus.isdecimal() and int(gpus)):
             raise ValueError(f"--tensor-parallel-size must be a number from 1 on or auto, not {gpus}")
-        for name in ("trace_length_scale", "stretch_prompts", "stretch_answers"):
-            if math.isinf(getattr(self, name)):
-                raise ValueError(f"--{name.replace('_', '-')} must be a finite number")
         for name in OF_GPUS if not self.gpu else ():
             if (value := getattr(self, name)) != getattr(FleetConfig, name):
                 raise ValueError(

@@ -81,7 +81,8 @@ def parse_chat(body: ChatBody, draft: RoutedRequest, tokenizer: Tokenizer, info:
         return build(body, draft, [prompt], n, sampling, info, chat=True, multi_turn=True)
     state = reasoning_state(body, prompt, tokenizer)
     may_reason = tools is not None and tools.may_reason(structured)
-    span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar), may_reason=may_reason)
+    calls = tools.parser if tools else None
+    span = reasoning_span(body, state, tokenizer, has_grammar=bool(grammar), may_reason=may_reason, calls=calls)
     sampling = sampling if span is None else structs.replace(sampling, reasoning=span)
     # If the next turn's prompt goes on otherwise after this prompt, the KV of the output is of no use to it.
     is_open = state in (ReasoningState.OPEN, ReasoningState.UNDECIDED)
@@ -89,7 +90,7 @@ def parse_chat(body: ChatBody, draft: RoutedRequest, tokenizer: Tokenizer, info:
     generation = build(body, draft, [prompt], n, sampling, info, chat=True, multi_turn=multi_turn)
     generation.open_parser = partial(
         tokenizer.parsers.open,
-        tools.parser if tools else None,
+        calls,
         tools.tools if tools else None,
         begins_in_reasoning=state is ReasoningState.OPEN,
         shows_reasoning=body.include_reasoning is not False,

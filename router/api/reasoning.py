@@ -6,6 +6,7 @@ from pdserve.errors import BadRequest, InvalidParameter
 from pdserve.reasoning import MAX_BUDGET, ReasoningSpan
 from pdserve.router.api.schemas import ChatBody
 from pdserve.router.text.parsers.reasoning import ReasoningParser
+from pdserve.router.text.parsers.tool_parser import ToolParser
 from pdserve.router.text.tokenizer import Tokenizer
 
 END_TOKENS = 32  # of the prompt, in which its last tag is
@@ -38,12 +39,19 @@ def reasoning_state(body: ChatBody, prompt: list[int], tokenizer: Tokenizer) -> 
 
 
 def reasoning_span(
-    body: ChatBody, state: ReasoningState, tokenizer: Tokenizer, *, has_grammar: bool, may_reason: bool = False
+    body: ChatBody,
+    state: ReasoningState,
+    tokenizer: Tokenizer,
+    *,
+    has_grammar: bool,
+    may_reason: bool = False,
+    calls: type[ToolParser] | None = None,
 ) -> ReasoningSpan | None:
     """Return how instances tell reasoning from the answer; None if they need not.
 
     They need to for a budget, and for a grammar, which begins after the reasoning. With `may_reason` it also allows
     reasoning, as text, and applies from the beginning where that is not known to be in the output, or a call may end it.
+    Without a grammar, the tokens with which `calls` begin end reasoning: its closing must not be forced into a call.
 
     Raises:
         BadRequest: there is a budget, but the model does not reason, its tags are not tokens, or it may call strict tools
@@ -70,14 +78,24 @@ def reasoning_span(
     if not _are_tokens(parser, tokenizer) or (has_grammar and parser.OPTIONAL and state is ReasoningState.UNDECIDED):
         return None  # a grammar applies from the beginning on
     close = _encode(parser.CLOSE[0], tokenizer)
-    further = [] if has_grammar else [tag for tag in parser.ENDS if _are_tokens(parser, tokenizer, tag)]
+    further = () if has_grammar else _further_ends(parser, calls, tokenizer)
     return ReasoningSpan(
         start=() if state is ReasoningState.OPEN else _encode(parser.OPEN[0], tokenizer),
-        ends=(close, *(_encode(tag, tokenizer) for tag in further)),
+        ends=(close, *further),
         closing=_encode(parser.CLOSING, tokenizer) if parser.CLOSING else close,
         budget=budget,
         is_required=has_grammar,
     )
+
+
+def _further_ends(
+    parser: type[ReasoningParser], calls: type[ToolParser] | None, tokenizer: Tokenizer
+) -> list[tuple[int, ...]]:
+    """Return the tokens that end reasoning besides its tag."""
+    tags = [tag for tag in parser.ENDS if _are_tokens(parser, tokenizer, tag)]
+    if calls is not None and not calls.SAYS_REASONING:
+        tags += [tag for tag in (*calls.BEGINS, *calls.SILENT) if tokenizer.token_id(tag) is not None]
+    return [_encode(tag, tokenizer) for tag in dict.fromkeys(tags)]
 
 
 def _are_tokens(parser: type[ReasoningParser], tokenizer: Tokenizer, text: str = "") -> bool:

@@ -83,7 +83,7 @@ def _read(path: str) -> list[ApiKey]:
     try:
         with open(path, "rb") as file:
             tables = tomllib.load(file)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise SetupError(f"--keys-file {path} cannot be read: {reason(error)}") from error
     if not tables:
         raise SetupError(f"--keys-file {path} declares no key; add a table for each key, such as [alice]")
@@ -131,6 +131,8 @@ def _parse_key(name: str, table: object) -> ApiKey:
 def _digest_of(value: str) -> bytes:
     if not value:
         raise SetupError("a key is empty; separate keys by single commas, with none at either end")
+    if not (value.isascii() and value.isprintable()):
+        raise SetupError("a key must have printable ASCII characters only, since clients send it in a header")
     if not value.startswith("sha256:"):
         return hashlib.sha256(value.encode()).digest()
     digest = DIGEST.fullmatch(value)

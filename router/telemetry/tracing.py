@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pdserve.errors import SetupError, install
+from pdserve.errors import SetupError, not_imported
 from pdserve.router.telemetry.gen_ai import GenAiMetrics, operation_attributes
 from pdserve.router.telemetry.timeline import Timeline
 
@@ -62,7 +62,7 @@ class Tracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise SetupError(f"--otlp-endpoint needs OpenTelemetry: {install('otel')}") from error
+            raise not_imported("opentelemetry", error) from error
         self._model = model
         base = endpoint.rstrip("/").removesuffix(TRACES_PATH)
         exporter = OTLPSpanExporter(endpoint=base + TRACES_PATH, timeout=EXPORT_TIMEOUT_S)

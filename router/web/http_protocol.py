@@ -70,6 +70,7 @@ class HttpProtocol(HttpToolsProtocol):
     """One HTTP connection of a client.
 
     It writes through a coalescing transport: head and body of a response leave in one write instead of two.
+    A client that closes its sending side counts as gone, as it does for uvicorn: nothing else shows that one has left.
     """
 
     def __init__(

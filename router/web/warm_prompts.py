@@ -43,7 +43,7 @@ def read_warm_prompts(path: str, keys: Sequence[ApiKey]) -> list[Line]:
     try:
         with open(path, encoding="utf-8") as file:
             lines = [(number, json.loads(line)) for number, line in json_lines(file.read())]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SetupError(f"--warm-prompts {path} cannot be read: {reason(error)}") from error
     bodies = [(number, {"prompt": value} if isinstance(value, str) else value) for number, value in lines]
     for number, body in bodies:

@@ -160,7 +160,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_nothing_is_started_or_asked_for_before_files_key_and_url_are_right(
-    server: Server, files: tuple[Path, Path]
+    server: Server, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
     def started() -> Iterator[str]:
@@ -178,6 +178,11 @@ def test_nothing_is_started_or_asked_for_before_files_key_and_url_are_right(
     for url in ("127.0.0.1:8000", "ftp://host"):
         with pytest.raises(SetupError, match="is not a URL; write http://"):
             server_at(url)
+    for key in ("schlüssel", "a\nb"):
+        monkeypatch.setenv("PDSERVE_API_KEY", key)
+        with pytest.raises(SetupError, match=r"^PDSERVE_API_KEY must have printable ASCII characters only"):
+            run(source, target, server_at(server.url), 1)
+    monkeypatch.delenv("PDSERVE_API_KEY")
     server.failures["a"] = [401]
     with pytest.raises(SetupError, match="refuses the key in PDSERVE_API_KEY"):
         run(source, target, server_at(server.url), 1)
@@ -196,7 +201,7 @@ def test_what_is_no_strict_json_costs_its_own_line_only(server: Server, files: t
     assert {found[name]["error"]["code"] for name in ("batch_req_2", "batch_req_3")} == {"invalid_json"}
 
 
-@pytest.mark.parametrize("content", ["no answers", request("a"), '{"id": "cmpl-1"'])
+@pytest.mark.parametrize("content", ["no answers", request("a"), '{"id": "cmpl-1"', "[" * 100_000 + "\n"])
 def test_no_file_of_others_is_cut_off(server: Server, files: tuple[Path, Path], content: str) -> None:
     source, target = files
     source.write_text(request("a") + "\n")
@@ -232,9 +237,3 @@ def test_faults_without_a_file_name_name_the_file(
     monkeypatch.setattr("pdserve.batch.command.run_batch", fill_the_disk)
     with pytest.raises(SetupError, match=r"out\.jsonl: No space left"):
         run(source, target, server_at(server.url), 4)
-
-
-@pytest.mark.parametrize("url", ["host:8000", "http://[::1", "http://host:99999", "http://host:x/v1"])
-def test_a_url_that_names_no_server(url: str) -> None:
-    with pytest.raises(SetupError, match=r"--url: .* is not a URL"):
-        server_at(url)

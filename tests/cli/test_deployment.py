@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pdserve.cli.deployment import PORT_RANGE, Deployment, free_port
+from pdserve.cli.deployment import PORT_RANGE, Deployment, free_port, with_own_admin_key
 from pdserve.cli.flags import command_from_config
 from pdserve.cli.gpus import parse_list
 from pdserve.cli.workers import worker_children
@@ -169,3 +169,12 @@ def test_deployments_of_one_process_have_stores_of_their_own() -> None:
     with Deployment(UpConfig()) as first, Deployment(UpConfig()) as second:
         assert first.connector != second.connector
         assert all(str(os.getpid()) in one.connector for one in (first, second))
+
+
+def test_who_starts_a_deployment_can_have_a_key_for_operators_of_its_own() -> None:
+    """Where clients need a key and there is none for operators, these are refused."""
+    assert with_own_admin_key(UpConfig()) == (UpConfig(), ""), "none is needed"
+    for config in (UpConfig(api_key="a"), UpConfig(admin_key="sha256:b"), UpConfig(keys_file="keys.toml")):
+        found, own = with_own_admin_key(config)
+        assert own and found.admin_key.split(",") == [*filter(None, [config.admin_key]), own]
+        assert (found.api_key, found.keys_file) == (config.api_key, config.keys_file)

@@ -61,6 +61,9 @@ def test_help_shows_the_limits() -> None:
         ({"port": 65536}, "--port must be from 0 to 65535, not 65536"),
         ({"instance_timeout_seconds": 0.0}, "--instance-timeout-seconds must be more than 0, not 0.0"),
         ({"instance_timeout_seconds": float("nan")}, "--instance-timeout-seconds must be more than 0, not nan"),
+        ({"instance_timeout_seconds": float("inf")}, r"--instance-timeout-seconds must be at most 1e\+09, not inf"),
+        ({"drain_seconds": 1e300}, r"--drain-seconds must be at most 1e\+09, not 1e\+300"),
+        ({"timelines": 10**400}, r"--timelines must be at most 1e\+15, not 1000"),
         ({"log_format": "xml"}, "--log-format must be text or json, not xml"),
         (
             {"decode_policy": "best"},
@@ -139,6 +142,7 @@ def test_speculation_is_set_as_in_vllm() -> None:
         assert config.draft_length == (5 if "5" in text else 8) and EngineConfig().draft_length == 16
     for wrong, message in {
         "ngram": "not JSON",
+        "[" * 100_000: "not JSON",
         '{"num_speculative_tokens": 4}': "needs a method or a model",
         '{"method": "eagle3"}': "must be one of",
         '{"method": "ngram", "model": "x"}': "belong together",

@@ -71,6 +71,26 @@ def test_process_logs_json_to_stderr() -> None:
     assert json.loads(line)["message"] == "up"
 
 
+@pytest.mark.parametrize("command", ["router(RouterConfig())", 'instance(InstanceConfig(), "decode")'])
+def test_messages_of_the_hub_are_written_once(command: str) -> None:
+    """Its library writes them itself, and passes them on."""
+    code = f"""
+import logging
+from pdserve.cli import commands
+from pdserve.config import InstanceConfig, RouterConfig
+
+def serve(*_):
+    logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+
+import pdserve.router.server, pdserve.instance.process
+pdserve.router.server.serve = pdserve.instance.process.serve = serve
+commands.{command}
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
+    [line] = [line for line in finished.stderr.splitlines() if "Retrying" in line]
+    assert line.endswith(" W Retrying in 1s"), finished.stderr
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_clients_cannot_write_lines_or_escape_sequences(log_format: str) -> None:
     forged = "\x1b[2J\n12:00:00 E forged\r\x00\x7f\x9b\u2028\u202e"

@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -142,6 +143,53 @@ def test_child_that_waits_for_its_restart_can_be_removed() -> None:
         supervisor.remove(child, drain_s=600)
         supervisor.check_children()
         assert not supervisor.children
+
+
+class Clock:
+    """Time that passes only while something is waited for, in vain."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def join(self, timeout: float) -> None:
+        self.seconds += timeout
+
+
+class Deaf:
+    """A process that ends only if it is killed; another one has its pipe."""
+
+    pid, stdout = 1, None
+    returncode: int | None = None
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            assert timeout is not None
+            self._clock.join(timeout)
+            raise subprocess.TimeoutExpired("deaf", timeout)
+        return self.returncode
+
+    def kill(self) -> None:
+        self.returncode = -9
+
+
+def test_children_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lines = Clock(), list[str]()
+    monkeypatch.setattr("pdserve.cli.supervisor.time", clock)
+    children = [Child(name, [], process=cast(Any, Deaf(clock)), reader=cast(Any, clock)) for name in "abc"]
+    Supervisor(children, lines.append).drain(7.0)
+    assert lines == [f"[{name}] did not stop within {7 + STOP_TIMEOUT_S:.0f} s: killed" for name in "abc"]
+    assert clock.seconds == 7.0 + 2 * STOP_TIMEOUT_S, "until they are killed, and for their last lines"
 
 
 def test_the_time_of_requests_is_not_taken_from_that_for_stopping(monkeypatch: pytest.MonkeyPatch) -> None:

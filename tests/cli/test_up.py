@@ -1,5 +1,6 @@
 """`pdserve up`: settings that it passes on."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -30,3 +31,23 @@ def test_a_wrong_slo_is_said_before_anything_starts(slo: str, message: str) -> N
     """It was said once the fleet was ready, which then ended. The connector, which is wrong too, is not even tried."""
     with pytest.raises(SetupError, match=f"--autoscale: .*{message}"):
         up(UpConfig(model="/nowhere", connector="pigeon://", autoscale=slo, profile="p.json"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "package"),
+    [
+        ("grpc_port", 0, "grpc"),
+        ("batch_folder", "batches", "python_multipart"),
+        ("kv_events_subscribe", '[{"endpoint": "tcp://127.0.0.1:5557"}]', "zmq"),
+        ("otlp_endpoint", "http://127.0.0.1:4318", "opentelemetry.sdk"),
+        ("response_store", "redis://127.0.0.1:1", "redis"),
+    ],
+)
+def test_a_missing_extra_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, package: str
+) -> None:
+    """Routers said it while instances were loading the model. The connector is wrong too, and not even tried."""
+    monkeypatch.setitem(sys.modules, package, None)
+    option = "--" + setting.replace("_", "-")
+    with pytest.raises(SetupError, match=rf"{option}.* needs? .*: pip install -e '\.\[.+\]'$"):
+        up(UpConfig(connector="pigeon://", **{setting: value}))

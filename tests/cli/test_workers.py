@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from pdserve.cli.deployment import Deployment
 from pdserve.cli.supervisor import child_of
 from pdserve.cli.workers import quota_file, worker_children
@@ -13,6 +15,14 @@ def test_changed_settings_become_flags_and_secrets_variables() -> None:
     child = child_of("router-0", "router", RouterConfig(port=9000, reuse_port=True, admin_key="secret"))
     assert child.arguments == ["router", "--port", "9000", "--reuse-port"]
     assert child.environment == {"PDSERVE_ADMIN_KEY": "secret"}
+
+
+def test_a_default_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings say what a child does, also where they are defaults: `--response-store ''`, or those of a Python program."""
+    for name in ("PDSERVE_ADMIN_KEY", "PDSERVE_RESPONSE_STORE"):
+        monkeypatch.setenv(name, "of the environment")
+    child = child_of("router-0", "router", RouterConfig(admin_key="secret"))
+    assert child.environment == {"PDSERVE_ADMIN_KEY": "secret", "PDSERVE_RESPONSE_STORE": ""}
 
 
 def test_workers_share_the_quotas_of_keys() -> None:

@@ -172,7 +172,7 @@ def stopped(engine: Engine) -> Iterator[Callable[[], None]]:
     pids: list[int] = []
 
     def stop(*, resume: bool = False) -> None:
-        server = engine.grammars._compiler.server_pid
+        server = engine.grammars.compiler.server_pid
         pids[:] = pids or map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
         for pid in pids:
             with suppress(ProcessLookupError):  # its grammar is not needed any more

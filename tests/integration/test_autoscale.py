@@ -67,8 +67,9 @@ def autoscale(fork_server: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         assert process.wait() in (0, -signal.SIGKILL)
 
 
-def roles(url: str) -> dict[str, str]:
-    instances = httpx.get(f"{url}/debug/instances").json()["instances"]
+def roles(url: str, key: str = "") -> dict[str, str]:
+    headers = {"Authorization": f"Bearer {key}"}
+    instances = httpx.get(f"{url}/debug/instances", headers=headers).json()["instances"]
     return {one["instance_id"]: "draining" if one["draining"] else one["role"] for one in instances}
 
 
@@ -153,6 +154,8 @@ def test_up_starts_and_ends_instances_by_itself(
         "0",
         "--autoscale",
         "ttft.p90=1500ms",
+        "--admin-key",  # by which the controller would be refused
+        "secret",
         "--max-instances",
         "3",
         "--kv-cache-memory",
@@ -165,7 +168,7 @@ def test_up_starts_and_ends_instances_by_itself(
     threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
     wait_until(lambda: process.poll() is not None or any("ready on" in line for line in lines), lines)
     with sending(url, 0.4):
-        wait_until(lambda: process.poll() is not None or len(roles(url)) == 3, lines)
+        wait_until(lambda: process.poll() is not None or len(roles(url, "secret")) == 3, lines)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 0
     assert any("1P+1D: start 1 prefill: TTFT p90 " in line for line in lines), lines

@@ -177,7 +177,7 @@ def test_wrong_settings_and_servers_are_one_line(deploy: Deploy) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     assert "does not respond" in error(base_url=nobody)
     assert "--goodput: 'speed:1'" in error(goodput="speed:1")
-    assert "must begin with http" in error(base_url="localhost:8000")
+    assert "is not a URL; write http" in error(base_url="localhost:8000")
     with pytest.raises(ValueError, match="--request-rate must be more than 0"):
         BenchServeConfig(request_rate=-1.0)
     with deploy(model="demo", both=1, prefill=0, decode=0) as deployment:

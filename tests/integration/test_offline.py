@@ -225,6 +225,24 @@ def test_adapters(spawned: list[Any], path: Path, prompts: list[list[int]], gene
             answers(llm, LoRARequest("d", 4, "/nowhere"))
         with pytest.raises(ValueError, match="'c' does not exist"):
             answers(llm, LoRARequest("c"))
+        again = LoRARequest("c", 3, str(folders["c"]))
+        for one, name in ((again, "c"), (LoRARequest("c", 4, str(tmp_path / "moved")), "b"), (again, "c")):
+            assert answers(llm, one) == expected[name], "its name stood for another folder meanwhile"
+        with pytest.raises(ValueError, match="two folders of adapters have the name 'c'"):
+            answers(llm, [again, None, LoRARequest("c", 4, str(tmp_path / "moved"))])
+
+
+@pytest.mark.parametrize("keys", [{"PDSERVE_API_KEY": f"sha256:{'a' * 64}"}, {"PDSERVE_ADMIN_KEY": "of a deployment"}])
+def test_adapters_are_loaded_whatever_keys_the_environment_has(
+    keys: dict[str, str], spawned: list[Any], path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that is given by its digest is not known, and without one for operators, none of them is let in."""
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    with LLM(str(path), enable_lora=True, **SMALL) as llm:
+        adapter = LoRARequest("a", 1, str(make_adapter(tmp_path / "a", path)))
+        [output] = llm.generate({"prompt_token_ids": [5, 6]}, GREEDY, use_tqdm=False, lora_request=adapter)
+        assert len(output.outputs[0].token_ids) == 8
 
 
 def test_the_key_of_the_environment_opens_its_own_router(

@@ -195,5 +195,9 @@ def test_arguments_and_parameters_of_vllm() -> None:
     assert {"guided_decoding", "detokenize"}.isdisjoint(SamplingParams().body())
     with pytest.raises(ValueError, match="older name"):
         SamplingParams(guided_decoding=GuidedDecodingParams(regex="a"), structured_outputs={"regex": "b"})
+    wrong: list[tuple[dict[str, Any], str]] = [({}, "none"), ({"regex": "a", "choice": ["b"]}, "regex and choice")]
+    for given, what in wrong:
+        with pytest.raises(ValueError, match=f"exactly one of .* must be set, not {what}"):
+            StructuredOutputsParams(**given)
     with pytest.raises(ValueError, match="detokenize=False is not supported"):
         SamplingParams(detokenize=False)

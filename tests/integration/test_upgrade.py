@@ -1,4 +1,4 @@
-"""A fleet that is upgraded under load, as docs/operations.md says: routers first, then instances, one by one."""
+"""A fleet that is upgraded under load, and back, as docs/operations.md says: routers are never behind their instances."""
 
 import json
 import os
@@ -19,24 +19,34 @@ import pytest
 from pdserve import __version__, parent
 from pdserve.cli.deployment import Deployment, free_port
 from pdserve.config import UpConfig
+from pdserve.control.frame_connection import PROTOCOL_VERSION
 from pdserve.lines.event_stream import read_events
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("pdserve", "router", "prefill", "decode", "kv_transfer", "kernels", "proto")
-NEXT = "0.1.1"
+NEXT, FIELD = "0.2.0", "newer"
 STREAMS, TOKENS = 32, 64
 PROMPTS = [f"Tell a long story about {word}. " * 6 for word in ("a hat", "a dog", "a king", "a ship", "Rome", "rivers")]
 
 
 @pytest.fixture
 def next_version(tmp_path: Path) -> Path:
-    """A copy of this version with another version number, and with the next one of the control protocol."""
+    """A copy of this version with the next numbers of version and control protocol, and a new field of requests and Hello."""
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file, pattern, replacement in (
         ("pdserve/__init__.py", f'__version__ = "{__version__}"', f'__version__ = "{NEXT}"'),
         ("pdserve/control/frame_connection.py", r"(?m)^(OLDEST_VERSION) = \d+", r"\1 = PROTOCOL_VERSION - 1"),
         ("pdserve/control/frame_connection.py", r"(?m)^(PROTOCOL_VERSION) = (\d+)", r"\1 = 1 + \2"),
+        ("pdserve/request.py", r"(?m)^(SINCE: .*) = \{", rf'\1 = {{"{FIELD}": {PROTOCOL_VERSION + 1}, '),
+        ("pdserve/request.py", r"(?m)^    ignore_eos: bool = False$", rf"\g<0>\n    {FIELD}: bool = False"),
+        ("pdserve/router/api/field_texts.py", r'(?m)^    "ignore_eos": .*$', rf'\g<0>\n    "{FIELD}": "new",'),
+        (
+            "pdserve/instance/hello.py",
+            r"return (pb\.Hello\((?s:.*?)\n    \))",
+            r"hello = \1\n    hello.MergeFromString(_NEW)\n    return hello",
+        ),
+        ("pdserve/instance/hello.py", r"(?m)^MAX_MODEL_CHARS", r'_NEW = b"\\xf8\\x3f\\x01"  # field 1023: 1\n\g<0>'),
     ):
         path = tmp_path / file
         changed, number = re.subn(pattern, replacement, path.read_text())
@@ -105,12 +115,19 @@ def stream(url: str, prompt: str) -> list[int]:
     return answer
 
 
+def refusal_of_new_field(url: str) -> str:
+    """Return why a request that sets the new field is refused; empty if it is answered."""
+    reply = httpx.post(f"{url}/v1/completions", json={"prompt": "Hi", "max_tokens": 2, FIELD: True}, timeout=None)
+    return str(reply.json().get("error", {}).get("message", ""))
+
+
 @pytest.mark.slow
-def test_no_stream_is_lost_while_every_process_is_replaced_by_the_next_version(
-    forked_deployment: type[Deployment], next_version: Path, wait_until: Callable[..., None]
+@pytest.mark.parametrize("back", [False, True], ids=["upgrade", "downgrade"])
+def test_no_stream_is_lost_while_every_process_is_replaced_by_another_version(
+    forked_deployment: type[Deployment], next_version: Path, wait_until: Callable[..., None], back: bool
 ) -> None:
     class Fleet(forked_deployment):  # type: ignore[misc,valid-type]
-        is_next = False
+        is_next = back
 
         def _spawn(self, arguments: list[str], environment: dict[str, str]) -> Any:
             if not self.is_next:
@@ -140,20 +157,29 @@ def test_no_stream_is_lost_while_every_process_is_replaced_by_the_next_version(
                 wait_until(lambda: fleet.poll_ready() and condition(), what)
                 wait_until(lambda: streams.whole > seen + STREAMS, f"streams go on after: {what}")
 
-            wait(lambda: True, "all are of this version")
-            fleet.is_next = True
-            for child in [child for child in fleet.children if child.name.startswith("router")]:
-                os.kill(old := child.pid, signal.SIGTERM)
-                wait(lambda child=child, old=old: child.pid != old, f"{child.name} is replaced")  # type: ignore[misc]
-            for child in [child for child in fleet.children if child.arguments[0] != "router"]:
-                fleet.start(child.arguments[0])
-                wait(lambda: True, f"a successor of {child.name} is attached")
-                fleet.stop(child.name)
-                wait(lambda child=child: child not in fleet.children, f"{child.name} has left")  # type: ignore[misc]
+            def replace_routers() -> None:
+                for child in [child for child in fleet.children if child.name.startswith("router")]:
+                    os.kill(old := child.pid, signal.SIGTERM)
+                    wait(lambda child=child, old=old: child.pid != old, f"{child.name} is replaced")  # type: ignore[misc]
+
+            def replace_instances() -> None:
+                for child in [child for child in fleet.children if child.arguments[0] != "router"]:
+                    fleet.start(child.arguments[0])
+                    wait(lambda: True, f"a successor of {child.name} is attached")
+                    fleet.stop(child.name)
+                    wait(lambda child=child: child not in fleet.children, f"{child.name} has left")  # type: ignore[misc]
+
+            wait(lambda: True, "all are of one version")
+            fleet.is_next = not back
+            steps = [replace_routers, replace_instances]
+            steps.pop(-back)()
+            assert f"no attached instance knows {FIELD}" in refusal_of_new_field(fleet.url)
+            steps.pop()()
+            assert bool(refusal_of_new_field(fleet.url)) is back
             for url in fleet.routers:
                 instances = httpx.get(f"{url}/debug/instances").json()["instances"]
                 versions = [one["version"] for one in (httpx.get(f"{url}/version").json(), *instances)]
-                assert versions == [NEXT] * 4
+                assert versions == [__version__ if back else NEXT] * 4
         assert not streams.lost, [*streams.lost, *lines]
         assert [line for line in lines if "was drained" in line], "streams have moved"
         assert not [line for line in lines if "killed" in line or "aborted" in line or "Traceback" in line], lines

@@ -268,6 +268,14 @@ class LogsEverything(WireConnector):
         super().open()
 
 
+class SetsVariables(WireConnector):
+    """Has other libraries of the process, and its children, use no proxy."""
+
+    def open(self) -> None:
+        os.environ["NO_PROXY"] = "*"
+        super().open()
+
+
 class CountsMilliseconds(MemoryConnector):
     """Counts milliseconds where seconds are due."""
 
@@ -386,6 +394,7 @@ BROKEN: list[tuple[type, str, str]] = [
     (OpensForLoads, "random-loads", "open files after 500 loads to be enough"),
     (ForgetsTimers, "random-loads", "threads after 500 loads to be enough"),
     (SetsTimeOutOfAll, "clean-close", "saw socket.setdefaulttimeout(4.0)"),
+    (SetsVariables, "clean-close", "saw changes of NO_PROXY"),
     (ChangesFolder, "clean-close", "saw os.chdir('/')"),
     (LogsEverything, "clean-close", "saw logging.root.setLevel(1)"),
     (CountsMilliseconds, "counts", "that have passed to be counted"),

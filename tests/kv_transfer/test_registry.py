@@ -101,12 +101,12 @@ def test_names_that_urls_cannot_have_are_not_usable() -> None:
 def test_the_list_tells_what_to_install_for_connectors_whose_packages_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for package in ("nixl", "redis"):
+    for package in ("mooncake", "nixl", "redis"):
         monkeypatch.setitem(sys.modules, package, None)
     for module in [name for name in sys.modules if name.startswith("pdserve.kv_transfer.connectors.redis")]:
         monkeypatch.delitem(sys.modules, module)
     rows = {row.scheme: row for row in list_connectors()}
-    for scheme, extra in (("nixl", "nixl"), ("redis", "redis"), ("redis+cluster", "redis")):
+    for scheme, extra in (("mooncake", "mooncake"), ("nixl", "nixl"), ("redis", "redis"), ("redis+cluster", "redis")):
         assert not rows[scheme].usable and rows[scheme].why.endswith(f"pip install -e '.[{extra}]'")
     assert rows["shm"].usable
 

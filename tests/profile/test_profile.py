@@ -65,6 +65,13 @@ def test_another_file_is_refused_in_a_sentence(tmp_path: Path, change: dict[str,
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_file_that_is_nested_too_deeply_is_no_profile(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is not a profile: maximum recursion depth exceeded"):
+        Profile.load(file)
+
+
 def test_a_file_without_a_schema_is_no_profile(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text('{"model": "demo"}')

@@ -1,4 +1,11 @@
-"""Preemption: which sequences lose their blocks, or only their slots, so that others can run. The scheduler has the rules."""
+"""Preemption: which sequences lose their blocks, or only their slots, so that others can run.
+
+When a running sequence needs a block and none is free, the running sequence of the highest rank is preempted. Its blocks are
+copied to host memory if there is room and copying takes less time than computing them again; otherwise they are recomputed
+later, except for what is still in the prefix cache or is worth loading from the store.
+
+Several sequences of one request have the same rank. Those of another request are preempted together.
+"""
 
 from bisect import insort
 from dataclasses import dataclass
@@ -10,6 +17,8 @@ from pdserve.engine.step import SchedulerOutput
 
 if TYPE_CHECKING:
     from pdserve.engine.scheduling.scheduler import Scheduler
+
+MAX_PREEMPTIONS = 32  # of a sequence that may still have hits in pages of several blocks
 
 
 @dataclass

@@ -96,8 +96,11 @@ def limits_of(config: AutoscaleConfig) -> Limits:
     )
 
 
-def run(config: AutoscaleConfig, stop: threading.Event, launcher: Launcher | None = None) -> None:
+def run(config: AutoscaleConfig, stop: threading.Event, launcher: Launcher | None = None, key: str = "") -> None:
     """Watch the fleet until `stop` is set.
+
+    Args:
+        key: the routers' admin key; empty: that of the environment.
 
     Raises:
         SetupError: the settings are wrong, or a router does not respond at the beginning.
@@ -105,7 +108,7 @@ def run(config: AutoscaleConfig, stop: threading.Event, launcher: Launcher | Non
     profile = load_profile(config)
     controller, _ = make_controller(config, profile, can_start=launcher is not None and config.max_instances > 0)
     decisions = DecisionLog(config.decisions)
-    client = RouterClient(config.router.split(","))
+    client = RouterClient(config.router.split(","), key)
     holder = config.holder or f"{socket.gethostname()}-{os.getpid()}"
     os.nice(10)  # forecasts must not take time from a router on the same machine
     try:

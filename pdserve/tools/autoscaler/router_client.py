@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from pdserve.admin_client import AdminClient, StateConflict
+from pdserve.admin_client import AdminClient, StateConflict, reading
 from pdserve.errors import SetupError
 from pdserve.launchers.launcher import Launcher
 from pdserve.router.telemetry.traffic import TIME_HEADER
@@ -22,6 +22,7 @@ class RouterClient:
     Args:
         urls: of the routers. `dns://HOST:PORT` stands for a router at each address of the host at the time, such as the pods
             behind a headless Service.
+        key: their admin key; empty: that of the environment.
 
     Attributes:
         changes: those that the routers keep of the controllers that held the lease.
@@ -30,9 +31,9 @@ class RouterClient:
         SetupError: from every method: a router does not respond or refuses, or a name has no address.
     """
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], key: str = "") -> None:
         self.changes: list[MadeChange] = []
-        self._urls = urls
+        self._urls, self._key = urls, key
         self._clients: dict[str, AdminClient] = {}
 
     @property
@@ -40,7 +41,7 @@ class RouterClient:
         urls = list(dict.fromkeys(one for url in self._urls for one in _resolve(url)))
         for gone in self._clients.keys() - set(urls):
             self._clients.pop(gone).close()
-        self._clients |= {url: AdminClient(url) for url in urls if url not in self._clients}
+        self._clients |= {url: AdminClient(url, self._key) for url in urls if url not in self._clients}
         return [self._clients[url] for url in urls]
 
     def observe(self, window: float) -> Observation:
@@ -48,8 +49,9 @@ class RouterClient:
         now, parts, members = 0.0, [], dict[str, Member]()
         for router in self._routers:
             traffic = router.get("/debug/traffic", seconds=window)
-            now = max(now, float(traffic.headers[TIME_HEADER]) / 1e3)
-            parts.append(parse_traffic(traffic.text))
+            with reading(traffic.url):
+                now = max(now, float(traffic.headers[TIME_HEADER]) / 1e3)
+                parts.append(parse_traffic(traffic.text))
             for row in router.instances():
                 name, other = row["instance_id"], members.get(row["instance_id"])
                 draining = row["draining"] or (other is not None and other.is_draining)
@@ -72,8 +74,9 @@ class RouterClient:
         held, kept = list[AdminClient](), set[MadeChange]()
         try:
             for router in self._routers:
-                answer = router.post("/admin/autoscaler", body).json()
-                kept |= {MadeChange(**row) for row in answer["changes"]}
+                answer = router.post("/admin/autoscaler", body)
+                with reading(answer.url):
+                    kept |= {MadeChange(**row) for row in answer.json()["changes"]}
                 held.append(router)
         except StateConflict as refusal:
             for router in held:

@@ -18,7 +18,9 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from pdserve.admin_client import key_header
 from pdserve.errors import SetupError
+from pdserve.server_url import server_url
 from pdserve.tools.bench import report
 from pdserve.tools.bench.datasets import draw_load
 from pdserve.tools.bench.energy import EnergyMeter
@@ -86,8 +88,8 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     metrics = [name.strip() for name in config.percentile_metrics.split(",") if name.strip()]
     if wrong := [name for name in metrics if name not in METRICS]:
         raise SetupError(f"--percentile-metrics: there is no {wrong[0]!r}; there are {', '.join(METRICS)}")
-    url = _server_url(config)
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    url = server_url(config.base_url or f"http://{config.host}:{config.port}", "--base-url", "--api-key")
+    headers = key_header("--api-key", config.api_key)
     model = find_model(url, headers, config.model)
     vocabulary = load_vocabulary(config.tokenizer or str(model.get("root") or ""), required=bool(config.tokenizer))
     target = Target(
@@ -105,23 +107,6 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     )
     is_ours = model.get("owned_by") == "pdserve"
     return Benchmark(config, target, vocabulary, objectives, metrics, percentiles, is_ours)
-
-
-def _server_url(config: BenchServeConfig) -> str:
-    """Return the address of the server to measure, without /v1. Raises SetupError if it names none."""
-    url = (config.base_url or f"http://{config.host}:{config.port}").rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise SetupError(f"--base-url must begin with http:// or https://, not {url}")
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        raise SetupError(f"--base-url {url}: {error}") from None
-    if "@" in parts.netloc:
-        raise SetupError("--base-url must have no user and no password; send a key by --api-key")
-    if set(url) & set("?#"):
-        raise SetupError(f"--base-url must have no query and no fragment: {url}")
-    return url.removesuffix("/v1")  # with which OpenAI's clients want it
 
 
 def _percentages(flag: str, text: str) -> list[float]:

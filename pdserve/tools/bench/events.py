@@ -74,7 +74,7 @@ def _count(usage: dict[str, Any], name: str) -> int:
 def _error_text(body: bytes) -> str:
     try:
         return _message(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body.decode(errors="replace")[:200].strip()
 
 

@@ -40,7 +40,7 @@ def find_model(url: str, headers: dict[str, str], wanted: str) -> dict[str, Any]
         raise SetupError(f"{url}/v1/models answers {answer.status_code}: {answer.text[:200].strip()}")
     try:
         models: list[dict[str, Any]] = [{"id": one["id"], **one} for one in answer.json()["data"]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise SetupError(f"{url}/v1/models does not answer with a list of models") from None
     for model in models:
         if wanted in ("", model["id"]):
@@ -88,7 +88,7 @@ def read_breakdown(url: str, samples: Sequence[Sample]) -> dict[str, Any] | None
             try:
                 answer = http.get(f"{url}/debug/requests/{sample.request_id}")
                 stages: dict[str, float] = answer.json()["stages_ms"] if answer.status_code == 200 else {}
-            except (httpx.HTTPError, ValueError, KeyError):
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
                 return None
             if answer.status_code in (401, 403):
                 return None

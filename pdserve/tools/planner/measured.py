@@ -22,6 +22,7 @@ WORTHLESS = 0.5  # median error, beyond which a plan is not to be relied on
 ROUNDS = 3  # of correcting, as queues answer more than in proportion
 CORRECTED = {"prefill": "TTFT p50", "decode": "TPOT mean"}  # steps of a profile, and the figure that tells their time
 DRAFT_COUNTS = ("num_drafts", "draft_tokens", "accepted_tokens")
+MOST = 1e15  # of a figure: larger ones, infinity and NaN say nothing
 NEEDED = ("completed", "total_input_tokens", "total_output_tokens")
 
 
@@ -123,10 +124,10 @@ def _read(fleet: Fleet, path: str, requests: Sequence[Request]) -> Measured:
         figures = json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"the file cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the file is not JSON: {error}") from None
     numbers = [figures.get(name, 0) for name in NEEDED] if isinstance(figures, dict) else [0]
-    if not all(isinstance(one, int) and one > 0 for one in numbers):
+    if not all(isinstance(one, int) and 0 < one < MOST for one in numbers):
         raise ValueError("the file is no result of `pdserve bench serve --save-result` with answers")
     drafts, drafted, accepted = _drafts(figures)
     if accepted > drafted or drafts > drafted or bool(drafts) != bool(drafted):
@@ -168,7 +169,7 @@ def compare(measured: Measured, simulate: Callable[[Fleet, float], Trial]) -> Co
     rows = [
         (label, float(figures[name]), float(measured.figures[name]))
         for label, name in names.items()
-        if isinstance(value := measured.figures.get(name), int | float) and math.isfinite(value)
+        if isinstance(value := measured.figures.get(name), int | float) and abs(value) < MOST
     ]
     return Comparison(measured, rows)
 

@@ -52,7 +52,7 @@ def _read(path: str) -> list[Target]:
             content = tomllib.load(file)
     except OSError as error:
         raise SetupError(f"--slo-file {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of TOML or of the encoding
+    except (ValueError, RecursionError) as error:  # of TOML or of the encoding
         raise SetupError(f"{path} is not TOML: {error}") from None
     tables = content.get("group", [])
     if unknown := set(content) - {"slo", "group"}:

@@ -19,7 +19,8 @@ from pdserve.profile.profile import EngineFacts, Machine, Profile, StepModel, Tr
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 94, 95, 128, 192, 256)  # DistServe's model changes at 95
 CONTEXTS = (128, 512, 1024, 2048)
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048)
-MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # what reading another form raises
+# What reading another form raises.
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 REST = ("transfers", "swap", "start_up_s", "role_flip_s", "overheads")  # not in published files
 
 
@@ -37,7 +38,7 @@ def import_file(source: str, file: str, entry: str) -> Profile:
         profiles = readers[source](Path(file))
     except OSError as error:
         raise SetupError(f"{file} cannot be read: {error.strerror}") from None
-    except (*MALFORMED, csv.Error, ArithmeticError, RecursionError) as error:
+    except (*MALFORMED, csv.Error, ArithmeticError) as error:
         raise SetupError(f"{file} is not a file of {source}: {type(error).__name__} {error}") from None
     if len(profiles) == 1 and not entry:
         return next(iter(profiles.values()))

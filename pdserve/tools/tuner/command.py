@@ -202,7 +202,7 @@ class Tuning:
             rows = [json.loads(line) for line in lines[:-1]]  # the last is empty, or was interrupted
         except OSError as error:
             raise SetupError(f"--state {self._state} cannot be read: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             rows = [{}]
         if not rows or not isinstance(rows[0], dict) or {"settings": {}} | rows[0] != head:
             raise SetupError(

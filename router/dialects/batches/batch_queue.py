@@ -44,7 +44,6 @@ from pdserve.router.web.endpoint import Endpoint
 log = logging.getLogger(__name__)
 
 OPEN_STATES = ("validating", "in_progress", "cancelling")
-WINDOW_S = 24 * 3600
 MAX_REQUESTS = 50_000  # of a batch, as at OpenAI
 MAX_LINE_BYTES = 4 << 20
 MAX_OPEN = 50  # batches of a key
@@ -115,7 +114,7 @@ class BatchQueue:
             "error_file_id": None,
             "created_at": now,
             "in_progress_at": None,
-            "expires_at": now + WINDOW_S,
+            "expires_at": None,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": metadata,
         }

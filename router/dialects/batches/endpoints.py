@@ -69,7 +69,9 @@ class Batches(Dialect):
         def read_page() -> Response:
             found = list[Json]()
             for item_id in sorted(store.ids(key, prefix), reverse=not ascending):
-                if len(found) <= limit and (not after or (item_id > after if ascending else item_id < after)):
+                if len(found) > limit:
+                    break
+                if not after or (item_id > after if ascending else item_id < after):
                     with suppress(NotFound):  # deleted in the meantime
                         item = store.load(key, item_id)
                         found += [item] if query.get("purpose", item.get("purpose")) == item.get("purpose") else []

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from pdserve.errors import BadRequest, InvalidParameter, RequestError
 from pdserve.router.api.generation import Delta, Generation, Json
@@ -304,7 +304,7 @@ def message_body(generation: Generation, choices: list[Delta]) -> Json:
         if isinstance(part, str):
             content.append(_text_block(part))
         elif part.id:
-            content.append(_whole_call(part, arguments[part.index]))
+            content.append(_tool_block(part, _input_of(arguments[part.index])))
     return {**_message(generation, content), **_stop(generation, choice.finish_reason)}
 
 
@@ -375,12 +375,10 @@ class MessageEventStream(EventStream):
         return [*signature, {"type": "content_block_stop", "index": self._num_blocks - 1}]
 
 
-def _whole_call(call: ToolCallDelta, arguments: str) -> Json:
-    """Return the block of a call; a text if its arguments are no JSON, because `max_tokens` cut them off, for example."""
-    try:
-        return _tool_block(call, json.loads(arguments))
-    except ValueError:
-        return _text_block(f"{call.name}({arguments}")
+def _input_of(arguments: str) -> Json:
+    """Return the arguments of a call; of those that `max_tokens` has cut off, what is whole, as clients do with a stream."""
+    found: Json = from_json(arguments or "{}", allow_partial=True)
+    return found
 
 
 def error_body(error: RequestError, request_id: str = "") -> Json:

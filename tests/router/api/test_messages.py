@@ -258,14 +258,26 @@ def test_effort(
     assert prompt == f"{words[effort]}|{without}" and counted.input_tokens == len(backend.requests[1].prompt)
 
 
-def test_a_call_that_is_cut_off_is_text(
-    make_app: Callable[..., Application], make_client: type[Client], backend: ScriptedBackend, tools: Tokenizer
+@pytest.mark.parametrize(("end", "arguments"), [('ity"', {}), ('ris"', {}), ("}}", {"city": "Paris"})])
+def test_a_call_that_is_cut_off_is_a_call_whether_streamed_or_not(
+    make_app: Callable[..., Application],
+    backend: ScriptedBackend,
+    tools: Tokenizer,
+    serving: Serving,
+    end: str,
+    arguments: dict[str, Any],
 ) -> None:
+    """As at Anthropic, whose clients look at the type of the last block if the reason is max_tokens."""
     generates_text(backend, tools, "")
-    backend.generates(tools.encode(CALLS[: CALLS.index("Paris")]), "length")
-    message = make_client(make_app(tools)).post(MESSAGES, {**ASKED, "tools": TOOLS}).json()
-    assert message["stop_reason"] == "max_tokens"
-    assert message["content"][-1] == {"type": "text", "text": 'weather({"city": "'}
+    backend.generates(tools.encode(CALLS[: CALLS.index(end)]), "length")
+    with serving(make_app(tools)) as url, connect(url) as client:
+        whole = client.messages.create(**ASKED, tools=TOOLS)
+        with client.messages.stream(**ASKED, tools=TOOLS) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.stop_reason == "max_tokens"
+        call = message.content[-1]
+        assert (call.type, call.name, call.input) == ("tool_use", "weather", arguments)
 
 
 def test_the_answer_continues_a_last_message_of_the_assistant(

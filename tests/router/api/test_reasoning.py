@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from pdserve.output import Output
-from pdserve.reasoning import ReasoningSpan
+from pdserve.reasoning import ReasoningSpan, ReasoningTracker
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.application import Application
 from tests.lazy import anthropic
@@ -176,6 +176,27 @@ def test_what_instances_are_told_of_reasoning(
     start, end = reasoning_tokenizer.encode("<think></think>")
     expected = ReasoningSpan((start,), ((end,),), (end,), budget, is_required) if is_required is not None else None
     assert backend.requests[0].sampling.reasoning == expected
+
+
+def test_a_budget_is_not_enforced_inside_of_a_call_that_ends_the_reasoning(
+    reasoning_client: Client, reasoning_tokenizer: Tokenizer, backend: ScriptedBackend
+) -> None:
+    body = {"messages": [QUESTION], "tools": TOOLS, "thinking_token_budget": 20}
+    backend.generates([*reasoning_tokenizer.encode(f"<think>\nHm.\n{CALL}"), 0], "stop")
+    message = reasoning_client.post(CHAT, body).json()["choices"][0]["message"]
+    assert message["reasoning"] == "Hm." and len(message["tool_calls"]) == 1
+    span = backend.requests[0].sampling.reasoning
+    assert span is not None
+    tracker, output = ReasoningTracker(span), list[int]()
+    for token in reasoning_tokenizer.encode(f"<think>\nHm.\n{CALL}"):
+        assert tracker.forced_token(output, 0) is None
+        output.append(token)
+        tracker.follow(output, 0)
+    assert len(output) > 20 and tracker.forced_token(output, 0) is None
+    del body["tools"]
+    reasoning_client.post(CHAT, body)
+    span = backend.requests[1].sampling.reasoning
+    assert span is not None and len(span.ends) == 1, "without tools there are no calls"
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_a_batch(serve: Callable[[], AbstractContextManager[str]], backend: Scri
     with serve() as url, client(url) as official:
         batch = start(official, batch_file("a", "b") + b"\n" + batch_file("c") + unknown)
         assert batch.status == "validating" and batch.metadata == {"a": "b"}
+        assert batch.expires_at is None, "nothing expires"
         batch = ended(official, batch.id)
         assert (batch.status, batch.request_counts.model_dump()) == (
             "completed",

@@ -43,6 +43,9 @@ def test_each_key_or_group_has_kv_of_its_own(tmp_path: Path) -> None:
         ('[alice]\nkey = "one"\ngroup = 3', "group must be a name"),
         ("", "declares no key"),
         ("[alice\n", "cannot be read"),
+        ("a = " + "[" * 100_000, "cannot be read"),
+        ('[alice]\nkey = "é"', "printable ASCII characters only"),
+        ('[alice]\nkey = "a\\nb"', "printable ASCII characters only"),
         ("\xff", "cannot be read"),
         ('alice = "one"', r"\[alice\]: this must be a table"),
         ("[alice]", 'key = "…" is missing'),
@@ -73,7 +76,7 @@ def test_a_missing_file() -> None:
         load_api_keys("", "nowhere")
 
 
-@pytest.mark.parametrize("setting", ["a,,b", ",", " ", "sha256:12", "a,"])
+@pytest.mark.parametrize("setting", ["a,,b", ",", " ", "sha256:12", "a,", "schlüssel", "a\nb"])
 def test_an_invalid_setting_is_rejected(setting: str) -> None:
     with pytest.raises(SetupError):
         load_api_keys(setting)

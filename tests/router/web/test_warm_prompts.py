@@ -21,6 +21,7 @@ def test_lines_are_strings_or_bodies(tmp_path: Path) -> None:
         ('"a"\n{"input": "b"}', "line 2: write a string, or an object with messages or prompt"),
         ("[1, 2]", "line 1: write a string"),
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_other_lines_are_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_forecast_stands_beside_the_measurement_of_its_fleet(result: Callable[
     ("changes", "expected"),
     [
         ({"completed": 0}, "is no result of `pdserve bench serve --save-result` with answers"),
+        ({"total_input_tokens": 10**400}, "is no result of `pdserve bench serve --save-result` with answers"),
         ({"total_input_tokens": 9000}, "its prompts have 900 tokens in the mean, and those of the plan's load 300"),
         ({"total_output_tokens": 20}, "its answers have 2 tokens in the mean, and those of the plan's load 20"),
         (drafts(9, 99, 100), "has 100 accepted tokens of 99 in 9 drafts"),
@@ -93,9 +94,14 @@ def test_a_measurement_of_another_load_is_refused(
         ("1P=result.json", "'1P' is no fleet"),
         ("1P+2P+1D=result.json", "'1P+2P+1D' is no fleet"),
         ("1P+1D=nowhere.json", "the file cannot be read: No such file"),
+        ("1P+1D=deep.json", "the file is not JSON: maximum recursion depth"),
     ],
 )
-def test_a_malformed_measurement_is_named(text: str, expected: str) -> None:
+def test_a_malformed_measurement_is_named(
+    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SetupError, match="--measured") as caught:
         load_measured(text, LOAD)
     assert expected in str(caught.value)

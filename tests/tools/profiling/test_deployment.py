@@ -20,7 +20,7 @@ def test_what_surrounds_the_engine_is_measured(fork_server: Any, monkeypatch: py
     monkeypatch.setattr(deployment, "REQUESTS", 3)
     monkeypatch.setattr(deployment, "ROUNDS", 1)
     for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_KEY"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "of another deployment")
     lines: list[str] = []
 
     class Forked(Deployment):

@@ -32,7 +32,7 @@ from pdserve.tools.simulator.fleet import Fleet, load_profile, simulate
 from pdserve.tools.simulator.model import InstanceModel
 from pdserve.tools.simulator.simulation import Deployment, Outcome, Simulation
 from tests.engine.speculating import changed
-from tests.paced_engine import Answers, Clock, Played, make_engine, play
+from tests.paced_engine import Answers, Clock, Played, finished, make_engine, play
 from tests.tools.simulator.test_simulation import make_model
 
 CHEAP = Costs(decode=(0.02, 1e-4, 0.0))  # a row costs a two-hundredth of a step
@@ -216,13 +216,7 @@ def test_a_draft_model_takes_as_many_steps_as_forecast(
     for name, prompt in prompts.items():
         sampling = SamplingParams(temperature=0.8, seed=int(name), max_tokens=300, ignore_eos=True)
         engine.add(engine.new_sequence(name, Request(prompt=prompt, sampling=sampling)))
-        while engine.has_work:
-            result = engine.step()
-            real.tokens.append(result.num_tokens)
-            real.drafts += result.drafted
-            for seq in result.sampled:
-                if seq.output.finish_reason():
-                    engine.remove(seq)
+        assert len([*finished(engine, real)]) == 1
     share, steps = measured_share(real), list[int]()
     assert 0.2 < share < 0.98
     draws = Draws(dict.fromkeys(prompts, share))
