@@ -49,7 +49,7 @@ class Settings(peer_process.Settings):
     device: str = flag("cpu or cuda", "cpu")
     kernel: str = flag("attention kernel of ours", EngineConfig.kernel)
     batch_invariant: str = flag("of ours: auto, on, off", EngineConfig.batch_invariant)
-    quantization: str = flag("of the layers: none, int8, int4; of peers, openvino and llama_cpp can", EngineConfig.quantization)
+    quantization: str = flag("none, int8, int4, of the layers; peers: openvino, llama_cpp", EngineConfig.quantization)
     temperature: float = flag("of our requests; 0 is greedy", 0.0)
     top_p: float = flag("of our requests", 1.0)
     threads: int | None = flag("CPU threads; default: all cores", None)
