@@ -68,7 +68,7 @@ def autoscale(fork_server: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 def roles(url: str, key: str = "") -> dict[str, str]:
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     instances = httpx.get(f"{url}/debug/instances", headers=headers).json()["instances"]
     return {one["instance_id"]: "draining" if one["draining"] else one["role"] for one in instances}
 

@@ -44,8 +44,7 @@ def test_each_key_or_group_has_kv_of_its_own(tmp_path: Path) -> None:
         ("", "declares no key"),
         ("[alice\n", "cannot be read"),
         ("a = " + "[" * 100_000, "cannot be read"),
-        ('[alice]\nkey = "é"', "printable ASCII characters only"),
-        ('[alice]\nkey = "a\\nb"', "printable ASCII characters only"),
+        ('[alice]\nkey = "a\\nb"', "printable characters only"),
         ("\xff", "cannot be read"),
         ('alice = "one"', r"\[alice\]: this must be a table"),
         ("[alice]", 'key = "…" is missing'),
@@ -76,7 +75,7 @@ def test_a_missing_file() -> None:
         load_api_keys("", "nowhere")
 
 
-@pytest.mark.parametrize("setting", ["a,,b", ",", " ", "sha256:12", "a,", "schlüssel", "a\nb"])
+@pytest.mark.parametrize("setting", ["a,,b", ",", " ", "sha256:12", "a,", "a\nb"])
 def test_an_invalid_setting_is_rejected(setting: str) -> None:
     with pytest.raises(SetupError):
         load_api_keys(setting)

@@ -94,7 +94,7 @@ def test_a_defect_ends_one_step_and_not_the_controller(
         stop.set()
 
     client = type("Client", (Steered,), {"close": lambda self: None})
-    monkeypatch.setattr(command, "RouterClient", lambda urls: client())
+    monkeypatch.setattr(command, "RouterClient", lambda *_: client())
     monkeypatch.setattr(command, "step", fail_first)
     config = AutoscaleConfig(profile=str(tiny_profile), slo="ttft.p90=1s", interval=0.01)
     thread = threading.Thread(target=command.run, args=(config, stop))  # a thread lowers only its own priority
