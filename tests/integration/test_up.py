@@ -72,7 +72,11 @@ def test_up_logs_the_instances_and_their_settings(up: Up) -> None:
     text = "".join(up.log_lines)
     assert "starting a router and 1 prefill + 1 decode on demo over shm://" in text
     for name in ("prefill-0", "decode-0"):
-        assert re.search(rf"{name}: demo in bfloat16 on cpu, (cpu|reference) kernel, 512 blocks of 16 tokens", text)
+        line = rf"{name}: demo in bfloat16 on cpu, (cpu|reference) kernel, 512 blocks of 16 tokens"
+        while not re.search(line, text):  # lines of different processes come in any order, also behind "ready"
+            more = up.process.stdout.readline()
+            assert more, f"no line {line!r} in {text}"
+            text += more
 
 
 def test_printed_curl_command_works(up: Up) -> None:
