@@ -250,9 +250,9 @@ class Deployment(Supervisor):
 
 
 def with_own_admin_key(config: UpConfig) -> tuple[UpConfig, str]:
-    """Return settings with one more key for operators, which nobody else has, and that key; empty if they need none.
+    """Return settings with a new random admin key added, and that key; unchanged and "" if the router needs no keys.
 
-    They need one if clients do: without any, operators are refused.
+    A router that asks clients for keys refuses operators unless there is an admin key.
     """
     if not (config.api_key or config.admin_key or config.keys_file):
         return config, ""

@@ -369,7 +369,7 @@ class Fleet:
 
     Attributes:
         url: base URL of the router.
-        api_key, admin_key: one for clients and one for operators, which nobody else has; empty: it needs none.
+        api_key, admin_key: random keys of this object alone, for requests and for /admin; empty: the router needs none.
         closed: it has been closed.
 
     Raises:

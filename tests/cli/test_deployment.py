@@ -172,7 +172,7 @@ def test_deployments_of_one_process_have_stores_of_their_own() -> None:
 
 
 def test_who_starts_a_deployment_can_have_a_key_for_operators_of_its_own() -> None:
-    """Where clients need a key and there is none for operators, these are refused."""
+    """A router with API keys and no admin key refuses all requests to /admin."""
     assert with_own_admin_key(UpConfig()) == (UpConfig(), ""), "none is needed"
     for config in (UpConfig(api_key="a"), UpConfig(admin_key="sha256:b"), UpConfig(keys_file="keys.toml")):
         found, own = with_own_admin_key(config)

@@ -146,7 +146,7 @@ def test_child_that_waits_for_its_restart_can_be_removed() -> None:
 
 
 class Clock:
-    """Time that passes only while something is waited for, in vain."""
+    """A clock that advances only by waits that time out."""
 
     seconds = 0.0
 
