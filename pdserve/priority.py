@@ -6,9 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 NICENESS = 10  # of work that requests need not wait for
-LOWEST = (
-    19  # of work that is expensive: between sessions, it weighs 15 and not 110 of the 1,024 of all that is not lowered
-)
+# Of work that is expensive. Beside a session with the default niceness, which weighs 1,024, it weighs 15, and not 110.
+LOWEST = 19
 SESSION = Path("/proc/self/autogroup")
 TRIES = 20  # Linux lets one process of all users' change its session at a time, and the next one 0.1 s later
 

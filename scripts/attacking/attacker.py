@@ -81,7 +81,7 @@ def behave(target: Target, seconds: float, share: float, attacks: int, kind: str
             time.sleep(0.005)
         elif elapsed >= due:
             answers.read_streams(target, bodies)
-            due, count = due + period_s, count + 1
+            due, count = elapsed + period_s, count + 1
     return count, ""
 
 
