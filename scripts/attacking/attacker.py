@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from attacking import answers, bodies, connections, instances
 from attacking.target import ENDED, Target
@@ -50,8 +51,12 @@ KINDS: dict[str, Callable[[Target], None]] = {
 CONTROL = "control"
 ONE_TOKEN = [{"max_tokens": 1, "prompt": "Once upon a time"}]
 # An attack by streams costs the instances as many tokens as valid streams do: its control asks for the same, as often, and
-# reads them, which takes more CPU time than leaving them.
-VALID = {"left_streams": answers.SHORT, "unread_streams": answers.LONG, "slow_masks": bodies.WORD}
+# reads them, which takes more CPU time than leaving them; of grammars it leaves them, too: a word may take a minute.
+VALID: dict[str, Callable[[Target], None]] = {
+    "left_streams": partial(answers.read_streams, bodies=answers.SHORT),
+    "unread_streams": partial(answers.read_streams, bodies=answers.LONG),
+    "slow_masks": bodies.quick_masks,
+}
 PERIOD_S = 0.1  # between two valid requests: half of what the attacker's quota allows
 
 
@@ -73,14 +78,15 @@ def behave(target: Target, seconds: float, share: float, attacks: int, kind: str
     Args:
         attacks: of this kind in such a time.
     """
-    bodies, share = (VALID[kind], 1.0) if kind in VALID else (ONE_TOKEN, share)
-    period_s = seconds / attacks if kind in VALID and attacks else PERIOD_S
+    valid = VALID.get(kind)
+    ask, share = (valid, 1.0) if valid else (partial(answers.read_streams, bodies=ONE_TOKEN), share)
+    period_s = seconds / attacks if valid and attacks else PERIOD_S
     begin, due, count = time.monotonic(), 0.0, 0
     while (elapsed := time.monotonic() - begin) < seconds:
-        if time.process_time() >= share * elapsed or (kind in VALID and elapsed < due):
+        if time.process_time() >= share * elapsed or (valid and elapsed < due):
             time.sleep(0.005)
         elif elapsed >= due:
-            answers.read_streams(target, bodies)
+            ask(target)
             due, count = elapsed + period_s, count + 1
     return count, ""
 

@@ -12,7 +12,6 @@ from attacking.target import ENDED, Target
 LARGEST = 4 * 1024 * 1024 - 1024  # bytes, below the default of --max-body-bytes
 UNFINISHED = 30  # bodies at once
 MANY_CHOICES: list[dict[str, Any]] = [{"n": 16, "max_tokens": 400, "stream": True}] * 4  # of requests at once
-WORD = [body | {"guided_grammar": "root ::= [a-z]+"} for body in MANY_CHOICES]
 INJECTION = "\x1b[2J\r\nWARNING pdserve: forged"
 REFUSED = {400, 413, 422, 429}
 NESTED: dict[str, Any] = {"type": "string"}
@@ -95,10 +94,19 @@ def grammar_bombs(target: Target) -> None:
 
 def slow_masks(target: Target) -> None:
     """Words by grammars whose masks take longer with each token, and pass for quick ones before."""
+    _leave_words(target, "s\ns ::= s s | [a-z]")
+
+
+def quick_masks(target: Target) -> None:
+    """The same streams by grammars as users have them, left as soon."""
+    _leave_words(target, "[a-z]+")
+
+
+def _leave_words(target: Target, word: str) -> None:
     with ExitStack() as stack:
         for body in MANY_CHOICES:
-            grammar = f'root ::= "{random.random()}" s\ns ::= s s | [a-z]'
             connection = stack.enter_context(target.connect())
+            grammar = f'root ::= "{random.random()}" {word}'  # not in the cache
             connection.sendall(target.completion(guided_grammar=grammar, **body))
         time.sleep(5)
 
