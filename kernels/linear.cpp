@@ -7,10 +7,11 @@
 //   more cache lines in flight than the hardware prefetcher does.
 //   Many rows: compute-bound if operands come from the caches. x is packed into tiles, as many rows as fit the L2 cache; DEPTH
 //   tiles of two runs of weights stay in L1 while GROUP_BLOCKS × 32 rows pass, and the next weights are prefetched meanwhile.
-// Low-bit weights are unpacked to tiles, two or four runs at a time, before the rows pass.
+// Low-bit weights are unpacked to tiles, two or four runs at a time, before the rows pass; of one row, in registers.
 // The order of summation over K is the same for any number of rows, so a row's result does not depend on the rest of the batch.
 
 #include <algorithm>
+#include <cfloat>
 
 #include "low_bit.h"
 #include "tiles.h"
@@ -136,6 +137,56 @@ void write_out(const Layer& a, const char* w, bf16* y, const float* c, i64 width
     else (a.activation ? write_gated<gelu_tanh> : write_gated<silu>)(y + n, a.N, c, width, rows, columns);
 }
 
+// c[16] = x · wᵀ for one row and a run of low-bit weights, which are unpacked in registers. x is in float32. Sums are those of the
+// tile instructions: of even and of odd terms apart in each tile, and then the sum of both.
+template <bool IS_EXACT, class Reader>
+[[gnu::noinline]] void multiply_codes(float* c, const float* x, Reader reader) {
+    vf sums[2] = {};  // IS_EXACT: of 8 columns each, in two lanes each
+    low_bit::for_each_step(reader, [&](i64 k, int v) {
+        vf a = {}, b = {};
+        reader.read(k, v, [&](int i, const low_bit::Halves& pairs) {
+            if constexpr (IS_EXACT) {
+                double pair;
+                std::memcpy(&pair, x + k + 2 * i, 8);
+                const vf factors = (vf)_mm512_set1_pd(pair);
+                a = mul_add(factors, pairs.first, a);
+                b = mul_add(factors, pairs.second, b);
+            } else {
+                const vi rounded = (vi)pairs.rounded();
+                a = mul_add(splat(x[k + 2 * i]), (vf)(rounded << 16), a);
+                b = mul_add(splat(x[k + 2 * i + 1]), (vf)(rounded & (int32_t)0xffff0000), b);
+            }
+        });
+        if constexpr (IS_EXACT) {
+            sums[0] += a + (vf)_mm512_permute_ps((__m512)a, 0xb1);
+            sums[1] += b + (vf)_mm512_permute_ps((__m512)b, 0xb1);
+        } else {
+            sums[0] += a + b;
+        }
+    });
+    for (int n = 0; n < SIDE; n++) c[n] = IS_EXACT ? sums[n / 8][n % 8 * 2] : sums[0][n];
+}
+
+// Columns [first, end) of one row of y, of low-bit weights.
+void one_row(const Layer& a, bf16* y, const bf16* x, i64, i64 first, i64 end) {
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | _MM_FLUSH_ZERO_ON);  // as the tile instructions do, which also read subnormal numbers as 0
+    const amx::Buffer<float> wide(a.K);
+    for (i64 k = 0; k < a.K; k += W) {
+        const vf value = load(x + k);
+        store(wide + k, vmax(value, -value) < FLT_MIN ? vf{} : value);
+    }
+    low_bit::with_reader<bf16>(*a.low, [&](auto* type) {
+        using R = std::remove_pointer_t<decltype(type)>;
+        float c[SIDE];
+        for (i64 n = first; n < end; n += SIDE) {
+            (a.low->is_exact ? multiply_codes<true, R> : multiply_codes<false, R>)(c, wide, R(*a.low, a.first_run + n / SIDE));
+            write_out(a, a.w, y, c, SIDE, 1, n);
+        }
+    });
+    _mm_setcsr(mode);
+}
+
 // Columns [first, end) of y for up to 32 rows. Both are multiples of 32, but N may end before `end`.
 void few_rows(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
     const i64 tiles = a.K / TILE_K, run = tiles * TILE_BYTES, unit = RUNS * SIDE;
@@ -241,7 +292,8 @@ void multiply(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 threads) {
     for (i64 t = 0; t < threads; t++) {
         const i64 top = rows * (t / column_threads) / row_threads;
         const i64 bottom = rows * (t / column_threads + 1) / row_threads;
-        (rows > BLOCK ? many_rows : few_rows)(a, y + top * a.N, x + top * a.K, bottom - top,
+        const auto product = a.low && rows == 1 ? one_row : rows > BLOCK ? many_rows : few_rows;
+        product(a, y + top * a.N, x + top * a.K, bottom - top,
                                               units * (t % column_threads) / column_threads * BLOCK,
                                               units * (t % column_threads + 1) / column_threads * BLOCK);
     }
@@ -272,10 +324,11 @@ void pdserve_linear(void* y, const void* x, const void* w, const void* bias, i64
 
 // The same without `up`, with low-bit weights as in low_bit.h, bits 4, 8 or -8 for floats; scales in float32 (0), bfloat16 (1) or float16 (2).
 void pdserve_linear_low_bits(void* y, const void* x, const void* codes, const void* scales, const void* zeros, i64 bits,
-                             i64 scale_dtype, i64 group, const void* bias, i64 rows, i64 K, i64 N, i64 batch, i64 threads) {
+                             i64 scale_dtype, i64 group, const void* bias, i64 rows, i64 K, i64 N, i64 batch, i64 threads,
+                             i64 is_exact) {
 #ifdef PDSERVE_AMX
     if (rows == 0) return;
-    const low_bit::Weight w{(const char*)codes, scales, (const uint8_t*)zeros, bits, scale_dtype, group, K};
+    const low_bit::Weight w{(const char*)codes, scales, (const uint8_t*)zeros, bits, scale_dtype, group, K, is_exact != 0};
     const auto product = [&](i64 i, i64 threads) {
         const Layer layer{(const char*)codes, nullptr, (const bf16*)bias, 0, K, N, &w, i * ((N + BLOCK - 1) / BLOCK) * RUNS};
         multiply(layer, (bf16*)y + i * rows * N, (const bf16*)x + i * rows * K, rows, threads);

@@ -28,6 +28,7 @@ struct Weight {
     const void* scales;
     const uint8_t* zeros;  // null: the middle code
     i64 bits, scale_dtype, group, K;
+    bool is_exact;  // no weight needs rounding, to the type of the scale or to T
     const char* run(i64 run) const { return codes + run * RUN * K * num_bits((int)bits) / 8; }
     i64 groups() const { return (K + group - 1) / group; }  // of a column
 };
@@ -92,11 +93,17 @@ struct Words {
 };
 
 #if defined(__AVX512BF16__)
-// Reads the weights of one run from Pairs, as pairs along K of 16 columns.
+// A pair along K of 16 columns, 8 in each half, not yet rounded to bfloat16.
+struct Halves {
+    vf first, second;
+    __m512i rounded() const { return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
+};
+
+// Reads the weights of one run from Pairs.
 template <int BITS, class S>
 struct Pairs {
     static constexpr int VECTORS = 1, COUNT = STEP / 2, SIZE = num_bits(BITS), PER = 32 / SIZE;
-    using Vector = __m512i;
+    using Vector = Halves;
     // An integer is read as part of the fraction of a float from a power of two on, which its zero has on top. It lies so high
     // there that the product of both with a scale of 16 bits is exact; two places serve two codes of 4 bits after one shift.
     static constexpr int PLACES = BITS == 4 ? 2 : 1;
@@ -148,8 +155,7 @@ struct Pairs {
             _mm_prefetch(source + AHEAD + 128 * i + 64, _MM_HINT_T0);
 #pragma GCC unroll 8
             for (int j = 0; j < PER; j++) {
-                const vf a = weight(code(first, j), 0, j), b = weight(code(second, j), 1, j);
-                use(i * PER + j, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+                use(i * PER + j, Halves{weight(code(first, j), 0, j), weight(code(second, j), 1, j)});
             }
         }
     }
@@ -189,7 +195,7 @@ inline void for_each_step(Reader& reader, const Use& use) {
 inline void store_weights(bf16* p, vf weights) { store(p, weights); }
 inline void store_weights(fp16* p, vf weights) { store(p, weights); }
 #if defined(__AVX512BF16__)
-inline void store_weights(bf16* p, __m512i weights) { _mm512_storeu_si512(p, weights); }
+inline void store_weights(bf16* p, const Halves& weights) { _mm512_storeu_si512(p, weights.rounded()); }
 #endif
 
 // Unpack a run in the order in which products read weights.

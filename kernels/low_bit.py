@@ -74,6 +74,7 @@ class LowBitWeight(linear.PackedWeight):
         bits: of a code; -8: floats.
         dtype: of the rows that it multiplies.
         order: see `Codes`. Sums are in the order of the codes.
+        is_exact: no weight needs rounding to bfloat16.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class LowBitWeight(linear.PackedWeight):
         group: int,
         dtype: torch.dtype,
         order: torch.Tensor | None = None,
+        is_exact: bool = False,
     ) -> None:
         super().__init__(data[0], shape, is_transposed)
-        self.order = order
+        self.order, self.is_exact = order, is_exact
         self.scales, self.zeros, self.bits, self.group, self.dtype = data[1], data[2], bits, group, dtype
 
     def tensors(self) -> list[torch.Tensor]:
@@ -96,7 +98,7 @@ class LowBitWeight(linear.PackedWeight):
 
     def item(self, index: int) -> "LowBitWeight":
         data = (self.data[index], self.scales[index], None if self.zeros is None else self.zeros[index])
-        options: Any = {"bits": self.bits, "group": self.group, "dtype": self.dtype}
+        options: Any = {"bits": self.bits, "group": self.group, "dtype": self.dtype, "is_exact": self.is_exact}
         return LowBitWeight(data, self.shape[1:], self.is_transposed, **options)
 
     def multiply(self, y: torch.Tensor, x: torch.Tensor, bias_N: torch.Tensor | None, rows: int, batch: int) -> None:
@@ -104,7 +106,7 @@ class LowBitWeight(linear.PackedWeight):
         weight = self.bits, native.DTYPES.index(self.scales.dtype), self.group, bias
         arguments = *operands, *weight, rows, x.shape[-1], y.shape[-1], batch, torch.get_num_threads()
         if x.dtype == torch.bfloat16 and linear.has_amx():
-            native.functions().pdserve_linear_low_bits(*arguments)
+            native.functions().pdserve_linear_low_bits(*arguments, self.is_exact)
         else:
             native.functions().pdserve_low_bits(native.DTYPES.index(x.dtype), *arguments)
 
@@ -146,6 +148,7 @@ def pack(weight: Codes, dtype: torch.dtype, *, transposed: bool = False) -> LowB
         "group": group,
         "dtype": dtype,
         "order": weight.order,
+        "is_exact": _is_exact(weight),
     }
     return LowBitWeight((packed, scales, zeros), (*batch, *features), transposed, **options)
 
@@ -172,6 +175,13 @@ def quantize(weight: torch.Tensor, bits: int, group: int, *, transposed: bool = 
     scales = torch.ldexp((mantissas * steps).ceil() / steps, exponents).to(weight.dtype)
     codes = (split / scales.float()[..., None]).round().clamp(-middle, middle - 1) + middle
     return Codes(codes.to(torch.uint8).flatten(-2), scales, None, bits, transposed)
+
+
+def _is_exact(weight: Codes) -> bool:
+    """Return whether products of codes and scales have at most the 8 leading bits of bfloat16."""
+    bits_of_code = 4 if weight.is_float else weight.bits - (weight.zeros is None)
+    mantissas, _ = torch.frexp(weight.scales.float())
+    return not (mantissas * 2 ** max(1, 8 - bits_of_code)).frac().any()
 
 
 def _by_run(part: torch.Tensor, more_n: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ _ARGUMENT_TYPES = {
     "pdserve_argmax": (_I, _P, _P, _I, _I, _I),
     "pdserve_draw": (_I, _P, _P, _I, _P, _P, _P, _P, _I, _I),
     "pdserve_linear": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _P, _I),
-    "pdserve_linear_low_bits": (*(_P,) * 5, _I, _I, _I, _P, *(_I,) * 5),
+    "pdserve_linear_low_bits": (*(_P,) * 5, _I, _I, _I, _P, *(_I,) * 6),
     "pdserve_pack": (_P, _P, _I, _I, _I, _I),
     "pdserve_packed": (_I, _P, _P, _P, _P, _I, _I, _I, _I, _I),
     "pdserve_low_bits": (_I, *(_P,) * 5, _I, _I, _I, _P, *(_I,) * 5),

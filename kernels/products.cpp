@@ -40,6 +40,7 @@ struct Pair {
     using Y = bf16;
     static constexpr i64 TERMS = 2;
     static __m512i weights(const bf16* p) { return _mm512_loadu_si512(p); }
+    static vf add(vf sum, const bf16* x, const low_bit::Halves& w) { return add(sum, x, w.rounded()); }
     static vf add(vf sum, const bf16* x, __m512i w) {
         int32_t pair;
         std::memcpy(&pair, x, 4);
@@ -348,7 +349,7 @@ void pdserve_packed(i64 dtype, void* y, const void* x, const void* w, const void
 // As pdserve_packed, with low-bit weights as in low_bit.h, bits 4, 8 or -8 for floats; scales in float32 (0), bfloat16 (1) or float16 (2).
 void pdserve_low_bits(i64 dtype, void* y, const void* x, const void* codes, const void* scales, const void* zeros, i64 bits,
                       i64 scale_dtype, i64 group, const void* bias, i64 rows, i64 K, i64 N, i64 batch, i64 threads) {
-    const low_bit::Weight w{(const char*)codes, scales, (const uint8_t*)zeros, bits, scale_dtype, group, K};
+    const low_bit::Weight w{(const char*)codes, scales, (const uint8_t*)zeros, bits, scale_dtype, group, K, false};
     if (dtype == 1) low_bits((bf16*)y, (const bf16*)x, w, (const bf16*)bias, rows, N, batch, (int)threads);
     else low_bits((fp16*)y, (const fp16*)x, w, (const fp16*)bias, rows, N, batch, (int)threads);
 }
