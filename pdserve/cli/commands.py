@@ -87,6 +87,7 @@ def instance(config: InstanceConfig, role: str) -> None:
     exit_on_signals()
     logs.configure(config.log_format)
     check_model(config.model)  # before the imports, which take seconds
+    import pdserve.engine.without_compiler  # noqa: F401 - before what imports transformers' models
     from pdserve.instance.process import serve
 
     logs.take_over()

@@ -33,7 +33,8 @@ from pdserve.cli.signals import exit_on_signals
 # What routers import, and what instances do besides. A router that needs no torch does not wait for the latter.
 OF_ROUTERS = ["pdserve.cli.commands", "pdserve.router.server", "pydantic.v1"]  # FastAPI's applications need the last
 OF_INSTANCES = [
-    *("torch", "transformers.modeling_utils", "pdserve.engine.model_runner", "pdserve.instance.process"),
+    *("torch", "torch.fx.experimental.symbolic_shapes", "pdserve.engine.without_compiler"),
+    *("pdserve.engine.model_runner", "pdserve.instance.process"),
     *("transformers.models.llama.modeling_llama", "pdserve.kv_transfer.connectors.shm.connector"),
 ]
 TITLE_BYTES = 4000

@@ -25,6 +25,7 @@ from pdserve.engine.cpu_fusion.tolerance import FUSED_DTYPES
 from pdserve.engine.kv_probe import UnsupportedAttention, probe
 from pdserve.engine.parallel.rank_group import RankGroup
 from pdserve.engine.parallel.shard import Shard
+from pdserve.engine.without_compiler import without_compiler
 from pdserve.errors import SetupError
 from pdserve.kernels import memory, native
 from pdserve.kernels.attention import fused_layers, is_batch_invariant
@@ -59,7 +60,8 @@ def load(config: EngineConfig, group: RankGroup | None = None) -> Checkpoint:
     hf_config = _hf_config(path)
     dtype = _dtype(config.dtype, hf_config)
     text_config = hf_config.get_text_config()
-    model, spec = _load_model(path, hf_config, dtype, device, config, group)
+    with without_compiler():
+        model, spec = _load_model(path, hf_config, dtype, device, config, group)
     kv_dtype = dtype
     if config.kv_cache_dtype == "int8":
         if any(kv.latent for kv in spec.groups):

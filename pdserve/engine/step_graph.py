@@ -258,6 +258,11 @@ class _OperatorRecorder(TorchDispatchMode):
         self.storage_bytes: dict[int, int] = {}
         self.reads_values = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler to have it skip this class."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
