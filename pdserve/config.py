@@ -327,7 +327,7 @@ class ServingConfig(ControlConfig):
 
     host: str = flag("listen address for clients", "127.0.0.1", group="Clients")
     port: int = flag("port for clients", DEFAULT_PORT, **PORTS)
-    grpc_port: int | None = flag(GRPC_HELP, None, **PORTS)
+    grpc_port: int | None = flag(GRPC_HELP, None, package="grpc", **PORTS)
     workers: int = flag(
         "router processes that share --port; each further one takes the next --control-port and --own-port",
         1,
@@ -387,7 +387,7 @@ class ServingConfig(ControlConfig):
     local_prefill_tokens: int | None = flag(LOCAL_PREFILL_HELP, None, least=0)
     ttft_target_ms: float | None = flag(TTFT_TARGET_HELP, None, above=0)
     slo: str = flag(SLO_HELP, "")
-    kv_events_subscribe: str = flag(KV_EVENTS_SUBSCRIBE_HELP, "")
+    kv_events_subscribe: str = flag(KV_EVENTS_SUBSCRIBE_HELP, "", package="zmq")
     instance_timeout_seconds: float = flag(
         "seconds of silence after which an instance is dropped", 1.5, above=0, group="Faults"
     )
@@ -419,17 +419,22 @@ class ServingConfig(ControlConfig):
         "where /v1/responses keeps responses: memory, or a Redis such as redis://host:6379/0; empty: nowhere",
         "",
         variable="PDSERVE_RESPONSE_STORE",
+        package="redis",
         group="Stored responses and batches",
     )
     response_ttl_seconds: float = flag("seconds for which a response is kept", 86_400.0, above=0)
     max_stored_responses: int = flag("maximum responses kept per API key; older ones are dropped", 1000, least=1)
-    batch_folder: str = flag("folder of the files and batches of /v1/files and /v1/batches; empty: these are off", "")
+    batch_folder: str = flag(
+        "folder of the files and batches of /v1/files and /v1/batches; empty: these are off",
+        "",
+        package="python_multipart",
+    )
     max_batch_bytes: str = flag("maximum bytes of all files in --batch-folder, and of one upload", "1GiB")
     batch_concurrency: int = flag("requests of one batch that run at once", 32, least=1)
     log_format: str = flag(LOG_HELP, "text", choices=LOG_FORMATS, group="Logs, metrics and traces")
     log_requests: bool = flag("log a line for each finished request", False)
     timelines: int = flag("number of finished requests kept for /debug/requests and /debug/traffic", 1000, least=1)
-    otlp_endpoint: str = flag(OTLP_HELP, "")
+    otlp_endpoint: str = flag(OTLP_HELP, "", package="opentelemetry.sdk")
     vllm_metrics: bool = flag(VLLM_METRICS_HELP, False)
     prefix_caching: str = flag(PREFIX_CACHING_HELP, "on", choices=("on", "off"), group="Prefix cache")
     warm_prompts: str = flag(WARM_PROMPTS_HELP, "")

@@ -3,11 +3,13 @@
 `flag("…")` gives a field these, and `--help` shows them. The command line turns `max_num_seqs` into `--max-num-seqs`.
 """
 
+import importlib.util
 import math
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from pdserve import plugins
+from pdserve.errors import not_imported
 
 # Bounds of numbers that have a lower limit only: beyond, some clock, queue or header overflows, long after the start.
 LARGEST_FLOAT, LARGEST_INT = 1e9, 10**15
@@ -65,6 +67,7 @@ def flag(
     secret: bool = False,
     variable: str | None = None,
     group: str | None = None,
+    package: str | None = None,
     **limits: Any,
 ) -> Any:
     """Return a dataclass field with its help text; a secret one is left out of `repr`.
@@ -72,9 +75,10 @@ def flag(
     Args:
         variable: environment variable that sets the flag too. All users of a machine can read its command lines.
         group: heading in the help of this flag and of those that follow it in its class; default: the class's `GROUP`.
+        package: that of an extra without which it can only have its default, or be "memory".
         limits: of `Limits`.
     """
-    metadata = {"help": help, "variable": variable, "group": group, "limits": Limits(**limits)}
+    metadata = {"help": help, "variable": variable, "group": group, "package": package, "limits": Limits(**limits)}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -99,6 +103,19 @@ class Settings:
                 raise ValueError(f"{name} must be {limits}, not {value}")
             if (bound := limits.exceeded(value)) is not None:
                 raise ValueError(f"{name} must be at most {bound:g}, not {value}")
+
+    def check_packages(self) -> None:
+        """Raise SetupError if a setting needs a package that is not installed."""
+        for setting in fields(self):
+            package = setting.metadata["package"]
+            if package and getattr(self, setting.name) not in (setting.default, "memory") and not is_installed(package):
+                raise not_imported(package, ModuleNotFoundError(name=package))
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module is installed, without importing more than the packages that it is in."""
+    parent = module.rpartition(".")[0]
+    return (not parent or is_installed(parent)) and importlib.util.find_spec(module) is not None
 
 
 def shared_settings(source: Settings, target: type[Settings]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pdserve.errors import RequestError
-from pdserve.priority import NICENESS, lower_session
+from pdserve.priority import lower
 from pdserve.router.api.http_responses import InternalError
 from pdserve.router.api.parsing import UnknownFields
 from pdserve.router.text.tokenizer import Tokenizer
@@ -109,8 +109,7 @@ def _serve(control: socket.socket, shared: Mapping[str, object]) -> None:
         signal.signal(number, signal.SIG_IGN)  # the router drains its requests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers are reaped by the kernel
     os.setsid()
-    lower_session()
-    os.nice(NICENESS)
+    lower()
     while (descriptors := socket.recv_fds(control, 1, 1)[1]) != []:
         with socket.socket(fileno=descriptors[0]) as connection:
             if os.fork() == 0:

@@ -71,8 +71,10 @@ def serve(config: RouterConfig) -> None:
     """Run a router in this process until SIGTERM or SIGINT; does not return.
 
     Raises:
-        SetupError: a port is taken; the tokenizer, a certificate or the key file cannot be read.
+        SetupError: a port is taken; the package of an extra is missing; the tokenizer, a certificate or the key file cannot
+            be read.
     """
+    config.check_packages()
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each instance takes one, and each client
     if config.ssl_certfile:

@@ -90,7 +90,6 @@ ELSEWHERE = {
     "lifetime.py": "integration/test_up.py",
     "model_path.py": "router/text/test_tokenizer.py",
     "pooling.py": "engine/test_features.py",
-    "priority.py": "router/test_parse_server.py",
     "router/api/answers.py": "router/api/test_openapi.py",
     "router/api/field_texts.py": "router/api/test_openapi.py",
     "router/backend.py": "router/api/test_generation.py",

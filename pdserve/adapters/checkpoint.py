@@ -108,11 +108,6 @@ def read_files(path: Path) -> Files:
         raise AdapterError(f"{path / file} cannot be read: {reason(error)}") from error
 
 
-def read_adapter(path: Path, max_rank: int, modules: Modules = _NO_MODULES) -> Adapter:
-    """Return the adapter in a folder. Raises AdapterError as `parse_adapter`, or if a file cannot be read."""
-    return parse_adapter(read_files(path), max_rank, modules)
-
-
 def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -> Adapter:
     """Return the adapter in files, in the dtype in which it is there.
 

@@ -1,6 +1,5 @@
 """`pdserve doctor`: report what this machine can run, and which optional features lack a dependency."""
 
-import importlib.util
 import os
 import platform
 import re
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from pdserve.cli.gpus import nvidia_smi
 from pdserve.cores import num_cores
+from pdserve.settings import is_installed
 
 NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
 DEMO_SHM_BYTES = 16 << 20  # with which the demo runs, as in a container of Docker's 64 MiB
@@ -192,15 +192,9 @@ def _packages() -> list[Finding]:
     }
     rows = []
     for module, (package, use) in optional.items():
-        found = is_there(module)
+        found = is_installed(module)
         rows.append(Finding(package, found, _version(package) or ("installed" if found else "not installed"), use))
     return rows
-
-
-def is_there(module: str) -> bool:
-    """Return whether a module is installed, without importing more than the packages that it is in."""
-    parent = module.rpartition(".")[0]
-    return (not parent or is_there(parent)) and importlib.util.find_spec(module) is not None
 
 
 def _compiler() -> Finding:

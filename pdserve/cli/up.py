@@ -6,23 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from pdserve.cli.deployment import Deployment, with_own_admin_key
-from pdserve.cli.doctor import is_there
 from pdserve.cli.signals import set_on_signals
 from pdserve.cli.supervisor import print_line
 from pdserve.config import RouterConfig, UpConfig
-from pdserve.errors import SetupError, not_imported
+from pdserve.errors import SetupError
 from pdserve.settings import shared_settings
 from pdserve.tools.load_config import AutoscaleConfig
 
 POLL_S = 0.2
-# Settings of routers with the packages that they need, of extras.
-PACKAGES = {
-    "batch_folder": "python_multipart",
-    "grpc_port": "grpc",
-    "kv_events_subscribe": "zmq",
-    "otlp_endpoint": "opentelemetry.sdk",
-    "response_store": "redis",
-}
 # Settings that the controller takes from the profile, or has with another meaning.
 OF_PROFILE = ("connector", "model", "tensor_parallel_size", "slo", "profile", "prefill", "decode")
 
@@ -42,7 +33,7 @@ def up(config: UpConfig) -> None:
     if config.autoscale:
         check_controller(config)
         config, admin_key = with_own_admin_key(config)
-    check_packages(config)
+    config.check_packages()  # instances would start before the routers do, which check theirs
     connect(config.connector)  # reports a wrong URL once, not once per child
     listen(
         RouterConfig(host=config.host, port=config.port)
@@ -86,13 +77,6 @@ def _steered(config: UpConfig, deployment: Deployment, stop: threading.Event, ad
         finally:
             stop.set()
         controller.result()
-
-
-def check_packages(config: UpConfig) -> None:
-    """Raise SetupError if routers could not start without the package of an extra: instances would start before they do."""
-    for setting, package in PACKAGES.items():
-        if getattr(config, setting) not in (None, "", "memory") and not is_there(package):
-            raise not_imported(package, ModuleNotFoundError(name=package))
 
 
 def check_controller(config: UpConfig) -> None:

@@ -21,7 +21,7 @@ import torch
 from pdserve.engine.sequence import Sequence
 from pdserve.errors import RequestError
 from pdserve.grammars.cache import BoundedCache
-from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.compiler import GrammarCompiler, start_early
 from pdserve.grammars.mask_client import Budget, Follower, LoadedGrammar, MaskService
 from pdserve.keys import Tokens
 from pdserve.request import Tenant
@@ -124,7 +124,7 @@ class GrammarBackend:
 
     def start(self) -> None:
         """Start the compile server in another thread."""
-        self._threads.submit(_start, self.compiler)
+        self._threads.submit(start_early, self.compiler)
 
     def compile(self, spec: str, tenant: Tenant) -> GrammarConstraint:
         """Start compiling a specification, unless it is cached for this tenant. Tenants take turns at the threads."""
@@ -165,14 +165,6 @@ class GrammarBackend:
             compiled.set_exception(error)
         else:
             compiled.set_result(loaded)
-
-
-def _start(compiler: GrammarCompiler) -> None:
-    try:
-        compiler.start()
-    except RequestError as error:  # which the first request with a grammar meets again
-        if not compiler.is_closed:
-            log.warning("structured output will fail: %s", error)
 
 
 def follow_grammar(seq: Sequence) -> None:

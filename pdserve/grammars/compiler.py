@@ -131,6 +131,15 @@ class GrammarCompiler:
         return server
 
 
+def start_early(compiler: GrammarCompiler) -> None:
+    """Start a compile server before the first grammar, and log an error, which that grammar will meet again."""
+    try:
+        compiler.start()
+    except RequestError as error:
+        if not compiler.is_closed:
+            log.warning("structured output will fail: %s", error)
+
+
 def invalid_grammar(message: bytes) -> BadRequest:
     """Return the error for a specification that the compile server has found invalid."""
     return BadRequest(f"the grammar cannot be used: {message.decode().strip()}", kind="invalid_grammar")

@@ -146,7 +146,7 @@ class _Wanted:
     drafts: list[int] | None = None
     asked_at: float = field(default_factory=time.monotonic)
     num_before: int = 0
-    limit_s: float = MAX_MASK_CPU_S
+    limit_s: float = 0.0
     num_due: int = 1
 
     @property
@@ -194,7 +194,7 @@ class MaskService:
         """Ask for the masks behind each of some tokens that may be next. Their CPU time counts for no limit."""
         with self._lock:
             follower.behind_drafts = []
-            self._turns.add(follower.grammar, _Wanted(follower, drafts, num_due=len(drafts)))
+            self._turns.add(follower.grammar, _Wanted(follower, drafts, limit_s=MAX_MASK_CPU_S, num_due=len(drafts)))
             self._take_turns()
 
     def wait(self, followers: Collection[Follower], timeout_s: float) -> None:

@@ -37,7 +37,7 @@ from pdserve.grammars.formats import specifications, specified
 from pdserve.grammars.schema import place_of_fault
 from pdserve.grammars.schema_keywords import Path, Unsupported
 from pdserve.grammars.specification import lark_grammar
-from pdserve.priority import LOWEST, NICENESS, lower_session
+from pdserve.priority import LOWEST, NICENESS, lower
 
 STARTED, LOADED, INVALID = b"s", b"l", b"x"
 MASK, BROKEN, EXPENSIVE, LATER = b"+", b"-", b"!", b"."
@@ -166,10 +166,9 @@ def serve_masks(
 
 
 def _lower(niceness: int, to: int) -> int:
-    """Lower the priority of this process to a niceness, unless it is as low. Returns the niceness."""
+    """Lower the priority of this process, unless it was lowered as far. Returns its niceness."""
     if to > niceness:
-        os.nice(to - niceness)
-        lower_session(to)
+        lower(niceness=to)
     return max(to, niceness)
 
 

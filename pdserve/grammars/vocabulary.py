@@ -72,7 +72,7 @@ def _decoder(tokenizer: Any) -> Any:
     """Return the function from a token's string to its bytes."""
     kinds = set(_kinds(tokenizer.get("decoder")))
     if "ByteLevel" in kinds:
-        table = _byte_characters()
+        table = byte_characters()
         return lambda text: bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
     if kinds & {"ByteFallback", "Metaspace"}:
         return _with_fallback
@@ -92,7 +92,7 @@ def _with_fallback(text: str) -> bytes:
     return text.replace("▁", " ").encode()
 
 
-def _byte_characters() -> dict[str, int]:
+def byte_characters() -> dict[str, int]:
     """Return the byte that each character stands for in byte-level BPE, as in GPT-2."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -163,7 +163,7 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
             item |= dict.fromkeys(REASONING_VARIABLES, reasoning)
         rendered.append(item)
     if not rendered:
-        raise _invalid_messages("messages must hold at least one message")
+        raise invalid_messages("messages must hold at least one message")
     return rendered
 
 
@@ -219,14 +219,14 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 def _check_role(message: Message, index: int) -> None:
     """Raise BadRequest if the role is unknown or the message has a field of another role."""
     if message.role not in ("system", "developer", "user", "assistant", "tool"):
-        raise _invalid_messages(
+        raise invalid_messages(
             f"messages[{index}].role must be system, developer, user, assistant or tool, not {quote(message.role)}"
         )
     if (message.tool_call_id is not None) != (message.role == "tool"):
-        raise _invalid_messages(f"messages[{index}]: role tool requires tool_call_id, and no other role may have it")
+        raise invalid_messages(f"messages[{index}]: role tool requires tool_call_id, and no other role may have it")
     for name in ("tool_calls", "reasoning", "reasoning_content"):
         if getattr(message, name) and message.role != "assistant":
-            raise _invalid_messages(f"messages[{index}]: only messages with role assistant may have {name}")
+            raise invalid_messages(f"messages[{index}]: only messages with role assistant may have {name}")
 
 
 class _EarlierCalls:
@@ -248,7 +248,7 @@ class _EarlierCalls:
             self.left -= len(given)
             if self.left < 0:
                 message = f"arguments of tool_calls that are no JSON objects have more than {MAX_MENDED} characters"
-                raise _invalid_messages(f"{message}; send JSON objects, or leave these calls out")
+                raise invalid_messages(f"{message}; send JSON objects, or leave these calls out")
             arguments = parse_json(mended(str(given)))
         return {
             "id": call.id or "",
@@ -280,7 +280,7 @@ def _without_thoughts(content: list[object], path: str) -> tuple[list[object], l
         check_known(part, {"type", "thinking", "text", "data", "signature", "cache_control"}, f"{path}[{i}]")
         texts = [text for name in THOUGHTS[kind] if isinstance(text := part.get(name), str)]
         if THOUGHTS[kind] and not texts:
-            raise _invalid_messages(f'{path}[{i}] must be {{"type": "{kind}", "{THOUGHTS[kind][0]}": "…"}}')
+            raise invalid_messages(f'{path}[{i}] must be {{"type": "{kind}", "{THOUGHTS[kind][0]}": "…"}}')
         thoughts += texts[:1]
     return rest, thoughts
 
@@ -305,5 +305,6 @@ def _text_of_part(part: object, path: str, param: str) -> str:
     raise BadRequest(message, kind="unsupported_content", param=param)
 
 
-def _invalid_messages(message: str) -> BadRequest:
+def invalid_messages(message: str) -> BadRequest:
+    """Return the error for messages that are not as they should be."""
     return BadRequest(message, kind="invalid_messages", param="messages")

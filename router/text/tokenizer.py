@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.errors import BadRequest, SetupError
+from pdserve.grammars.vocabulary import byte_characters
 from pdserve.model_path import resolve_model
 from pdserve.router.text.parsers.registry import AUTO, choose_parsers
 
@@ -58,16 +59,7 @@ RESERVED_VARIABLES = (
 )
 
 
-def _byte_symbols() -> dict[str, bytes]:
-    """Return GPT-2's byte alphabet: printable character → byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): bytes([byte]) for byte in printable} | {
-        chr(256 + i): bytes([byte]) for i, byte in enumerate(others)
-    }
-
-
-_BYTE_SYMBOLS = _byte_symbols()
+_BYTE_SYMBOLS = {character: bytes([byte]) for character, byte in byte_characters().items()}
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,16 @@ delay grammars of that key that the router has not seen yet. Verdicts are cached
 """
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
-from pdserve.errors import BadRequest, Overloaded, RequestError
+from pdserve.errors import BadRequest, Overloaded
 from pdserve.grammars.cache import BoundedCache
-from pdserve.grammars.compiler import GrammarCompiler
+from pdserve.grammars.compiler import GrammarCompiler, start_early
 from pdserve.grammars.limits import GrammarTooComplex
 from pdserve.router.backend import ModelInfo
-
-log = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
 MAX_WAITING = 16  # different grammars of one key
@@ -49,7 +46,7 @@ class GrammarChecker:
     def start(self, info: ModelInfo) -> None:
         """Load what compiling needs, in another thread: the first grammar need not wait for it."""
         if info.eos_token_ids:  # else grammars are refused
-            self._threads.submit(_start, self._compiler_for(info))
+            self._threads.submit(start_early, self._compiler_for(info))
 
     async def check(self, key: str, spec: str, info: ModelInfo) -> None:
         """Return if the specification can be compiled within the limits.
@@ -109,14 +106,6 @@ class GrammarChecker:
         if self._compiler is None:
             self._compiler = self._create_compiler(info)
         return self._compiler
-
-
-def _start(compiler: GrammarCompiler) -> None:
-    try:
-        compiler.start()
-    except RequestError as error:  # which the first request with a grammar meets again
-        if not compiler.is_closed:
-            log.warning("structured output will fail: %s", error)
 
 
 def _name_result(task: "asyncio.Task[str]") -> str:

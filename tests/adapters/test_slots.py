@@ -108,10 +108,10 @@ def test_mixed_batches_equal_merged_weights(
     ("architecture", "dtype", "quantization"),
     [
         ("llama", "bfloat16", "none"),
-        ("llama", "float16", "none"),
+        pytest.param("llama", "float16", "none", marks=pytest.mark.slow),
         ("qwen3_moe", "bfloat16", "none"),
-        ("mixtral", "float16", "none"),
-        ("gpt_oss", "bfloat16", "none"),
+        pytest.param("mixtral", "float16", "none", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "bfloat16", "none", marks=pytest.mark.slow),
         ("qwen3_moe", "bfloat16", "int4"),
         ("gpt_oss", "float16", "int8"),
     ],

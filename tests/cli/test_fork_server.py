@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 from pdserve.cli import fork_server
 from pdserve.cli.fork_server import ForkedProcess, ForkServer, request
 from pdserve.cli.supervisor import Child, Supervisor
+from tests.waiting import wait_until
 
 DECODE = [
     "decode",
@@ -57,11 +58,6 @@ def run(server: ForkServer, *arguments: str, **environment: str) -> tuple[int, s
 def is_alive(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.05)
 
 
 def serving(server: ForkServer) -> ForkedProcess:

@@ -29,10 +29,14 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("command", "module"),
-    [("decode", "torch"), ("decode", "uvloop"), ("router", "tokenizers"), ("version", "pdserve.cli.commands")],
+    ("command", "module", "signum"),
+    [
+        ("decode", "torch", signal.SIGINT),
+        ("decode", "uvloop", signal.SIGTERM),
+        ("router", "tokenizers", signal.SIGINT),
+        ("version", "pdserve.cli.commands", signal.SIGTERM),
+    ],
 )
 def test_a_process_that_starts_ends_at_once(command: str, module: str, signum: signal.Signals, tmp_path: Path) -> None:
     tmp_path.joinpath("sitecustomize.py").write_text(SEND_IN_A_DESTRUCTOR.format(number=int(signum), module=module))

@@ -44,8 +44,15 @@ def six(six_of: Callable[[str], dict[str, Made]]) -> dict[str, Made]:
     return six_of("llama")
 
 
-@pytest.mark.parametrize("topology", [PD, BOTH], ids=["split", "colocated"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("architecture", "topology"),
+    [
+        pytest.param("llama", PD, id="llama-split"),
+        pytest.param("qwen3_moe", BOTH, id="qwen3_moe-colocated"),
+        pytest.param("llama", BOTH, id="llama-colocated", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", PD, id="qwen3_moe-split", marks=pytest.mark.slow),
+    ],
+)
 def test_mixed_requests_equal_merged_weights(
     architecture: str,
     topology: dict[str, int],
@@ -101,7 +108,7 @@ def activated(base: Path, merged: Path, prompt: list[int], start: int) -> list[i
     return answer
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_an_activated_adapter_shares_the_kv_before_its_invocation(
     architecture: str,
     six_of: Callable[[str], dict[str, Made]],

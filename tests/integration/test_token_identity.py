@@ -18,8 +18,8 @@ CONNECTORS = [
     "shm?codec=lz4",
     "file",
     "redis",
-    "redis?codec=zstd",
-    "redis+unix",
+    pytest.param("redis?codec=zstd", marks=pytest.mark.slow),
+    pytest.param("redis+unix", marks=pytest.mark.slow),
     "redis+cluster",
     "tiered",
     "nixl",
@@ -28,9 +28,12 @@ CONNECTORS = [
 ]
 
 
-CASES = [(*pair, "float32") for pair in zip(ARCHITECTURES, itertools.cycle(("shm", "file", "redis")), strict=False)]
-IN_16_BITS = [
-    pytest.param(*case[:2], dtype, marks=pytest.mark.slow) for case in CASES for dtype in ("bfloat16", "float16")
+OVER_PROCESSES = ("llama", "gemma2", "gpt_oss")  # the others in one process: tests/engine/test_engine.py
+PAIRS = [*zip(ARCHITECTURES, itertools.cycle(("shm", "file", "redis")), strict=False)]
+CASES = [
+    pytest.param(*pair, dtype, marks=[pytest.mark.slow] * (dtype != "float32" or pair[0] not in OVER_PROCESSES))
+    for pair in PAIRS
+    for dtype in ("float32", "bfloat16", "float16")
 ]
 
 
@@ -42,7 +45,6 @@ IN_16_BITS = [
         ("gemma2", "file", "bfloat16"),
         pytest.param("deepseek_v2", "file", "float32", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "redis", "float32", marks=pytest.mark.slow),
-        *IN_16_BITS,
     ],
     indirect=["connector_url"],
 )

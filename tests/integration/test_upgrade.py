@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +161,14 @@ def test_no_stream_is_lost_while_every_process_is_replaced_by_another_version(
             def replace_routers() -> None:
                 for child in [child for child in fleet.children if child.name.startswith("router")]:
                     os.kill(old := child.pid, signal.SIGTERM)
-                    wait(lambda child=child, old=old: child.pid != old, f"{child.name} is replaced")  # type: ignore[misc]
+                    wait(partial(lambda child, old: child.pid != old, child, old), f"{child.name} is replaced")
 
             def replace_instances() -> None:
                 for child in [child for child in fleet.children if child.arguments[0] != "router"]:
                     fleet.start(child.arguments[0])
                     wait(lambda: True, f"a successor of {child.name} is attached")
                     fleet.stop(child.name)
-                    wait(lambda child=child: child not in fleet.children, f"{child.name} has left")  # type: ignore[misc]
+                    wait(partial(lambda child: child not in fleet.children, child), f"{child.name} has left")
 
             wait(lambda: True, "all are of one version")
             fleet.is_next = not back

@@ -39,6 +39,7 @@ from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.app import create_app
 from pdserve.router.web.application import Application
+from tests.waiting import wait_until
 
 CONTEXT = 256
 TEMPLATE = (
@@ -410,13 +411,6 @@ def serve(
             server.should_exit = True
             thread.join(600)
     assert not thread.is_alive()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"the condition did not hold within {seconds:g} s"
-        time.sleep(0.005)
 
 
 @pytest.fixture

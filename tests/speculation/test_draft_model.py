@@ -103,7 +103,7 @@ def runs(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Runs:
 
 CASES = [
     ("bfloat16", "same", 4, "none"),
-    ("float32", "alike", 4, "none"),
+    pytest.param("float32", "alike", 4, "none", marks=pytest.mark.slow),
     ("bfloat16", "alike", 3, "migrated"),
     ("float32", "other", 2, "crowded"),
     ("bfloat16", "alike", 16, "preempted"),

@@ -122,23 +122,22 @@ def _published(source: str, name: str, model: str, device: str, timings: list[Ti
     )
 
 
-def from_fleet(url: str, instance_id: str = "") -> Profile:
-    """Return what one instance of a live fleet reports, by default its first.
+def from_fleet(url: str) -> Profile:
+    """Return what the first instance of a live fleet reports.
 
     Raises:
-        SetupError: the router does not respond, or has no such instance, or it has not reported its costs yet.
+        SetupError: the router does not respond, or has no instance, or it has not reported its costs yet.
     """
     try:
         with httpx.Client(headers=admin_headers(), timeout=30.0, mounts=DIRECT) as http:
             instances = http.get(f"{url.rstrip('/')}/debug/instances").raise_for_status().json()["instances"]
-        found = [one for one in instances if instance_id in ("", one["instance_id"])]
-        profiles = list(map(_of_instance, found[:1]))
+        profiles = list(map(_of_instance, instances[:1]))
     except (httpx.HTTPError, httpx.InvalidURL, *MALFORMED) as error:
         raise SetupError(
             f"{url} gives no /debug/instances of a pdserve router: {type(error).__name__} {error}"
         ) from None
     if not profiles:
-        raise SetupError(f"{url} has no instance {instance_id or 'at all'}")
+        raise SetupError(f"{url} has no instance at all")
     return profiles[0]
 
 

@@ -418,10 +418,9 @@ def simulate_all(
     profile: Profile,
     objectives: dict[str, float],
     runs: list[tuple[Fleet, float]],
-    limits: Sequence[Limit] = (),
 ) -> Iterator[Forecast]:
     """Simulate (fleet, rate) pairs side by side, and yield the forecasts in order."""
-    one = partial(_simulate_pair, config, profile, objectives, limits)
+    one = partial(_simulate_pair, config, profile, objectives)
     jobs = min(config.jobs or num_cores(), len(runs))
     if jobs <= 1:
         yield from map(one, runs)
@@ -449,10 +448,6 @@ def _begin_worker() -> None:
 
 
 def _simulate_pair(
-    config: FleetConfig,
-    profile: Profile,
-    objectives: dict[str, float],
-    limits: Sequence[Limit],
-    run: tuple[Fleet, float],
+    config: FleetConfig, profile: Profile, objectives: dict[str, float], run: tuple[Fleet, float]
 ) -> Forecast:
-    return simulate(config, profile, objectives, *run, limits)
+    return simulate(config, profile, objectives, *run)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from pdserve.config import parse_size
-from pdserve.errors import BadRequest, InvalidParameter, NotFound, Overloaded, not_imported
+from pdserve.errors import BadRequest, InvalidParameter, NotFound, Overloaded
 from pdserve.router.api.http_responses import json_response
 from pdserve.router.api.parsing import JsonBody, is_ascending, page_limit, quote
 from pdserve.router.dialects.batches import schemas
@@ -35,10 +35,6 @@ class Batches(Dialect):
         super().__init__(service)
         self._opened_queue: BatchQueue | None = None
         if service.config.batch_folder:
-            try:
-                import python_multipart  # noqa: F401  # which starlette imports with the first form
-            except ImportError as error:
-                raise not_imported("python_multipart", error) from error
             size, is_shared = parse_size(service.config.max_batch_bytes), len(service.admission.keys) > 1
             store = FileStore(Path(service.config.batch_folder), size, is_shared=is_shared)
             self._opened_queue = BatchQueue(store, service.config.batch_concurrency, service.endpoints)

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from pdserve.errors import BadRequest, InvalidParameter, RequestError
+from pdserve.router.api.chat import invalid_messages
 from pdserve.router.api.generation import Delta, Generation, Json
 from pdserve.router.api.parsing import check_known, checked_fields, json_type, quote
 from pdserve.router.api.schemas import (
@@ -168,19 +169,19 @@ def _messages(messages: list[Any]) -> list[Message]:
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise _invalid(f"{path} must be an object with role and content")
+            raise invalid_messages(f"{path} must be an object with role and content")
         check_known(message, {"role", "content"}, path)
         if not isinstance(message["role"], str) or message["role"] not in BLOCKS_OF_ROLE:
-            raise _invalid(f"{path}.role must be user, assistant or system")
+            raise invalid_messages(f"{path}.role must be user, assistant or system")
         blocks = list(_blocks(message["content"], f"{path}.content", BLOCKS_OF_ROLE[message["role"]]))
         if message["role"] == "assistant":
             converted.append(_assistant_message(blocks))
         elif not blocks:
-            raise _invalid(f"{path}.content must hold at least one block")
+            raise invalid_messages(f"{path}.content must hold at least one block")
         else:
             converted += _user_messages(message["role"], blocks, path)
     if not converted:
-        raise _invalid("messages must hold at least one message")
+        raise invalid_messages("messages must hold at least one message")
     return converted
 
 
@@ -230,7 +231,7 @@ def _blocks(content: object, path: str, types: tuple[str, ...]) -> Iterator[dict
         yield {"type": "text", "text": content}
         return
     if not isinstance(content, list):
-        raise _invalid(f"{path} must be a string or a list of blocks, not {json_type(content)}")
+        raise invalid_messages(f"{path} must be a string or a list of blocks, not {json_type(content)}")
     for index, block in enumerate(content):
         where = f"{path}[{index}]"
         if not isinstance(block, dict) or block.get("type") not in types:
@@ -239,13 +240,13 @@ def _blocks(content: object, path: str, types: tuple[str, ...]) -> Iterator[dict
             raise BadRequest(message, kind="unsupported_content", param="messages")
         required, optional = BLOCK_FIELDS[block["type"]]
         if missing := required - set(block):
-            raise _invalid(f"{where}.{min(missing)} is required")
+            raise invalid_messages(f"{where}.{min(missing)} is required")
         check_known(block, {"type", "cache_control", *required, *optional}, where)
         for name in required:
             expected = dict if name == "input" else str
             if not isinstance(block[name], expected):
                 kind = "an object" if expected is dict else "a string"
-                raise _invalid(f"{where}.{name} must be {kind}, not {json_type(block[name])}")
+                raise invalid_messages(f"{where}.{name} must be {kind}, not {json_type(block[name])}")
         yield block
 
 
@@ -286,10 +287,6 @@ def _user(metadata: dict[str, Any] | None) -> str | None:
     if user is not None and not isinstance(user, str):
         raise InvalidParameter("metadata", "metadata.user_id must be a string")
     return user
-
-
-def _invalid(message: str) -> BadRequest:
-    return BadRequest(message, kind="invalid_messages", param="messages")
 
 
 # ---- the answer ---------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_a_plan_says_that_it_is_the_router_that_does_not_keep_up(
     profile = Profile.load(tiny_profile)
     slow = replace(profile, overheads=replace(profile.overheads, router_request_s=0.05))
     slow.save(tiny_profile)
-    load = {"slo": "ttft=500ms", "request_rate": 40, "num_prompts": 200, "max_instances": 2, "random_output_len": 2}
+    load = {"slo": "ttft=500ms", "request_rate": 40, "num_prompts": 60, "max_instances": 2, "random_output_len": 2}
     config = plan_config(tiny_profile, **load)
     assert run(config) == 3
     lines = capsys.readouterr().out.splitlines()
