@@ -52,13 +52,14 @@ struct Group {
     }
 };
 
-// Group number g of all runs in order, for W of its columns.
+// Group number g of all runs in order, for W of its columns; `shift` is added to the zeros.
 template <int BITS, class S>
-inline Group<S> group_at(const Weight& w, i64 g, i64 column) {
+inline Group<S> group_at(const Weight& w, i64 g, i64 column, float shift = 0) {
     const i64 i = g * RUN + column;
     vf zero = splat(BITS == FLOAT8 ? 0 : (float)(1 << (BITS - 1)));
     if (w.zeros)
         for (int lane = 0; lane < W; lane++) zero[lane] = w.zeros[i + lane];
+    zero += shift;
     const vf scale = load((const S*)w.scales + i);
     return {scale, zero, -(zero * scale)};
 }

@@ -215,13 +215,23 @@ def _build(openmp: Path) -> Path:
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder):
-                if not target.exists():
-                    log.info("compiling the kernels for this processor, once: a minute or two")
-                    compile_library(target, FLAGS)
+                if not target.exists() and (failure := _compile(target)):
+                    raise BuildError(failure)
     except OSError as error:
         why = error.strerror or str(error)
         raise BuildError(f"{folder} cannot be written: {why}; XDG_CACHE_HOME may name a folder that can") from error
     return target
+
+
+@cache
+def _compile(target: Path) -> str:
+    """Compile the library; return why that failed. A process tries once, since each try takes a minute or two."""
+    log.info("compiling the kernels for this processor, once: a minute or two")
+    try:
+        compile_library(target, FLAGS)
+    except BuildError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

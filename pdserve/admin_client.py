@@ -1,6 +1,7 @@
 """HTTP client of a router's operator endpoints, /admin and /debug."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Any, Self
 import httpx
 
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_json
 
 ADMIN_KEY_VARIABLE = "PDSERVE_ADMIN_KEY"
 TIMEOUT_S = 30.0
@@ -17,7 +19,7 @@ ROW = ("instance_id", "role", "draining", "requests")
 DIRECT = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
 
 
-def admin_headers() -> dict[str, str]:
+def admin_headers() -> httpx.Headers:
     """Return the header with the admin key of the environment, of several the first; empty without one.
 
     Raises:
@@ -26,19 +28,21 @@ def admin_headers() -> dict[str, str]:
     return key_header(ADMIN_KEY_VARIABLE, os.environ.get(ADMIN_KEY_VARIABLE, "").split(",")[0])
 
 
-def key_header(name: str, key: str) -> dict[str, str]:
-    """Return the header with a key; empty without one.
+def key_header(name: str, key: str) -> httpx.Headers:
+    """Return the header with a key in UTF-8, as routers compare it; empty without one.
 
     Args:
         name: of the setting that has it.
 
     Raises:
-        SetupError: no header can have it.
+        SetupError: no header can have it, or it is the digest that a router may have in its place.
     """
     key = key.strip()
-    if not (key.isascii() and key.isprintable()):
-        raise SetupError(f"{name} must have printable ASCII characters only, since a header carries it")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    if not key.isprintable():
+        raise SetupError(f"{name} must have printable characters only, since a header carries it")
+    if re.fullmatch("sha256:[0-9a-fA-F]{64}", key):
+        raise SetupError(f"{name} is the digest of a key, which only routers take; give the key itself")
+    return httpx.Headers({"Authorization": f"Bearer {key}"} if key else {}, encoding="utf-8")
 
 
 @contextmanager
@@ -46,7 +50,7 @@ def reading(url: object) -> Iterator[None]:
     """Context in which a router's answer is read: raises SetupError if its form is another one."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SetupError(
             f"{url} is not a router: its answer has another form: {type(error).__name__} {error}"
         ) from error
@@ -97,7 +101,7 @@ class AdminClient:
         """Return the rows of /debug/instances, with the fields `ROW` at least."""
         answer = self.get("/debug/instances")
         with reading(self._http.base_url):
-            return [{**row, **{name: row[name] for name in ROW}} for row in answer.json()["instances"]]
+            return [{**row, **{name: row[name] for name in ROW}} for row in read_json(answer.content)["instances"]]
 
     def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
         url = self._http.base_url
@@ -108,7 +112,7 @@ class AdminClient:
         if response.is_success:
             return response
         try:
-            message = str(response.json()["error"]["message"])
+            message = str(read_json(response.content)["error"]["message"])
         except (ValueError, KeyError, TypeError):
             raise SetupError(f"{url} is not a router: {path} responds with {response.status_code}") from None
         raise (StateConflict if response.status_code == httpx.codes.CONFLICT else SetupError)(message)

@@ -191,7 +191,7 @@ class EngineConfig(ModelConfig):
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device {self.device!r} is not supported; use auto, cpu, cuda or cuda:1")
+            raise ValueError(f"--device must be auto, cpu, cuda or a numbered one such as cuda:1, not {self.device!r}")
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
         if self.speculative_config:

@@ -43,6 +43,7 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Fields of `SamplingParams` that instances know from this version of the control protocol on only; the others all know.
 SINCE: dict[str, int] = {}
+PIN_SINCE = 11  # the same of `Request.pin`
 
 
 class BodyParams(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -1,7 +1,8 @@
 """vLLM's `--speculative-config`: the settings of ours that its JSON object stands for."""
 
-import json
 from typing import Any
+
+from pdserve.lines.untrusted import read_json
 
 SPECULATE = ("auto", "off", "ngram", "suffix", "draft")
 # Keys of the object. The last two say in vLLM which matches to look for, and have no effect here.
@@ -15,8 +16,8 @@ def read_speculative(text: str) -> dict[str, Any]:
         ValueError: it asks for what is not supported.
     """
     try:
-        asked = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        asked = read_json(text)
+    except ValueError as error:
         raise ValueError(f"--speculative-config is not JSON: {error}") from error
     if not isinstance(asked, dict) or not asked.keys() & {"method", "model"} or asked.keys() - set(KEYS):
         raise ValueError(

@@ -108,7 +108,12 @@ def deployment(tree: Path, folder: Path, port: int) -> Iterator[dict[str, int]]:
         "--tool-call-parser",
         "none",
     ]  # the template of the demo model would open both
-    environment = os.environ | {"PYTHONPATH": str(folder), FOLDER_VARIABLE: str(folder)}
+    ends_with_this = f"{os.getpid()} {int(signal.SIGTERM)}"  # as in pdserve/parent.py, even if this process is killed
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        FOLDER_VARIABLE: str(folder),
+        "PDSERVE_PARENT": ends_with_this,
+    }
     log = folder / "log"
     with log.open("w") as output:
         up = subprocess.Popen(command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT)

@@ -17,6 +17,15 @@ MOST = {"files": 65, "functions": 459, "returns": 179}
 # By which machines differ: in their kernels, in which connection speaks first and, if they are busy, in what watches a chat
 # and in whether the cost model has decode look for drafts.
 SLACK = {"files": 2, "functions": 30, "returns": 15}
+PLAYED_FLEET = """
+import os, time
+from pdserve.parent import end_with_parent
+end_with_parent()
+with open(os.environ["PIPE"], "w") as pipe:
+    print("up", file=pipe, flush=True)
+    time.sleep(120)
+    print("it was left", file=pipe)
+"""
 WALKS = 4  # the shortest counts: what else happens on a busy machine lengthens a path
 
 
@@ -143,3 +152,18 @@ def test_a_tree_that_does_not_start(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "did not get ready" in done.stderr
     assert "no model" in done.stderr
+
+
+def test_a_killed_script_leaves_no_fleet(tmp_path: Path) -> None:
+    """The tree's Python plays a fleet that ends with its parent, as `pdserve up` does."""
+    python, pipe = tmp_path / ".venv/bin/python", tmp_path / "pipe"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!{sys.executable}\n{PLAYED_FLEET}")
+    python.chmod(0o755)
+    os.mkfifo(pipe)
+    script = f"import walk_path; from pathlib import Path; walk_path.recordings(Path({str(tmp_path)!r}))"
+    walk = subprocess.Popen([sys.executable, "-c", script], cwd=SCRIPTS, env=os.environ | {"PIPE": str(pipe)})
+    with walk, pipe.open() as fleet:
+        assert fleet.readline() == "up\n"
+        walk.kill()
+        assert fleet.read() == ""

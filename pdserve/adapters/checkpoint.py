@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from pdserve.adapters.experts import LowRank, Modules, targeted, untargeted
 from pdserve.errors import reason
 from pdserve.keys import KEY_BYTES
+from pdserve.lines.untrusted import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of tensors' names, as PEFT saves them
@@ -172,7 +173,7 @@ def _parse_config(files: Files) -> dict[str, Any]:
     """Return the settings of an adapter. Raises AdapterError."""
     file = files.path / CONFIG
     try:
-        config = json.loads(files.config)
+        config = read_json(files.config)
     except ValueError as error:
         raise AdapterError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

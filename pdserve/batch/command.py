@@ -17,24 +17,33 @@ from pdserve.admin_client import DIRECT, key_header
 from pdserve.batch.lines import BatchRequest, InvalidLine, Json, parse_lines, read_done
 from pdserve.batch.runner import run_batch
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_json
 from pdserve.server_url import server_url
 
 MAX_SHOWN = 5  # unanswered requests
 
 
-def server_at(url: str) -> AbstractContextManager[str]:
-    """Return a running server for `run`. Raises SetupError if the URL names no server of http or https."""
-    return nullcontext(server_url(url, "--url", "PDSERVE_API_KEY"))
+Server = AbstractContextManager[tuple[str, httpx.Headers]]  # its URL and the header with a key for it
 
 
-def run(source: Path, target: Path, server: AbstractContextManager[str], concurrency: int) -> bool:
+def server_at(url: str) -> Server:
+    """Return a running server for `run`, with the first key of PDSERVE_API_KEY.
+
+    Raises:
+        SetupError: the URL names no server of http or https, or no header can have the key.
+    """
+    key = key_header("PDSERVE_API_KEY", os.environ.get("PDSERVE_API_KEY", "").split(",")[0])
+    return nullcontext((server_url(url, "--url", "PDSERVE_API_KEY"), key))
+
+
+def run(source: Path, target: Path, server: Server, concurrency: int) -> bool:
     """Append the missing answers to `target`; return whether all lines are answered.
 
     Args:
-        server: returns the server's URL when it is entered, which it is once the files are known to be right.
+        server: entered once the files are known to be right.
 
     Raises:
-        SetupError: a file cannot be read or written, `target` has the answers of another batch, or the API key is wrong.
+        SetupError: a file cannot be read or written, `target` is of another batch, or the server refuses the key.
     """
     try:
         with source.open("rb") as lines, target.open("a+b") as answers:
@@ -42,22 +51,23 @@ def run(source: Path, target: Path, server: AbstractContextManager[str], concurr
                 raise SetupError(f"{source} is a pipe, which can be read only once; name a file")
             answers.seek(0)
             done = read_done(answers)
-            with server as url:
-                return asyncio.run(_run(lines, answers, done, url, concurrency))
+            with server as (url, key):
+                return asyncio.run(_run(lines, answers, done, url, key, concurrency))
     except OSError as error:
         raise SetupError(f"{error.filename or target}: {error.strerror}") from error  # a full disk is of no file name
     except ValueError as error:
         raise SetupError(f"{target}: {error}; name another file") from error
 
 
-async def _run(lines: BinaryIO, answers: BinaryIO, done: Mapping[int, str | None], url: str, concurrency: int) -> bool:
+async def _run(
+    lines: BinaryIO, answers: BinaryIO, done: Mapping[int, str | None], url: str, key: httpx.Headers, concurrency: int
+) -> bool:
     total = sum(1 for line in lines if line.strip())
     lines.seek(0)
-    headers = key_header("PDSERVE_API_KEY", os.environ.get("PDSERVE_API_KEY", "").split(",")[0])
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=url,
-        headers=headers,
+        headers=key,
         timeout=None,
         limits=limits,
         verify=url.startswith("https"),
@@ -91,10 +101,10 @@ def _sender(http: httpx.AsyncClient) -> Callable[[BatchRequest], Any]:
             answer = await http.post(request.url, content=content, headers={"Content-Type": "application/json"})
             if answer.status_code == 401:  # as all others would be, in answers that are kept
                 raise SetupError(f"the server refuses the key in PDSERVE_API_KEY: {answer.text[:200]}")
-            return answer.status_code, answer.headers.get("x-request-id", ""), answer.json()
+            return answer.status_code, answer.headers.get("x-request-id", ""), read_json(answer.content)
         except httpx.TransportError as error:
             raise OSError(repr(error)) from error
-        except (ValueError, RecursionError) as error:  # no JSON: something else than a server of this API answered
+        except ValueError as error:  # no JSON: something else than a server of this API answered
             raise OSError(f"status {answer.status_code} without JSON") from error
 
     return send

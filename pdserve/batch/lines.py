@@ -7,13 +7,14 @@
 instead of a `response`.
 """
 
-import json
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from pydantic_core import from_json
+
+from pdserve.lines.untrusted import read_json
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_ID_CHARS = 512
@@ -152,9 +153,9 @@ def read_done(file: BinaryIO) -> dict[int, str | None]:
                 raise ValueError(f"line {number} is not an answer of a batch")
             break
         try:
-            line = json.loads(raw)
+            line = read_json(raw)
             done[int(line["id"].removeprefix(ID_PREFIX))] = line["custom_id"]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"line {number} is not an answer of a batch") from None
         end += len(raw)
     file.truncate(end)

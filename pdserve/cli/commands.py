@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -35,6 +35,9 @@ from pdserve.tools.load_config import (
     PlanConfig,
     SimulateConfig,
 )
+
+if TYPE_CHECKING:
+    from httpx import Headers
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -288,13 +291,14 @@ def batch(
 
 
 @contextmanager
-def _server_of_its_own(model: str, counts: dict[str, int]) -> Iterator[str]:
+def _server_of_its_own(model: str, counts: dict[str, int]) -> Iterator[tuple[str, "Headers"]]:
+    from pdserve.admin_client import key_header
     from pdserve.cli.deployment import free_port
     from pdserve.offline.llm import Fleet
 
     fleet = Fleet(UpConfig(model=model, port=free_port(), **counts))  # type: ignore[arg-type]
     try:
-        yield fleet.url
+        yield fleet.url, key_header("the key of this server", fleet.api_key)
     finally:
         fleet.close()
 

@@ -1,6 +1,5 @@
 """`pdserve drain` and `pdserve role`, which wait until the instance has complied, and `pdserve health`."""
 
-import json
 import ssl
 import sys
 import time
@@ -12,6 +11,7 @@ from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 from pdserve.admin_client import AdminClient
 from pdserve.errors import SetupError, reason
+from pdserve.lines.untrusted import read_json
 
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 3.0
@@ -76,6 +76,6 @@ def _why(error: Exception) -> str:
     """Return the message of an answer with an error, or what kept the answer from coming."""
     if isinstance(error, HTTPError):
         with suppress(OSError, HTTPException, ValueError, LookupError, TypeError):
-            return str(json.loads(error.read(MAX_ERROR_BYTES))["error"]["message"]).removeprefix("not ready: ")
+            return str(read_json(error.read(MAX_ERROR_BYTES))["error"]["message"]).removeprefix("not ready: ")
     cause = error.reason if isinstance(error, URLError) else error
     return reason(cause) if isinstance(cause, Exception) else str(cause)

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 10  # of the control plane, fields of requests included (`pdserve.request.SINCE`)
+PROTOCOL_VERSION = 11  # of the control plane, fields of requests included (`pdserve.request.SINCE`)
 OLDEST_VERSION = 10  # that routers serve: the version before, from 11 on, so that instances are updated one by one
 NONCE_BYTES = 16  # of `Hello.nonce`
 LENGTH_BYTES = 4  # big-endian

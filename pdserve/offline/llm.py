@@ -296,6 +296,8 @@ class AsyncLLM(_Client):
             PdserveError: the fleet could not answer.
         """
         body = _body(prompt, sampling_params or SamplingParams())
+        if "prompt_logprobs" in body:
+            raise ValueError("prompt_logprobs are not part of a stream, which is what AsyncLLM asks for: use LLM")
         output = _new_output(request_id or uuid.uuid4().hex, body)
         try:
             async with (

@@ -11,7 +11,6 @@ d and p are linear between measured points ("knots") and go on straight beyond t
 earlier token) pairs that attention computes. A sequence with one token to compute counts as decoding.
 """
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from pdserve.costs import Costs, OnlineFit
 from pdserve.errors import SetupError
 from pdserve.keys import Layout
+from pdserve.lines.untrusted import read_json
 
 SCHEMA = 1
 Knots = tuple[tuple[int, float], ...]  # (amount, seconds), in ascending order of the amount
@@ -338,13 +338,13 @@ class Profile:
         """
         text = Path(path).read_bytes()
         try:
-            raw = json.loads(text)
+            raw = read_json(text)
             if not isinstance(raw, dict) or "schema" not in raw:
                 raise ValueError("it has no schema")
             if raw["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {raw['schema']}, and this version reads schema {SCHEMA}")
             profile: Profile = _json().validate_python(raw)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} is not a profile: {_sentence(error)}") from None
         return profile
 

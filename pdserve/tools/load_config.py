@@ -51,16 +51,18 @@ class LoadConfig(Settings):
     dataset_path: str = flag("file of the data set", "")
     num_prompts: int = flag("requests; of a file, at most", 1000, least=1)
     request_rate: float = flag(
-        "mean requests per second; inf: all at once, or the trace's own times", math.inf, above=0, infinite=True
+        "mean requests per second; inf: all at once, or the trace's own times", math.inf, least=1e-6, infinite=True
     )
-    burstiness: float = flag("1: Poisson; less: bursts; more: more regular; inf: constant", 1.0, above=0, infinite=True)
+    burstiness: float = flag(
+        "1: Poisson; less: bursts; more: more regular; inf: constant", 1.0, least=1e-6, infinite=True
+    )
     ramp_up_strategy: str | None = flag(
         "how the rate changes over the run, in place of --request-rate; default: not",
         None,
         choices=("linear", "exponential"),
     )
-    ramp_up_start_rps: float | None = flag("first rate of the ramp; no default", None, above=0)
-    ramp_up_end_rps: float | None = flag("last rate of the ramp; no default", None, above=0)
+    ramp_up_start_rps: float | None = flag("first rate of the ramp; no default", None, least=1e-6)
+    ramp_up_end_rps: float | None = flag("last rate of the ramp; no default", None, least=1e-6)
     random_input_len: int = flag("random: prompt tokens after the prefix", 1024, least=1)
     random_output_len: int = flag("random: output tokens", 128, least=1)
     random_range_ratio: float = flag("random: lengths differ by up to this share of them", 0.0, least=0, most=1)
@@ -72,7 +74,7 @@ class LoadConfig(Settings):
     output_len: int | None = flag("sharegpt, custom: output tokens; default: those of the file", None, least=1)
     multi_turn: bool = flag("sharegpt, custom, mooncake: later turns wait for the answer to the previous one", False)
     think_time: float = flag("seconds between an answer and the next turn", 0.0, least=0, most=DAY_S)
-    trace_speed: float = flag("mooncake, azure, burstgpt: 2 replays in half the time", 1.0, above=0)
+    trace_speed: float = flag("mooncake, azure, burstgpt: 2 replays in half the time", 1.0, least=1e-6)
     trace_length_scale: float = flag("mooncake, azure, burstgpt: factor of all lengths", 1.0, above=0)
     warmup_requests: int = flag("first requests of the run that do not count, as they meet an empty fleet", 0, least=0)
     seed: int = flag("of lengths, prompts and arrivals", 0)

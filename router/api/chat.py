@@ -29,7 +29,7 @@ from pdserve.router.api.tools import AllowedTools, parse_tools
 from pdserve.router.backend import ModelInfo
 from pdserve.router.routed_request import RoutedRequest
 from pdserve.router.text.parsers.json_object import mended
-from pdserve.router.text.parsers.output import parse_json
+from pdserve.router.text.parsers.output import parse_value
 from pdserve.router.text.tokenizer import PLAIN, REASONING_VARIABLES, TemplateOptions, Tokenizer
 
 TEXT = {"role", "content"}  # the fields of a plain message,
@@ -243,13 +243,13 @@ class _EarlierCalls:
     def of(self, call: ToolCall) -> dict[str, Any]:
         """Return one of them. Raises BadRequest."""
         given = call.function.arguments or ""
-        arguments = given if isinstance(given, dict) else parse_json(given)
+        arguments = given if isinstance(given, dict) else parse_value(given)
         if not isinstance(arguments, dict):
             self.left -= len(given)
             if self.left < 0:
                 message = f"arguments of tool_calls that are no JSON objects have more than {MAX_MENDED} characters"
                 raise invalid_messages(f"{message}; send JSON objects, or leave these calls out")
-            arguments = parse_json(mended(str(given)))
+            arguments = parse_value(mended(str(given)))
         return {
             "id": call.id or "",
             "type": "function",

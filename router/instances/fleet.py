@@ -385,9 +385,10 @@ class Fleet:
         del self.instances[instance.id]
         self._update()
         self.index.forget(instance.id)
-        self.num_lost += 1
+        is_planned = self.is_closing or instance.is_draining
+        self.num_lost += not is_planned
         extra = {"event": "drained" if instance.is_draining else "left", "instance": instance.id}
-        level = logging.INFO if self.is_closing or instance.is_draining else logging.WARNING
+        level = logging.INFO if is_planned else logging.WARNING
         log.log(level, "%s left: %s; it had %d requests", instance.id, reason, len(instance.requests), extra=extra)
         instance.connection.close()
         assert self.listener is not None

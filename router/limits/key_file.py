@@ -14,10 +14,10 @@ A key is given in plain text or as `sha256:` and its hexadecimal digest; the rou
 
 import hashlib
 import re
-import tomllib
 from dataclasses import dataclass, field, replace
 
 from pdserve.errors import SetupError, reason
+from pdserve.lines.untrusted import read_toml
 from pdserve.request import Tenant
 from pdserve.router.limits.quota import Limits, Rate
 
@@ -82,8 +82,8 @@ def _kv_salt(key: ApiKey) -> str:
 def _read(path: str) -> list[ApiKey]:
     try:
         with open(path, "rb") as file:
-            tables = tomllib.load(file)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+            tables = read_toml(file.read())
+    except (OSError, ValueError) as error:
         raise SetupError(f"--keys-file {path} cannot be read: {reason(error)}") from error
     if not tables:
         raise SetupError(f"--keys-file {path} declares no key; add a table for each key, such as [alice]")

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from pdserve.control.registry import LEASE_S, Registry
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_json
 from pdserve.router.limits.quota import Quota
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class FileAccounts:
 
 def _parse(stored: str | bytes | None) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        if isinstance(value := json.loads(stored or "{}"), dict):
+        if isinstance(value := read_json(stored or "{}"), dict):
             return value
     log.warning("the quotas that routers share were damaged, perhaps by a killed router: they start anew")
     return {}

@@ -11,8 +11,9 @@ from msgspec import structs
 from pdserve.costs import attention_pairs
 from pdserve.errors import RequestError, SetupError, reason
 from pdserve.lines.json_lines import json_lines
+from pdserve.lines.untrusted import read_json
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.request import SamplingParams
+from pdserve.request import PIN_SINCE, SamplingParams
 from pdserve.router.api.chat import parse_chat
 from pdserve.router.api.parsing import parse_body
 from pdserve.router.api.requests import parse_completion
@@ -42,8 +43,8 @@ def read_warm_prompts(path: str, keys: Sequence[ApiKey]) -> list[Line]:
         raise SetupError("--warm-prompts need --share-kv: each key of the --keys-file has KV of its own")
     try:
         with open(path, encoding="utf-8") as file:
-            lines = [(number, json.loads(line)) for number, line in json_lines(file.read())]
-    except (OSError, ValueError, RecursionError) as error:
+            lines = [(number, read_json(line)) for number, line in json_lines(file.read())]
+    except (OSError, ValueError) as error:
         raise SetupError(f"--warm-prompts {path} cannot be read: {reason(error)}") from error
     bodies = [(number, {"prompt": value} if isinstance(value, str) else value) for number, value in lines]
     for number, body in bodies:
@@ -99,6 +100,7 @@ def _send(instance: InstanceHandle, epoch: int, requests: Sequence[RoutedRequest
     for request in requests:
         tokens, name = len(request.prompt), f"{request.request_id}#{epoch:x}"
         instance.assign(name, Load(1, tokens, 1, tokens, prefills=1, attended_tokens=int(attention_pairs(tokens, 0))))
-        submit = pb.Submit(request_id=name, phase=pb.BOTH, request=request.pack())
+        known = structs.replace(request, pin=instance.hello.protocol_version >= PIN_SINCE)
+        submit = pb.Submit(request_id=name, phase=pb.BOTH, request=known.pack())
         instance.connection.send(pb.RouterFrame(submit=submit))
     log.info("%s computes %d warm prompts", instance.id, len(requests))

@@ -11,11 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from typer.testing import CliRunner
 
 from pdserve.batch import runner
 from pdserve.batch.command import run, server_at
+from pdserve.cli.commands import app
 from pdserve.errors import SetupError
+from pdserve.offline import llm
 
 CHAT = "/v1/chat/completions"
 
@@ -87,7 +91,7 @@ def answers(path: Path) -> dict[str, Any]:
 def test_answers_and_wrong_lines(
     server: Server, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PDSERVE_API_KEY", "secret")
+    monkeypatch.setenv("PDSERVE_API_KEY", "schlüssel")
     source, target = files
     names = [str(i) for i in range(20)]
     wrong = {
@@ -112,7 +116,7 @@ def test_answers_and_wrong_lines(
         assert (response["status_code"], response["request_id"]) == (400 if name == "3" else 200, f"cmpl-{name}")
     for name, code, message in wrong.values():
         assert found[name]["error"]["code"] == code and message in found[name]["error"]["message"]
-    assert server.keys == {"Bearer secret"} and max(server.seen.values()) == 1
+    assert server.keys == {"Bearer schlüssel".encode().decode("latin-1")} and max(server.seen.values()) == 1
 
 
 def test_an_interrupted_batch_goes_on(server: Server, files: tuple[Path, Path]) -> None:
@@ -163,9 +167,9 @@ def test_nothing_is_started_or_asked_for_before_files_key_and_url_are_right(
     server: Server, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def started() -> Iterator[str]:
+    def started() -> Iterator[tuple[str, httpx.Headers]]:
         pytest.fail("a server was started")
-        yield ""
+        yield "", httpx.Headers()
 
     source, target = files
     with pytest.raises(SetupError, match=r"in\.jsonl: No such file"):
@@ -178,10 +182,13 @@ def test_nothing_is_started_or_asked_for_before_files_key_and_url_are_right(
     for url in ("127.0.0.1:8000", "ftp://host"):
         with pytest.raises(SetupError, match="is not a URL; write http://"):
             server_at(url)
-    for key in ("schlüssel", "a\nb"):
+    for key, wrong in (
+        ("a\nb", "must have printable characters only"),
+        (f"sha256:{'a' * 64}", "is the digest of a key"),
+    ):
         monkeypatch.setenv("PDSERVE_API_KEY", key)
-        with pytest.raises(SetupError, match=r"^PDSERVE_API_KEY must have printable ASCII characters only"):
-            run(source, target, server_at(server.url), 1)
+        with pytest.raises(SetupError, match=f"^PDSERVE_API_KEY {wrong}"):
+            server_at(server.url)
     monkeypatch.delenv("PDSERVE_API_KEY")
     server.failures["a"] = [401]
     with pytest.raises(SetupError, match="refuses the key in PDSERVE_API_KEY"):
@@ -237,3 +244,24 @@ def test_faults_without_a_file_name_name_the_file(
     monkeypatch.setattr("pdserve.batch.command.run_batch", fill_the_disk)
     with pytest.raises(SetupError, match=r"out\.jsonl: No space left"):
         run(source, target, server_at(server.url), 4)
+
+
+def test_a_server_of_its_own_gets_the_key_that_was_made_for_it(
+    server: Server, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment may have the digest of a key, which is none."""
+
+    class Fleet:
+        url, api_key = server.url, "made"
+
+        def __init__(self, config: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(llm, "Fleet", Fleet)
+    monkeypatch.setenv("PDSERVE_API_KEY", f"sha256:{'a' * 64}")
+    source, target = files
+    source.write_text(request("a"))
+    done = CliRunner().invoke(app, ["batch", str(source), str(target)])
+    assert done.exit_code == 0, done.output
+    assert server.keys == {"Bearer made"}

@@ -70,8 +70,10 @@ def test_health_says_why_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(head + body) as url:
         assert not health(url)
     assert not health(url), "it is gone"
+    with answering(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 9000\r\n\r\n" + b"[" * 9000) as url:
+        assert not health(url)
     said = [line.partition(" is not ready: ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["no decode instance", "Connection refused"]
+    assert said == ["no decode instance", "Connection refused", "Service Unavailable"]
 
 
 def test_an_invalid_url_of_a_router_is_one_line() -> None:

@@ -178,7 +178,7 @@ def test_wrong_settings_and_servers_are_one_line(deploy: Deploy) -> None:
     assert "does not respond" in error(base_url=nobody)
     assert "--goodput: 'speed:1'" in error(goodput="speed:1")
     assert "is not a URL; write http" in error(base_url="localhost:8000")
-    with pytest.raises(ValueError, match="--request-rate must be more than 0"):
+    with pytest.raises(ValueError, match="--request-rate must be at least 1e-06"):
         BenchServeConfig(request_rate=-1.0)
     with deploy(model="demo", both=1, prefill=0, decode=0) as deployment:
         assert "has no model 'gpt-9'; it has demo" in error(base_url=deployment.url, model="gpt-9")

@@ -181,6 +181,8 @@ def test_asynchronous(spawned: list[Any], path: Path, prompts: list[list[int]], 
             assert "\u2028" in output.outputs[0].text, "it ends no line of the stream"
             with pytest.raises(ValueError, match="context"):
                 _ = [output async for output in llm.generate("a" * 2000)]
+            with pytest.raises(ValueError, match="AsyncLLM asks for: use LLM"):
+                _ = [output async for output in llm.generate("a", SamplingParams(prompt_logprobs=0))]
 
     asyncio.run(run())
     assert spawned and all(process.poll() is not None for process in spawned)

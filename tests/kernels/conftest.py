@@ -135,11 +135,10 @@ def unbuilt_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cpu_kernel() -> Kernel:
-    """The compiled kernel; skips the test where it cannot be built."""
-    try:
-        native.library()
-    except native.BuildError as error:
-        pytest.skip(str(error))
+    """The compiled kernel; skips the test where there is no compiler."""
+    if not (native.compiler() or native.is_available()):
+        pytest.skip("no C++ compiler")
+    native.library()
     return cpu
 
 

@@ -21,11 +21,16 @@ def test_failing_compiler_is_reported(
     unbuilt_library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = unbuilt_library / "c++"
-    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit\necho "error: unknown target" >&2\nexit 1\n')
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit\necho "error: unknown target" >&2\necho >>$0.calls\nexit 1\n'
+    )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(unbuilt_library))
     assert select_kernel("auto", CPU) is reference
-    assert "c++ failed: error: unknown target" in caplog.text
+    calls = (unbuilt_library / "c++.calls").read_text()
+    assert select_kernel("auto", CPU) is reference
+    assert (unbuilt_library / "c++.calls").read_text() == calls, "a process does not compile again"
+    assert caplog.text.count("c++ failed: error: unknown target") == 2
     assert not [path for path in (unbuilt_library / "pdserve" / "kernels").iterdir()], "temporary files are removed"
 
 

@@ -1,6 +1,5 @@
 """Observations of the controller: the instances of a fleet, and the requests that routers received within a window."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.lines.json_lines import json_lines
+from pdserve.lines.untrusted import read_json
 from pdserve.tools.bench.requests import Request, Sample
 
 
@@ -91,7 +91,7 @@ class Observation:
 
 def parse_traffic(text: str) -> list[Seen]:
     """Parse the lines of /debug/traffic."""
-    return [_parse(index, json.loads(line)) for index, (_, line) in enumerate(json_lines(text))]
+    return [_parse(index, read_json(line)) for index, (_, line) in enumerate(json_lines(text))]
 
 
 def _parse(index: int, row: Mapping[str, Any]) -> Seen:

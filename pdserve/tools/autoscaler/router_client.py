@@ -10,6 +10,7 @@ import httpx
 from pdserve.admin_client import AdminClient, StateConflict, reading
 from pdserve.errors import SetupError
 from pdserve.launchers.launcher import Launcher
+from pdserve.lines.untrusted import read_json
 from pdserve.router.telemetry.traffic import TIME_HEADER
 from pdserve.tools.autoscaler.change import Change, MadeChange
 from pdserve.tools.autoscaler.forecast import choose
@@ -76,7 +77,7 @@ class RouterClient:
             for router in self._routers:
                 answer = router.post("/admin/autoscaler", body)
                 with reading(answer.url):
-                    kept |= {MadeChange(**row) for row in answer.json()["changes"]}
+                    kept |= {MadeChange(**row) for row in read_json(answer.content)["changes"]}
                 held.append(router)
         except StateConflict as refusal:
             for router in held:

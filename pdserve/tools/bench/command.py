@@ -1,6 +1,5 @@
 """The command `pdserve bench serve`."""
 
-import json
 import math
 import random
 import re
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from pdserve.admin_client import key_header
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_json
 from pdserve.server_url import server_url
 from pdserve.tools.bench import report
 from pdserve.tools.bench.datasets import draw_load
@@ -38,6 +38,14 @@ from pdserve.tools.load_config import BenchServeConfig
 PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 PROMPT_TOLERANCE = 0.05  # of prompt lengths that the server counts, beyond which there is a warning
 WARM_UP_RUN = "w"
+ONLY_WITH = {  # settings that say nothing without another one
+    "save_detailed": "save_result",
+    "result_dir": "save_result",
+    "result_filename": "save_result",
+    "sweep_attainment": "slo_sweep",
+    "sweep_tolerance": "slo_sweep",
+    "sweep_repetitions": "slo_sweep",
+}
 LOCAL = ("127.0.0.1", "localhost", "::1")  # hosts whose energy can be measured
 
 
@@ -85,6 +93,10 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     if config.slo_sweep and not objectives:
         raise SetupError("--slo-sweep needs --goodput, such as ttft:500,itl:50")
     _sweep_shares(config)
+    for setting, needed in ONLY_WITH.items():
+        if getattr(config, setting) != getattr(BenchServeConfig, setting) and not getattr(config, needed):
+            flag, other = (f"--{name.replace('_', '-')}" for name in (setting, needed))
+            raise SetupError(f"{flag} says nothing without {other}: leave it out, or add that")
     metrics = [name.strip() for name in config.percentile_metrics.split(",") if name.strip()]
     if wrong := [name for name in metrics if name not in METRICS]:
         raise SetupError(f"--percentile-metrics: there is no {wrong[0]!r}; there are {', '.join(METRICS)}")
@@ -130,8 +142,8 @@ def _sweep_shares(config: BenchServeConfig) -> list[float]:
 def _body(text: str) -> dict[str, Any]:
     """Return the fields of `--extra-body`."""
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
+        found = read_json(text or "{}")
+    except ValueError as error:
         raise SetupError(f"--extra-body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise SetupError(f'--extra-body must be a JSON object such as {{"top_k": 5}}, not {text[:40]}')

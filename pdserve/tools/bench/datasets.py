@@ -66,6 +66,9 @@ def load_requests(config: LoadConfig, randint: Randint, count_tokens: Callable[[
     for setting, names in ONLY_OF.items():
         if name not in names and getattr(config, setting) != getattr(LoadConfig, setting):
             raise SetupError(f"--{setting.replace('_', '-')} says nothing of --dataset-name {name}: leave it out")
+    ramp = config.ramp_up_start_rps, config.ramp_up_end_rps
+    if config.ramp_up_strategy is None and ramp != (None, None):
+        raise SetupError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy, linear or exponential")
     if path and name in ("random", "prefix_repetition"):
         raise SetupError(f"--dataset-name {name} reads no --dataset-path; name the format of {path}, such as sharegpt")
     if name == "random":

@@ -1,10 +1,10 @@
 """A streamed answer, from the pieces of its body and their times of arrival."""
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pdserve.lines.event_stream import EventReader
+from pdserve.lines.untrusted import read_json
 from pdserve.tools.bench.requests import Sample
 
 Pieces = Sequence[tuple[float, bytes]]  # when it arrived, and what
@@ -30,7 +30,7 @@ def read_answer(sample: Sample, pieces: Pieces) -> None:
             done = True
             continue
         try:
-            event: dict[str, Any] = json.loads(data)
+            event: dict[str, Any] = read_json(data)
             if event.get("error"):
                 sample.error = _message(event["error"])
                 return
@@ -42,7 +42,7 @@ def read_answer(sample: Sample, pieces: Pieces) -> None:
             if usage := event.get("usage"):
                 sample.input_tokens = _count(usage, "prompt_tokens") or sample.input_tokens
                 sample.output_tokens = _count(usage, "completion_tokens")
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        except (ValueError, TypeError, AttributeError, LookupError):
             sample.error = f"an event is not one of a completion in JSON: {data[:100]}"
             return
     if not done:
@@ -73,8 +73,8 @@ def _count(usage: dict[str, Any], name: str) -> int:
 
 def _error_text(body: bytes) -> str:
     try:
-        return _message(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return _message(read_json(body)["error"])
+    except (ValueError, KeyError, TypeError):
         return body.decode(errors="replace")[:200].strip()
 
 

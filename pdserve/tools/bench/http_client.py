@@ -6,6 +6,7 @@ httptools parses, and no coroutine runs per piece: that is what lets one process
 import asyncio
 import ssl
 import time
+from collections.abc import Mapping
 from typing import cast
 from urllib.parse import quote, urlsplit
 
@@ -21,7 +22,7 @@ class HttpClient:
         OSError: by `post`, if the server cannot be reached or closes the connection before the end.
     """
 
-    def __init__(self, url: str, headers: dict[str, str]) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")

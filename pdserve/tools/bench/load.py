@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ class Target:
     chat: bool
     model: str
     body: dict[str, Any]
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     words: tuple[str, ...]
     run: str  # begins the ids of requests, which a router of ours takes over
     seed: int = 0

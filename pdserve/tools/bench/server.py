@@ -4,12 +4,14 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
 from pdserve.admin_client import DIRECT, admin_headers
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_json
 from pdserve.tools.bench.requests import Sample
 
 TIMELINES = 200  # requests whose timelines are read, spread over the run
@@ -23,7 +25,7 @@ PARTS = {  # of a timeline: the stages at which a part begins and ends
 }
 
 
-def find_model(url: str, headers: dict[str, str], wanted: str) -> dict[str, Any]:
+def find_model(url: str, headers: httpx.Headers, wanted: str) -> dict[str, Any]:
     """Return the entry of a model in /v1/models, the first if none is wanted; only its id if the server has no list.
 
     Raises:
@@ -39,8 +41,8 @@ def find_model(url: str, headers: dict[str, str], wanted: str) -> dict[str, Any]
     if answer.status_code != 200:
         raise SetupError(f"{url}/v1/models answers {answer.status_code}: {answer.text[:200].strip()}")
     try:
-        models: list[dict[str, Any]] = [{"id": one["id"], **one} for one in answer.json()["data"]]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        models: list[dict[str, Any]] = [{"id": one["id"], **one} for one in read_json(answer.content)["data"]]
+    except (ValueError, KeyError, TypeError):
         raise SetupError(f"{url}/v1/models does not answer with a list of models") from None
     for model in models:
         if wanted in ("", model["id"]):
@@ -49,10 +51,18 @@ def find_model(url: str, headers: dict[str, str], wanted: str) -> dict[str, Any]
     raise SetupError(f"{url} has no model {wanted!r}; it has {names}" if wanted else f"{url} serves no model yet")
 
 
+def _operators_client() -> httpx.Client:
+    """Return a client with the admin key, or with none if that cannot be sent: what it asks for is not worth an error."""
+    headers = httpx.Headers()
+    with suppress(SetupError):
+        headers = admin_headers()
+    return httpx.Client(headers=headers, timeout=30.0, mounts=DIRECT)
+
+
 def read_drafts(url: str) -> Counter[str]:
     """Return how many drafts, draft_tokens and accepted_tokens a server has counted so far, if it is ours."""
     try:
-        with httpx.Client(headers=admin_headers(), timeout=30.0, mounts=DIRECT) as http:
+        with _operators_client() as http:
             answer = http.get(f"{url}/metrics")
     except httpx.HTTPError:
         return Counter()
@@ -83,12 +93,12 @@ def read_breakdown(url: str, samples: Sequence[Sample]) -> dict[str, Any] | None
     """
     done = [sample for sample in samples if sample.ok]
     parts: dict[str, list[float]] = {}
-    with httpx.Client(headers=admin_headers(), timeout=30.0, mounts=DIRECT) as http:
+    with _operators_client() as http:
         for sample in done[:: max(1, len(done) // TIMELINES)]:
             try:
                 answer = http.get(f"{url}/debug/requests/{sample.request_id}")
-                stages: dict[str, float] = answer.json()["stages_ms"] if answer.status_code == 200 else {}
-            except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
+                stages: dict[str, float] = read_json(answer.content)["stages_ms"] if answer.status_code == 200 else {}
+            except (httpx.HTTPError, ValueError, KeyError, TypeError):
                 return None
             if answer.status_code in (401, 403):
                 return None

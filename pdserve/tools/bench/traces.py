@@ -11,6 +11,7 @@ from typing import Any
 
 from pdserve.errors import SetupError, reason
 from pdserve.lines.json_lines import json_lines
+from pdserve.lines.untrusted import read_json
 from pdserve.tools.bench.requests import Request
 
 BLOCK = 512  # tokens per id of `hash_ids` in a Mooncake trace, unless its lines say otherwise
@@ -109,8 +110,8 @@ def read_sharegpt(
     answer are left out.
     """
     try:
-        entries = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
+        entries = read_json(_text(path))
+    except ValueError as error:
         raise SetupError(f"--dataset-path {path} is not JSON: {error}") from None
     if not isinstance(entries, list):
         raise SetupError(f"--dataset-path {path} is not a list of conversations")
@@ -195,7 +196,7 @@ def _read(
                 requests.append(replace(request, key=str(fields.get("key") or "")))
     except KeyError as error:
         raise SetupError(f"{path}, line {line}: the field {error} is missing") from None
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         raise SetupError(f"{path}, line {line}: {error}") from None
     return requests
 
@@ -208,7 +209,7 @@ def _text(path: str) -> str:
 
 
 def _json_object(line: str) -> dict[str, Any]:
-    row = json.loads(line)
+    row = read_json(line)
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     return row

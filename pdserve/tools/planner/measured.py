@@ -1,6 +1,5 @@
 """Forecasts beside measurements: results of `pdserve bench serve --save-result`, and the profile that they correct."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_json
 from pdserve.profile.profile import Knots, Profile, StepModel
 from pdserve.tools.bench.report import together_sentence
 from pdserve.tools.bench.requests import Request
@@ -121,10 +121,10 @@ def load_measured(text: str, requests: Sequence[Request]) -> list[Measured]:
 
 def _read(fleet: Fleet, path: str, requests: Sequence[Request]) -> Measured:
     try:
-        figures = json.loads(Path(path).read_text())
+        figures = read_json(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"the file cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"the file is not JSON: {error}") from None
     numbers = [figures.get(name, 0) for name in NEEDED] if isinstance(figures, dict) else [0]
     if not all(isinstance(one, int) and 0 < one < MOST for one in numbers):

@@ -15,11 +15,11 @@ All targets hold, those of all requests for the requests of groups too.
 
 import math
 import re
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_toml
 from pdserve.tools.bench.requests import Request
 from pdserve.tools.planner.targets import ALL, Group, Target, parse_targets
 
@@ -49,10 +49,10 @@ def load_targets(slo: str, path: str) -> list[Target]:
 def _read(path: str) -> list[Target]:
     try:
         with open(path, "rb") as file:
-            content = tomllib.load(file)
+            content = read_toml(file.read())
     except OSError as error:
         raise SetupError(f"--slo-file {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of TOML or of the encoding
+    except ValueError as error:
         raise SetupError(f"{path} is not TOML: {error}") from None
     tables = content.get("group", [])
     if unknown := set(content) - {"slo", "group"}:

@@ -1,7 +1,6 @@
 """Published timings as profiles: DistServe's and Splitwise's files, and the cost models that a live fleet reports."""
 
 import csv
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import httpx
 
 from pdserve.admin_client import DIRECT, admin_headers
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_json
 from pdserve.profile.fit import Timing, fit_steps
 from pdserve.profile.profile import EngineFacts, Machine, Profile, StepModel, TransferModel
 
@@ -20,7 +20,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 94, 95, 128, 192, 256)  # DistServe's model c
 CONTEXTS = (128, 512, 1024, 2048)
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048)
 # What reading another form raises.
-MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 REST = ("transfers", "swap", "start_up_s", "role_flip_s", "overheads")  # not in published files
 
 
@@ -62,7 +62,7 @@ def _distserve(file: Path) -> dict[str, Profile]:
                 if row["pp"] == "1"
             }
     profiles = {}
-    for model, by_degree in json.loads(file.read_text()).items():
+    for model, by_degree in read_json(file.read_text()).items():
         for degree, fits in by_degree.items():
             name = f"{model},{degree}"
             facts = EngineFacts(num_blocks=capacities.get(name, 0) // 16, max_num_seqs=256, max_model_len=2048)
@@ -130,8 +130,8 @@ def from_fleet(url: str) -> Profile:
     """
     try:
         with httpx.Client(headers=admin_headers(), timeout=30.0, mounts=DIRECT) as http:
-            instances = http.get(f"{url.rstrip('/')}/debug/instances").raise_for_status().json()["instances"]
-        profiles = list(map(_of_instance, instances[:1]))
+            answer = http.get(f"{url.rstrip('/')}/debug/instances").raise_for_status()
+        profiles = list(map(_of_instance, read_json(answer.content)["instances"][:1]))
     except (httpx.HTTPError, httpx.InvalidURL, *MALFORMED) as error:
         raise SetupError(
             f"{url} gives no /debug/instances of a pdserve router: {type(error).__name__} {error}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from pdserve.errors import SetupError
 from pdserve.kv_spec import KVGroup, KVSpec
+from pdserve.lines.untrusted import read_json
 
 UNGATED = (
     "opt",
@@ -104,10 +105,10 @@ def load(model: str) -> Shape:
     file = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     if file.is_file():
         try:
-            config = json.loads(file.read_text())
+            config = read_json(file.read_text())
         except OSError as error:
             raise SetupError(f"--model {model}: {file} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise SetupError(f"--model {model}: {file} is not JSON: {error}") from None
     else:
         known = built_in()

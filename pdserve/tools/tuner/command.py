@@ -12,6 +12,7 @@ from typing import Any
 
 from pdserve.config import UpConfig
 from pdserve.errors import SetupError
+from pdserve.lines.untrusted import read_json
 from pdserve.tools import machine
 from pdserve.tools.bench.command import prepare, progress, requests_of, warm_up
 from pdserve.tools.bench.metrics import summarize
@@ -199,10 +200,10 @@ class Tuning:
             return
         try:
             lines = self._state.read_text().split("\n")
-            rows = [json.loads(line) for line in lines[:-1]]  # the last is empty, or was interrupted
+            rows = [read_json(line) for line in lines[:-1]]  # the last is empty, or was interrupted
         except OSError as error:
             raise SetupError(f"--state {self._state} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError):
+        except ValueError:
             rows = [{}]
         if not rows or not isinstance(rows[0], dict) or {"settings": {}} | rows[0] != head:
             raise SetupError(

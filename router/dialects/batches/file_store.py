@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pdserve.errors import NotFound, Overloaded, SetupError, TooLarge
+from pdserve.lines.untrusted import read_json
 
 Json = dict[str, Any]
 FILE, BATCH = "file-", "batch_"  # how their ids begin
@@ -102,7 +103,7 @@ class FileStore:
         if not item_id.startswith(prefix):
             raise _unknown(item_id)
         try:
-            item: Json = json.loads(self._path(key, item_id, ".json").read_text())
+            item: Json = read_json(self._path(key, item_id, ".json").read_text())
         except (OSError, ValueError):  # ValueError: it was damaged, for example by a power failure
             raise _unknown(item_id) from None
         return item

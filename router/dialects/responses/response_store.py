@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from pdserve.config import RouterConfig
 from pdserve.control.registry import redis_client
 from pdserve.errors import Unavailable
+from pdserve.lines.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
@@ -213,8 +214,8 @@ def _encode(stored: StoredResponse) -> bytes:
 
 def _decode(data: bytes) -> StoredResponse | None:
     """Return what was stored; None if it is something else, as another version or program may have written."""
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(data)
+    with contextlib.suppress(ValueError):
+        value = read_json(data)
         if isinstance(value, dict):
             response, messages = value.get("response"), value.get("messages")
             if isinstance(response, dict) and isinstance(messages, list):

@@ -9,7 +9,7 @@ import json
 import re
 
 from pdserve.router.text.parsers.json_object import JsonObject
-from pdserve.router.text.parsers.output import parse_json
+from pdserve.router.text.parsers.output import parse_value
 from pdserve.router.text.parsers.reader import MAX_NAME, Steps
 from pdserve.router.text.parsers.tool_parser import ToolParser, text_without
 
@@ -32,7 +32,7 @@ class JsonCallParser(ToolParser):
             if call.is_over:
                 return call.is_whole and self._whole_call(body + call.close())
             if call.depth == 2 and not is_within and (head := HEAD.fullmatch(body)):
-                return (yield from self._named_call(parse_json(head[1]), call))
+                return (yield from self._named_call(parse_value(head[1]), call))
             is_within |= call.depth == 2  # later brackets are not those of a head, which would be compared for each
             recent = body[-len(text) - MAX_NAME :]
             if any(tag in recent for tag in self._tags(*self.BEGINS)):  # else many tags would each be parsed to the end
@@ -60,12 +60,12 @@ class JsonCallParser(ToolParser):
 
     def _whole_call(self, text: str) -> bool:
         """Emit a complete call whose name is not its first field; return False if it is not a valid call."""
-        body = parse_json(text)
+        body = parse_value(text)
         if not isinstance(body, dict) or not self._knows(body.get("name")):
             return False
         arguments = body.get("arguments", body.get("parameters", {} if self.BEGINS else ""))
         if isinstance(arguments, str):
-            arguments = parse_json(arguments)
+            arguments = parse_value(arguments)
         elif arguments is None:
             arguments = {}
         if not isinstance(arguments, dict):

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from pdserve.router.text.parsers.output import parse_json
+from pdserve.router.text.parsers.output import parse_value
 
 MAX_DEPTH = 100  # brackets within each other
 MAX_WORD = 4096  # characters of a number or a constant
@@ -110,7 +110,7 @@ class JsonObject:
         word, is_cut = match[0], match.end() == len(self._text)
         if is_cut and not self._is_last and len(word) < MAX_WORD:
             return False
-        if parse_json(word) is not None or word == "null":
+        if parse_value(word) is not None or word == "null":
             return self._emit(len(word), word, "next")
         if is_cut and self._is_last:
             return self._emit(len(word), "")

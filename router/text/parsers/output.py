@@ -55,7 +55,7 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def parse_json(text: str) -> object:
+def parse_value(text: str) -> object:
     """Return the parsed value, or None if the text is not valid JSON, or has a value that JSON could not give back."""
     try:
         from_json(

@@ -12,7 +12,7 @@ from pdserve.grammars import formats
 from pdserve.grammars.formats import Format
 from pdserve.grammars.limits import MAX_CHARS
 from pdserve.router.text.parsers.arguments import arguments_of
-from pdserve.router.text.parsers.output import parse_json
+from pdserve.router.text.parsers.output import parse_value
 from pdserve.router.text.parsers.reader import Steps
 from pdserve.router.text.parsers.tool_parser import Schema, ToolParser, text_without
 
@@ -130,7 +130,7 @@ def _after_comma(argument: Format) -> Format:
 
 def parse_literal(text: str) -> object:
     """Return the value of a literal in Python's syntax, perhaps with JSON's names of constants; None if it is none."""
-    found = parse_json(_parse_arguments(f"value={text}") or _python_arguments(f"value={text}") or "")
+    found = parse_value(_parse_arguments(f"value={text}") or _python_arguments(f"value={text}") or "")
     return found["value"] if isinstance(found, dict) and found.keys() == {"value"} else None
 
 
@@ -148,7 +148,7 @@ def _parse_arguments(text: str) -> str | None:
         if translated is None:
             return None
         parts.append(translated)
-    arguments = parse_json("{" + re.sub(r",$", "", "".join(parts)) + "}")
+    arguments = parse_value("{" + re.sub(r",$", "", "".join(parts)) + "}")
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else None
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 from pdserve.grammars import formats
 from pdserve.grammars.formats import Format
 from pdserve.router.text.parsers.arguments import ANNOTATIONS, DEFINITIONS, allows, arguments_of, keywords_in, may_match
-from pdserve.router.text.parsers.output import parse_json
+from pdserve.router.text.parsers.output import parse_value
 from pdserve.router.text.parsers.pythonic import MAX_PYTHON, parse_literal
 from pdserve.router.text.parsers.reader import Steps
 from pdserve.router.text.parsers.tool_parser import Schema, ToolParser
@@ -206,7 +206,7 @@ def _types(schema: object) -> set[str]:
 def _parse_value(text: str, schema: object, root: Schema) -> object:
     """Return the value of a text: what it is in JSON or in Python, where the schema allows that, or else the text."""
     word = text.strip()
-    value = PYTHON_VALUES[word] if word in PYTHON_VALUES else parse_json(word)
+    value = PYTHON_VALUES[word] if word in PYTHON_VALUES else parse_value(word)
     if value is None and word[:1] in ("{", "[") and len(word) <= MAX_PYTHON and not allows(schema, text, root):
         value = parse_literal(word)  # such as {'a': True}, or JSON with a line break in a string
     if value is None and word not in ("null", "None"):

@@ -166,6 +166,18 @@ def test_instances_serve_in_their_role_unless_they_drain_or_leave(
     assert serving() == []
 
 
+def test_an_instance_that_leaves_after_a_drain_is_not_lost(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None, on_draining=lambda instance: None))
+    first, second = (fleet.register(make_hello(name), make_connection()) for name in ("decode-0", "decode-1"))
+    fleet.begin_drain(first)
+    fleet.deregister(first, "it left")
+    assert fleet.num_lost == 0
+    fleet.deregister(second, "it died")
+    assert fleet.num_lost == 1
+
+
 def test_a_joining_instance_is_compared_with_all_kinds_of_instances(
     fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
 ) -> None:

@@ -110,7 +110,7 @@ def test_an_exchange_does_not_wait_for_another_router(routers: list[Router], tmp
     assert two.admit(tokens=500) == "rate_limit_tokens", "the report was kept for the next exchange"
 
 
-@pytest.mark.parametrize("content", ['{"alice": {"cho', "[1]"])
+@pytest.mark.parametrize("content", ['{"alice": {"cho', "[1]", "[" * 100_000])
 def test_a_damaged_file_starts_anew(
     routers: list[Router], tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:

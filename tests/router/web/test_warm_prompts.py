@@ -1,12 +1,19 @@
-"""Files of warm prompts that cannot be used are errors at the start, which say why."""
+"""Files of warm prompts: those that cannot be used are errors at the start, and what instances are sent of the others."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from pdserve.errors import SetupError
-from pdserve.router.limits.key_file import load_api_keys
-from pdserve.router.web.warm_prompts import read_warm_prompts
+from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import PIN_SINCE, Request
+from pdserve.router.backend import ModelInfo
+from pdserve.router.limits.key_file import ANONYMOUS, load_api_keys
+from pdserve.router.web.warm_prompts import WarmPrompts, read_warm_prompts
 
 
 def test_lines_are_strings_or_bodies(tmp_path: Path) -> None:
@@ -40,3 +47,26 @@ def test_keys_with_kv_of_their_own_could_not_use_them(tmp_path: Path) -> None:
         read_warm_prompts(str(path), load_api_keys("", str(keys)))
     with pytest.raises(SetupError, match=r"cannot be read: No such file or directory$"):
         read_warm_prompts(str(tmp_path / "none"), [])
+
+
+def test_an_instance_of_an_older_version_computes_the_prompts_and_does_not_pin_them() -> None:
+    """It refuses a request with a field that it does not know."""
+
+    def instance(name: str, version: int) -> Any:
+        hello, frames = pb.Hello(protocol_version=version), list[pb.RouterFrame]()
+        return Mock(id=name, hello=hello, frames=frames, connection=SimpleNamespace(send=frames.append))
+
+    async def run() -> None:
+        task = asyncio.create_task(warm.run())
+        while not (task.done() or all(one.frames for one in instances)):
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    instances = [instance("old", PIN_SINCE - 1), instance("new", PIN_SINCE)]
+    fleet = SimpleNamespace(instances={one.id: one for one in instances}, cache_epoch=0)
+    model = ModelInfo("demo", 100, 100, 256, frozenset([0]), b"digest", frozenset([16]))
+    dispatcher, admission = SimpleNamespace(fleet=fleet, model=model), SimpleNamespace(kv_salts={ANONYMOUS: ""})
+    warm = WarmPrompts([(1, {"prompt": [1, 2]})], cast(Any, None), cast(Any, dispatcher), cast(Any, admission))
+    asyncio.run(run())
+    sent = [Request.unpack(frame.submit.request) for one in instances for frame in one.frames]
+    assert [(list(one.prompt), one.pin) for one in sent] == [([1, 2], False), ([1, 2], True)]

@@ -76,6 +76,11 @@ def test_a_trace_without_times_is_sent_at_the_rate_that_was_asked_for(tmp_path: 
     assert {one.at for one in drawn(math.inf, **own)} == {0.0}
 
 
+def test_rates_of_a_ramp_need_its_strategy() -> None:
+    with pytest.raises(SetupError, match="need --ramp-up-strategy"):
+        drawn(1.0, ramp_up_end_rps=2.0)
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -8,6 +8,8 @@ import pytest
 
 from pdserve.errors import SetupError
 from pdserve.tools.bench.command import prepare
+from pdserve.tools.bench.requests import Sample
+from pdserve.tools.bench.server import read_breakdown, read_drafts
 from pdserve.tools.load_config import BenchServeConfig
 
 
@@ -16,13 +18,16 @@ from pdserve.tools.load_config import BenchServeConfig
     [
         ({"extra_body": "[1]"}, r'--extra-body must be a JSON object such as \{"top_k": 5\}, not \[1\]'),
         ({"extra_body": "{"}, "--extra-body is not JSON: "),
-        ({"api_key": "schlüssel"}, "^--api-key must have printable ASCII characters only"),
+        ({"api_key": "a\nb"}, "^--api-key must have printable characters only"),
         ({"extra_body": "[" * 100_000}, "--extra-body is not JSON: "),
         ({"metric_percentiles": ""}, "--metric-percentiles must be percentages such as 90,95,99, not ''"),
         ({"metric_percentiles": "50,nan"}, "--metric-percentiles must be percentages"),
         ({"sweep_attainment": "0"}, "--sweep-attainment must be more than 0"),
         ({"sweep_attainment": "90,x"}, "--sweep-attainment must be percentages"),
         ({"slo_sweep": True}, "--slo-sweep needs --goodput"),
+        ({"save_detailed": True}, "--save-detailed says nothing without --save-result"),
+        ({"result_dir": "x"}, "--result-dir says nothing without --save-result"),
+        ({"sweep_repetitions": 1}, "--sweep-repetitions says nothing without --slo-sweep"),
         ({"goodput": "ttft"}, "--goodput: 'ttft' is no objective"),
     ],
 )
@@ -56,3 +61,10 @@ def test_the_model_is_asked_for_below_the_path_of_the_url_as_everything_else(bel
             thread.join()
     assert paths == [f"{prefix}/v1/models"]
     assert (target.url, target.path) == (url + prefix, "/v1/completions")
+
+
+def test_an_admin_key_that_cannot_be_sent_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router's host may have the digest of it; without the key, a part of the report is missing."""
+    monkeypatch.setenv("PDSERVE_ADMIN_KEY", f"sha256:{'a' * 64}")
+    assert not read_drafts("http://127.0.0.1:9")
+    assert read_breakdown("http://127.0.0.1:9", [Sample(0, 0.0, token_times=[1.0], status=200)]) is None

@@ -94,7 +94,7 @@ def test_a_measurement_of_another_load_is_refused(
         ("1P=result.json", "'1P' is no fleet"),
         ("1P+2P+1D=result.json", "'1P+2P+1D' is no fleet"),
         ("1P+1D=nowhere.json", "the file cannot be read: No such file"),
-        ("1P+1D=deep.json", "the file is not JSON: maximum recursion depth"),
+        ("1P+1D=deep.json", "the file is not JSON: it is nested too deeply"),
     ],
 )
 def test_a_malformed_measurement_is_named(
