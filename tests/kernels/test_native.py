@@ -45,7 +45,7 @@ def test_unwritable_cache_is_reported(
     assert f"{unbuilt_library}/file{reason}" in record.getMessage()
 
 
-@pytest.mark.until_recorded("kernels/native.py", "kernels/prebuilt.py", "tests/kernels/test_native.py")
+@pytest.mark.until_recorded("kernels", "tests/kernels/test_native.py")
 @pytest.mark.usefixtures("cpu_kernel")
 def test_libraries_built_beforehand_need_no_compiler(tmp_path: Path) -> None:
     """Of those that the processor can run, the first is taken; one of other sources is not."""
