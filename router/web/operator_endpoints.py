@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated
 
 from starlette.requests import Request
@@ -26,6 +27,35 @@ log = logging.getLogger(__name__)
 LINES_TYPE = "application/x-ndjson"
 NUM_LATEST = 50  # requests listed at /debug/requests
 MAX_TRAFFIC = 100_000  # requests at /debug/traffic, if --timelines keeps as many
+METRICS_PERIOD_S = 0.1  # between two renderings, which take some 10 ms each: /metrics is open to everyone
+
+
+class _SharedBody:
+    """A body that is rendered once per period at most, for all who have asked for it by then.
+
+    Args:
+        parts: of the body. Others are served between two of them.
+    """
+
+    def __init__(self, parts: Callable[[], Iterable[bytes]]) -> None:
+        self._parts = parts
+        self._next: asyncio.Task[bytes] | None = None
+        self._last_at = -math.inf
+
+    async def get(self) -> bytes:
+        """Return the body as it is after this call, or up to a period later."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._render())
+        return await asyncio.shield(self._next)
+
+    async def _render(self) -> bytes:
+        await asyncio.sleep(max(0.0, self._last_at + METRICS_PERIOD_S - time.monotonic()))
+        self._next, self._last_at = None, time.monotonic()
+        parts = []
+        for part in self._parts():
+            parts.append(part)
+            await asyncio.sleep(0)
+        return b"".join(parts)
 
 
 class OperatorEndpoints(Endpoints):
@@ -54,7 +84,9 @@ class OperatorEndpoints(Endpoints):
         queued: Callable[[], Iterable[tuple[float, int]]] = tuple,
     ) -> None:
         self._backend = backend
-        self._metrics_parts = metrics_parts
+        self._metrics = {
+            with_keys: _SharedBody(partial(metrics_parts, with_keys=with_keys)) for with_keys in (False, True)
+        }
         self._shows_keys = shows_keys
         self._latest_timelines = latest_timelines
         self._overview = overview
@@ -85,11 +117,7 @@ class OperatorEndpoints(Endpoints):
     )
     async def metrics(self, request: Request) -> Response:
         """Metrics in Prometheus' format; those of API keys only with the admin key, or on --own-port."""
-        parts = []
-        for part in self._metrics_parts(with_keys=self._shows_keys(request)):
-            parts.append(part)
-            await asyncio.sleep(0)
-        return Response(b"".join(parts), media_type=METRICS_TYPE)
+        return Response(await self._metrics[self._shows_keys(request)].get(), media_type=METRICS_TYPE)
 
     @endpoint("GET", "/version", Access.OPEN)
     async def version(self) -> answers.Version:

@@ -75,6 +75,30 @@ def test_others_are_served_between_parts_of_the_metrics(backend: ScriptedBackend
     assert seen[0] < seen[1] < seen[2]
 
 
+def test_scrapes_at_once_share_one_rendering_of_what_holds_then(backend: ScriptedBackend) -> None:
+    rendered = []
+
+    def parts(*, with_keys: bool) -> Iterator[bytes]:
+        rendered.append(with_keys)
+        yield b"%d" % len(rendered)
+
+    async def scenario() -> list[set[bytes]]:
+        endpoints = OperatorEndpoints(
+            backend, parts, lambda request: "admin" in request.scope, backend.log.latest, dict, 1
+        )
+
+        async def scrape(**scope: object) -> set[bytes]:
+            request = Request({"type": "http", **scope})
+            return {
+                bytes(answer.body) for answer in await asyncio.gather(*(endpoints.metrics(request) for _ in range(20)))
+            }
+
+        return [await scrape(), await scrape(), await scrape(admin=True)]
+
+    assert asyncio.run(scenario()) == [{b"1"}, {b"2"}, {b"3"}]
+    assert rendered == [False, False, True]
+
+
 def test_debug_finds_each_choice(client: Client, backend: ScriptedBackend) -> None:
     one = client.post(COMPLETIONS, HELLO).json()["id"]
     assert client.get(f"/debug/requests/{one}").json()["prompt_tokens"] == len(backend.requests[0].prompt)
