@@ -1,4 +1,4 @@
-"""What an instance imports of torch: not its compiler, unless another version or something else needs it."""
+"""Instances import and build models without torch's compiler, which can be loaded afterwards."""
 
 import subprocess
 import sys

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 from starlette.requests import Request
 
 from pdserve import __version__
@@ -97,6 +98,24 @@ def test_scrapes_at_once_share_one_rendering_of_what_holds_then(backend: Scripte
 
     assert asyncio.run(scenario()) == [{b"1"}, {b"2"}, {b"3"}]
     assert rendered == [False, False, True]
+
+
+def test_the_next_rendering_waits_for_its_period(backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.router.web.operator_endpoints.METRICS_PERIOD_S", 3600.0)
+    rendered = []
+
+    async def scenario() -> None:
+        def parts(*, with_keys: bool) -> Iterator[bytes]:
+            rendered.append(with_keys)
+            yield b""
+
+        endpoints = OperatorEndpoints(backend, parts, lambda request: True, backend.log.latest, dict, 1)
+        await endpoints.metrics(Request({"type": "http"}))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(endpoints.metrics(Request({"type": "http"})), 0.1)
+
+    asyncio.run(scenario())
+    assert rendered == [True]
 
 
 def test_debug_finds_each_choice(client: Client, backend: ScriptedBackend) -> None:
