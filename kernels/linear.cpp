@@ -249,36 +249,45 @@ void multiply_packed(float* c, const bf16* x, const char* w, i64 run, i64 tiles,
     _tile_stored(3, c + 528, 128);
 }
 
-// Columns [first, end) of y, as in few_rows, for any number of rows.
+// Columns [first, end) of y, as in few_rows, for any number of rows. Low-bit weights are unpacked in panels of columns that stay in
+// the L2 cache while all rows pass.
 void many_rows(const Layer& a, bf16* y, const bf16* x, i64 rows, i64 first, i64 end) {
     const i64 K = a.K, tiles = K / TILE_K, run = tiles * TILE_BYTES;
-    const i64 max_packed_rows = (a.low ? UNPACKED_FOR : 1) * std::max(MIN_PACKED_ROWS, PACKED_ELEMENTS / K / BLOCK * BLOCK);
+    const i64 fitting = PACKED_ELEMENTS / K / BLOCK * BLOCK, fitting_rows = std::max(MIN_PACKED_ROWS, fitting);
+    const i64 max_packed_rows = (a.low ? UNPACKED_FOR : 1) * fitting_rows;
+    const i64 panel = a.low ? std::max(BLOCK, fitting) : BLOCK, max_group_rows = std::min(GROUP_BLOCKS * BLOCK, fitting_rows);
     const amx::Buffer<bf16> packed(std::min(max_packed_rows, (rows + BLOCK - 1) / BLOCK * BLOCK) * K);
     alignas(64) float c[GROUP_BLOCKS * BLOCK * BLOCK];
-    const amx::Buffer<bf16> scratch(a.low ? BLOCK * K : 1);
+    const amx::Buffer<bf16> scratch(a.low ? panel * K : 1);
     configure(SIDE, SIDE);
     for (i64 top = 0; top < rows; top += max_packed_rows) {
         const i64 packed_rows = std::min(max_packed_rows, rows - top);
         const i64 lines = a.low ? 0 : (BLOCK * BLOCK + packed_rows - 1) / packed_rows;
         pack(packed, x + top * K, packed_rows, K);
-        for (i64 n = first; n < end; n += BLOCK)
+        // The product of some packed rows and 32 columns.
+        const auto product = [&](const char* w, const char* weights, const char*& prefetch, i64 group, i64 group_rows, i64 n) {
+            for (i64 k = 0, depth; k < tiles; k += depth) {
+                depth = std::min(DEPTH, tiles - k);
+                for (i64 m = 0; m < group_rows; m += BLOCK, prefetch += depth * lines * 64)
+                    (k ? multiply_packed<true> : multiply_packed<false>)(
+                        c + m * BLOCK, packed + (group + m) * K + k * BLOCK * TILE_K, weights + k * TILE_BYTES, run, depth,
+                        prefetch, lines);
+            }
+            write_out(a, w, y + (top + group) * a.N, c, BLOCK, group_rows, n);
+        };
+        for (i64 n = first, width; n < end; n += width) {
+            width = std::min(panel, end - n);
             for (const char* const w : {a.w, a.up}) {
                 if (!w) continue;
-                const char *const weights = tiles_of(a, w, n, BLOCK, scratch), *const next_weights = a.up && w == a.w ? a.up : a.w;
+                const char *const weights = tiles_of(a, w, n, width, scratch), *const next_weights = a.up && w == a.w ? a.up : a.w;
                 const char* prefetch =
-                    next_weights + (next_weights == a.up ? n : n + BLOCK < end ? n + BLOCK : first) / SIDE * run;
-                for (i64 group = 0, group_rows; group < packed_rows; group += group_rows) {
-                    group_rows = std::min(packed_rows - group, GROUP_BLOCKS * BLOCK);
-                    for (i64 k = 0, depth; k < tiles; k += depth) {
-                        depth = std::min(DEPTH, tiles - k);
-                        for (i64 m = 0; m < group_rows; m += BLOCK, prefetch += depth * lines * 64)
-                            (k ? multiply_packed<true> : multiply_packed<false>)(
-                                c + m * BLOCK, packed + (group + m) * K + k * BLOCK * TILE_K, weights + k * TILE_BYTES, run,
-                                depth, prefetch, lines);
-                    }
-                    write_out(a, w, y + (top + group) * a.N, c, BLOCK, group_rows, n);
-                }
+                    next_weights + (next_weights == a.up ? n : n + width < end ? n + width : first) / SIDE * run;
+                for (i64 group = 0; group < packed_rows; group += max_group_rows)
+                    for (i64 column = 0; column < width; column += BLOCK)
+                        product(w, weights + column / SIDE * run, prefetch, group,
+                                std::min(packed_rows - group, max_group_rows), n + column);
             }
+        }
     }
     _tile_release();
 }

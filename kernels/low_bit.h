@@ -22,6 +22,8 @@ constexpr i64 RUN = 16, STEP = 32;  // columns, and terms along K that are read 
 constexpr i64 AHEAD = 4096;         // bytes by which codes are prefetched
 constexpr int FLOAT8 = -8;          // in place of the number of bits
 constexpr int num_bits(int bits) { return bits < 0 ? -bits : bits; }
+template <int BITS>
+constexpr float MIDDLE = BITS == FLOAT8 ? 0 : 1 << (num_bits(BITS) - 1);  // the zero of weights without zeros
 
 struct Weight {
     const char* codes;
@@ -56,7 +58,7 @@ struct Group {
 template <int BITS, class S>
 inline Group<S> group_at(const Weight& w, i64 g, i64 column, float shift = 0) {
     const i64 i = g * RUN + column;
-    vf zero = splat(BITS == FLOAT8 ? 0 : (float)(1 << (BITS - 1)));
+    vf zero = splat(MIDDLE<BITS>);
     if (w.zeros)
         for (int lane = 0; lane < W; lane++) zero[lane] = w.zeros[i + lane];
     zero += shift;
@@ -70,19 +72,20 @@ struct Words {
     static constexpr int VECTORS = RUN / W, COUNT = STEP;
     using Vector = vf;
     const Weight& w;
-    const i64 run;
+    const i64 first_group;
+    const char* const codes;
     Group<S> groups[VECTORS];
 
-    Words(const Weight& w, i64 run) : w(w), run(run) {}
-    void begin_group(i64 k) {
-        for (int v = 0; v < VECTORS; v++) groups[v] = group_at<BITS, S>(w, run * w.groups() + k / w.group, v * W);
+    Words(const Weight& w, i64 run) : w(w), first_group(run * w.groups()), codes(w.run(run)) {}
+    void begin_group(i64 number) {
+        for (int v = 0; v < VECTORS; v++) groups[v] = group_at<BITS, S>(w, first_group + number, v * W);
     }
     // Pass each weight vector of terms [k, k + STEP) to `use`, with its number.
     template <class Use>
     void read(i64 k, int v, const Use& use) const {
         constexpr int SIZE = num_bits(BITS), PER = 32 / SIZE;
         for (int i = 0; i < STEP; i += PER) {
-            const vu words = load_words(w.run(run) + ((k + i) / PER * RUN + v * W) * 4);
+            const vu words = load_words(codes + ((k + i) / PER * RUN + v * W) * 4);
 #pragma GCC unroll 8
             for (int j = 0; j < PER; j++) {
                 const vu code = (words >> (uint32_t)(SIZE * j)) & (uint32_t)((1 << SIZE) - 1);
@@ -111,22 +114,27 @@ struct Pairs {
     static constexpr int place(int j) { return BITS == 4 ? 12 + 4 * (j % 2) : 15; }
     static constexpr float from(int place) { return (float)(1 << (23 - place)); }
     const Weight& w;
-    const i64 run;
+    const i64 first_group;
+    const char* const codes;
     Group<S> halves[2][PLACES];  // for 8 columns, two lanes of each
 
-    Pairs(const Weight& w, i64 run) : w(w), run(run) {}
+    Pairs(const Weight& w, i64 run) : w(w), first_group(run * w.groups()), codes(w.run(run)) {}
 
-    void begin_group(i64 k) {
-        const Group<S> columns = group_at<BITS, S>(w, run * w.groups() + k / w.group, 0);
+    void begin_group(i64 number) {
+        const Group<S> columns = group_at<BITS, S>(w, first_group + number, 0);
         for (int h = 0; h < 2; h++) {
             const __m512i lanes = _mm512_add_epi32(_mm512_set1_epi32(8 * h),
                                                    _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7));
             const auto spread = [&](vf x) { return (vf)_mm512_permutexvar_ps(lanes, (__m512)x); };
-            const vf scale = spread(columns.scale), zero = spread(columns.zero);
-            for (int i = 0; i < PLACES; i++) {
-                const vf high = BITS == FLOAT8 ? zero : zero + from(place(i));
-                halves[h][i] = {scale, high, -(high * scale)};
-            }
+            const vf scale = spread(columns.scale);
+            const auto begin = [&](vf zero) {
+                for (int i = 0; i < PLACES; i++) {
+                    const vf high = BITS == FLOAT8 ? zero : zero + from(place(i));
+                    halves[h][i] = {scale, high, scale * -high};
+                }
+            };
+            if (w.zeros) begin(spread(columns.zero));
+            else begin(splat(MIDDLE<BITS>));  // constants: a group may have one step only
         }
     }
 
@@ -148,7 +156,7 @@ struct Pairs {
 
     template <class Use>
     void read(i64 k, int, const Use& use) const {
-        const char* const source = w.run(run) + k * RUN * SIZE / 8;
+        const char* const source = codes + k * RUN * SIZE / 8;
 #pragma GCC unroll 4
         for (int i = 0; i < COUNT / PER; i++) {
             const vi first = (vi)load_words(source + 128 * i), second = (vi)load_words(source + 128 * i + 64);
@@ -186,9 +194,10 @@ void with_reader(const Weight& w, const F& f) {
 template <class Reader, class Use>
 inline void for_each_step(Reader& reader, const Use& use) {
     const Weight& w = reader.w;
-    for (i64 k = 0; k < w.K;) {
-        reader.begin_group(k);
+    for (i64 k = 0, group = 0; k < w.K; group++) {
+        reader.begin_group(group);
         for (const i64 end = std::min(w.K, k + w.group); k < end; k += STEP)
+#pragma GCC unroll 4
             for (int v = 0; v < Reader::VECTORS; v++) use(k, v);
     }
 }

@@ -178,16 +178,12 @@ template <int ROWS, class Reader, class T>
     const typename M::X* row[ROWS];
     for (int r = 0; r < ROWS; r++) row[r] = x + std::min<i64>(r, rows - 1) * a.K;
     vf sums[ROWS][Reader::VECTORS] = {};
-    for (i64 k = 0; k < a.K;) {
-        reader.begin_group(k);
-        for (const i64 end = std::min(a.K, k + reader.w.group); k < end; k += low_bit::STEP)
+    low_bit::for_each_step(reader, [&](i64 k, int v) {
+        reader.read(k, v, [&](int i, typename Reader::Vector weights) {
 #pragma GCC unroll 4
-            for (int v = 0; v < Reader::VECTORS; v++)
-                reader.read(k, v, [&](int i, typename Reader::Vector weights) {
-#pragma GCC unroll 4
-                    for (int r = 0; r < ROWS; r++) sums[r][v] = M::add(sums[r][v], row[r] + k + i * M::TERMS, weights);
-                });
-    }
+            for (int r = 0; r < ROWS; r++) sums[r][v] = M::add(sums[r][v], row[r] + k + i * M::TERMS, weights);
+        });
+    });
     for (i64 r = 0; r < std::min<i64>(ROWS, rows); r++) write_out<Reader::VECTORS>(a, y + r * a.N, sums[r], n);
 }
 
