@@ -171,8 +171,8 @@ class MaskService:
         self._on_arrival = on_arrival
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
-        self._turns = MaskTurns(max(MIN_WORKERS, (os.cpu_count() or 1) // 2))
         self._spending = Spending()
+        self._turns = MaskTurns(max(MIN_WORKERS, (os.cpu_count() or 1) // 2), self._is_high)
         self._poll = select.epoll()
         self._computing: dict[int, _Turn] = {}  # by the descriptor of the worker's connection
         self._thread: threading.Thread | None = None
@@ -213,6 +213,9 @@ class MaskService:
 
     # ---- under the lock ---------------------------------------------------------------------------------------------
 
+    def _is_high(self, tenant: Tenant) -> bool:
+        return self._spending.is_high(tenant, time.monotonic())
+
     def _take_turns(self) -> None:
         while (next_turn := self._turns.take()) is not None:
             grammar, wanted = next_turn
@@ -229,7 +232,7 @@ class MaskService:
         try:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = _started("masks", self._collect)
-            if worker is None or not worker.send(asked, self._spending.is_high(grammar.tenant, time.monotonic())):
+            if worker is None or not worker.send(asked, self._is_high(grammar.tenant)):
                 grammar.worker = None
                 _started("mask-worker", self._restart, grammar, [*asked])
                 return

@@ -6,6 +6,7 @@ its turn ends after `TURN_S`. Workers of a tenant whose masks take much CPU time
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -46,10 +47,12 @@ class MaskTurns:
 
     Args:
         num_workers: how many may compute at once, unless there are more tenants.
+        is_high: whether a tenant's masks take so much CPU time that it may have half of them only.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, is_high: Callable[[Tenant], bool] = lambda _: False) -> None:
         self._num_workers = num_workers
+        self._is_high = is_high
         self._tenants: dict[Tenant, _Tenant] = {}  # that have lines
         self._num_busy = 0
         self._new_number = count().__next__
@@ -68,11 +71,10 @@ class MaskTurns:
 
     def take(self) -> tuple[Line, list[Any]] | None:
         """Return the next line whose worker computes, and all that is wanted of it; None if there is none."""
-        has_room = self._num_busy < self._num_workers
         may_go = [
             (len(tenant.busy) / key.weight, *tenant.waiting[0][:2], tenant)
             for key, tenant in self._tenants.items()
-            if tenant.waiting and (has_room or not tenant.busy)
+            if tenant.waiting and (not tenant.busy or self._has_room(key, len(tenant.busy)))
         ]
         if not may_go:
             return None
@@ -96,6 +98,11 @@ class MaskTurns:
             self._wait(tenant, line)
         elif not (tenant.waiting or tenant.busy):
             del self._tenants[line.tenant]
+
+    def _has_room(self, key: Tenant, num_busy: int) -> bool:
+        """Return whether a worker of a tenant may compute beside others of it."""
+        may_have = self._num_workers // 2 if self._is_high(key) else self._num_workers
+        return self._num_busy < self._num_workers and num_busy < may_have
 
     def _wait(self, tenant: _Tenant, line: Line) -> None:
         heappush(tenant.waiting, (line.used_s, self._new_number(), line))

@@ -4,13 +4,14 @@ import json
 import random
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from attacking.target import Target, expect
 
 BURST = 100
+VALID_BURST = 10  # as often as an attacker sends its bursts, what its quota allows
 SHORT = [{"stream": True, "max_tokens": 40}] * 8
 LONG = [{"stream": True, "n": 2, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}] * 6
 
@@ -43,10 +44,10 @@ def _streams(target: Target, bodies: list[dict[str, Any]]) -> Iterator[list[sock
         yield connections
 
 
-def burst(target: Target) -> None:
+def burst(target: Target, size: int = BURST) -> None:
     with ExitStack() as stack:
         connections = []
-        for _ in range(BURST):  # each at once: a connection that stays silent is closed
+        for _ in range(size):  # each at once: a connection that stays silent is closed
             connections.append(stack.enter_context(target.connect()))
             connections[-1].sendall(target.completion(prompt="one two three " * 20, max_tokens=1))
         for connection in connections:
@@ -61,15 +62,15 @@ def invalid_batch(target: Target) -> None:
         target.ask(target.post("/v1/batches", batch), {200, 400, 429})
 
 
-def many_batches(target: Target) -> None:
-    """Many batches of one file, each with much metadata, and their listing."""
+def many_batches(target: Target, metadata: Sequence[dict[str, str]] = ({}, {"a": "b" * 1_000_000})) -> None:
+    """Many batches of one file, half of them with much metadata, and their listing."""
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi", "max_tokens": 1}}
     file_id = upload(target, json.dumps(line).encode() * 1)
     batch = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
     if file_id:
-        for metadata in ({}, {"a": "b" * 1_000_000}):
+        for data in metadata:
             for _ in range(10):
-                target.ask(target.post("/v1/batches", batch | {"metadata": metadata}), {200, 400, 429})
+                target.ask(target.post("/v1/batches", batch | {"metadata": data}), {200, 400, 429})
         target.ask(target.get("/v1/batches"), {200, 429})
         target.ask(target.get(f"/v1/files/{random.choice(['batch_1', file_id])}/content"), {200, 404, 429})
 

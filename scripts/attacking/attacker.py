@@ -51,13 +51,16 @@ KINDS: dict[str, Callable[[Target], None]] = {
 CONTROL = "control"
 ONE_TOKEN = [{"max_tokens": 1, "prompt": "Once upon a time"}]
 # An attack by streams costs the instances as many tokens as valid streams do: its control asks for the same, as often, and
-# reads them, which takes more CPU time than leaving them; of grammars it leaves them, too: a word may take a minute.
+# reads them, which takes more CPU time than leaving them; of grammars it leaves them, too: a word may take a minute. The
+# attacks by bursts and batches contain valid work, which is their control's, as often and within the quota.
 VALID: dict[str, Callable[[Target], None]] = {
     "left_streams": partial(answers.read_streams, bodies=answers.SHORT),
     "unread_streams": partial(answers.read_streams, bodies=answers.LONG),
     "slow_masks": bodies.quick_masks,
+    "burst": partial(answers.burst, size=answers.VALID_BURST),
+    "many_batches": partial(answers.many_batches, metadata=[{}]),
 }
-PERIOD_S = 0.1  # between two valid requests: half of what the attacker's quota allows
+PERIOD_S = 0.05  # between two valid requests: what the attacker's quota allows
 
 
 def attack(target: Target, kind: str, seconds: float) -> tuple[int, str]:
@@ -79,15 +82,16 @@ def behave(target: Target, seconds: float, share: float, attacks: int, kind: str
         attacks: of this kind in such a time.
     """
     valid = VALID.get(kind)
-    ask, share = (valid, 1.0) if valid else (partial(answers.read_streams, bodies=ONE_TOKEN), share)
+    ask = valid or partial(answers.read_streams, bodies=ONE_TOKEN)
     period_s = seconds / attacks if valid and attacks else PERIOD_S
     begin, due, count = time.monotonic(), 0.0, 0
     while (elapsed := time.monotonic() - begin) < seconds:
-        if time.process_time() >= share * elapsed or (valid and elapsed < due):
-            time.sleep(0.005)
-        elif elapsed >= due:
+        has_used_share = time.process_time() >= share * elapsed
+        if elapsed >= due and (valid or not has_used_share):
             ask(target)
             due, count = elapsed + period_s, count + 1
+        elif has_used_share:
+            time.sleep(0.005)
     return count, ""
 
 

@@ -41,6 +41,15 @@ def test_a_tenant_need_not_wait_for_the_grammars_of_another(num_workers: int) ->
     assert turns.take() == (other, ["another"])
 
 
+def test_a_tenant_whose_masks_take_much_leaves_half_of_the_workers_to_others() -> None:
+    turns = MaskTurns(4, lambda tenant: tenant is MALLORY)
+    for tenant in (MALLORY, ALICE):
+        for _ in range(8):
+            turns.add(Line(tenant=tenant), "mask")
+        taken = Counter(turn[0].tenant for turn in iter(turns.take, None))
+        assert taken == {tenant: 2}, "alone, or what is left"
+
+
 def test_of_the_grammars_of_a_tenant_the_one_goes_first_that_has_used_least() -> None:
     turns, slow, quick = MaskTurns(1), Line(), Line()
     taken = Counter[Line]()
