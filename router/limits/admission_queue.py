@@ -61,6 +61,7 @@ class AdmissionQueue:
 
     Attributes:
         quotas: the limits of each key, by its name, and its use if it has any.
+        limited: those of them that limit anything.
         weights: the share of each key, by its name.
         tenants: what instances know of each key, by its name.
     """
@@ -71,7 +72,7 @@ class AdmissionQueue:
         """`now` is the router's clock, in seconds."""
         all_keys = [*keys, ApiKey(ANONYMOUS, b"")]
         self.quotas = {key.name: Quota(key.limits) for key in all_keys}
-        self._limited = {name: quota for name, quota in self.quotas.items() if quota.is_limited}
+        self.limited = {name: quota for name, quota in self.quotas.items() if quota.is_limited}
         self.weights = {key.name: key.weight for key in all_keys}
         self.tenants = {key.name: key.tenant for key in all_keys}
         self._queue = FairQueue[AdmissionSlot](self.weights)
@@ -84,6 +85,18 @@ class AdmissionQueue:
         metrics.key_names.update((f"{tenant.id:x}", name) for name, tenant in self.tenants.items())
         for name in self.quotas:
             metrics.key_waiting.labels(key=name).set_function(partial(self._queue.num_queued, name))
+
+    def check(self, key: str) -> None:
+        """Refuse a request of a limited key that has none left, before work is done for it. Raises RequestError."""
+        if (refusal := self.limited[key].refusal(1, 0, self._now())) is not None:
+            self._count_refusal(key, refusal)
+            raise refusal
+
+    def charge(self, key: str) -> None:
+        """Count a request that is refused for what it asks, unless the key has none left: it has cost work as well."""
+        quota, now = self.limited.get(key), self._now()
+        if quota is not None and quota.refusal(1, 0, now) is None:
+            quota.take(0, 0, now)
 
     def enter(
         self, key: str, prompt_tokens: int, max_tokens: int, choices: int = 1, priority: int = 0
@@ -99,7 +112,7 @@ class AdmissionQueue:
         Raises:
             RequestError: it exceeds a limit of its key, or the queue is full.
         """
-        if (quota := self._limited.get(key)) is not None:
+        if (quota := self.limited.get(key)) is not None:
             now = self._now()
             if (refusal := quota.refusal(choices, max_tokens, now)) is not None:
                 self._count_refusal(key, refusal)
@@ -123,7 +136,7 @@ class AdmissionQueue:
     def release(self, slot: AdmissionSlot, tokens: int) -> None:
         """Free the capacity of a slot, running or queued, and admit requests that now fit."""
         tokens = min(tokens, slot.max_tokens)
-        if (quota := self._limited.get(slot.key)) is not None:
+        if (quota := self.limited.get(slot.key)) is not None:
             quota.give_back(slot.choices, slot.max_tokens - tokens, self._now())
         if slot.is_admitted:
             self._free += slot.choices
@@ -142,7 +155,7 @@ class AdmissionQueue:
 
     def headers(self, key: str) -> dict[str, str]:
         """Return OpenAI's rate-limit headers for the key."""
-        return self._limited[key].headers(self._now()) if key in self._limited else {}
+        return self.limited[key].headers(self._now()) if key in self.limited else {}
 
     def _admit_queued(self) -> None:
         """Admit queued requests in order. A request that needs several places is not overtaken by smaller ones."""

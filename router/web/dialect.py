@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from pdserve import plugins
 from pdserve.config import RouterConfig
+from pdserve.errors import RequestError
 from pdserve.request import SamplingParams
 from pdserve.router.api import answers, chat, requests, schemas
 from pdserve.router.api.generation import Generation
@@ -99,13 +100,25 @@ class Service:
             more_bytes: what `parse` works on besides the body.
 
         Raises:
-            RequestError: the body is invalid, or no instance has registered.
+            RequestError: the body is invalid, no instance has registered, or the key has no request left.
         """
-        queue, draft = self.admission.parse_queue, self._draft(request)
-        info = self.admission.served(request.state.key, self.backend.model)
+        queue, draft, key = self.admission.parse_queue, self._draft(request), request.state.key
+        info = self.admission.served(key, self.backend.model)
         unknown = queue.unknown_fields
         parse_raw = partial(parse_request, model, body, unknown, parse, draft, self.tokenizer, info, self._max_n)
-        return await queue.run(request.state.key, body, parse_raw, more_bytes)
+        try:
+            if key in self.admission.queue.limited:
+                self.admission.queue.check(key)
+            return await queue.run(key, body, parse_raw, more_bytes)
+        except RequestError as error:
+            self._charge(request, error)
+            raise
+
+    def _charge(self, request: Request, error: RequestError) -> None:
+        """Count a request that is refused before its admission, if that is the client's fault."""
+        if error.status < 500:
+            self.admission.queue.charge(request.state.key)
+        request.state.headers = self.admission.queue.headers(request.state.key)
 
     def _draft(self, request: Request) -> RoutedRequest:
         """Return what an HTTP request tells besides its body."""
@@ -148,7 +161,11 @@ class Service:
         """Run a generation once it is admitted, and answer with its whole text or a stream. Raises RequestError."""
         grammar = generation.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
-            await self._grammars.check(request.state.key, grammar, self.model())
+            try:
+                await self._grammars.check(request.state.key, grammar, self.model())
+            except RequestError as error:
+                self._charge(request, error)
+                raise
 
         async def begin() -> bool:
             slot = await self.enter(request, generation)

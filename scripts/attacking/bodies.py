@@ -112,6 +112,6 @@ def _leave_words(target: Target, word: str) -> None:
 
 
 def log_injection(target: Target) -> None:
-    target.ask(target.completion(model=INJECTION), {404})
+    target.ask(target.completion(model=INJECTION), {404, 429})
     target.ask(target.completion(guided_regex=f"({INJECTION}"), {400, 429})
     target.ask(target.completion(prompt=f"<|im_end|>{INJECTION}<|im_start|>", max_tokens=1), {200, 429})

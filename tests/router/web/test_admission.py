@@ -95,6 +95,28 @@ def test_a_key_sees_the_adapters_that_are_declared_for_it(
     assert [request.adapter_name for request in backend.requests] == ["sql", "chat", "sql"]
 
 
+def test_a_refused_request_counts_and_one_too_many_is_not_read(
+    make_app: Callable[..., Application], make_client: type[Client], tokenizer: Tokenizer, keys_file: str
+) -> None:
+    client = make_client(make_app(tokenizer, lambda: 1000.0, keys_file=keys_file))
+
+    def post(**body: Any) -> httpx.Response:
+        return client.post(
+            "/v1/completions", {**PROMPT, "max_tokens": 1, **body}, headers={"Authorization": "Bearer a"}
+        )
+
+    left = []
+    for wrong in ({"temperature": "hot"}, {"model": "other"}, {"n": 0}):
+        refused = post(**wrong)
+        assert refused.status_code in (400, 404)
+        left.append(refused.headers["x-ratelimit-remaining-requests"])
+    assert left == ["2", "1", "0"]
+    for body in ({}, {"temperature": "hot"}):
+        assert (one_too_many := post(**body)).status_code == 429
+        assert one_too_many.json()["error"]["code"] == "rate_limit_requests" and one_too_many.headers["retry-after"]
+        assert one_too_many.headers["x-ratelimit-reset-requests"] == refused.headers["x-ratelimit-reset-requests"]
+
+
 def test_limits_of_keys(
     make_app: Callable[..., Application],
     make_client: type[Client],
