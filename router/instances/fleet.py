@@ -156,19 +156,19 @@ class InstanceHandle:
         self.adapters = _digests(hello)
         self.candidate.is_both = hello.role == "both"
 
-    def update_heartbeat(self, heartbeat: pb.Heartbeat, transfers: dict[str, Any] | None = None) -> None:
+    def update_heartbeat(self, heartbeat: pb.Heartbeat, transfers: dict[Any, Any] | None = None) -> None:
         """Store a heartbeat, and its cost model if it carries one.
 
         Args:
-            transfers: by connector, what instances have measured. One that has moved nothing is judged by these: by what it
-                assumes instead, it would get no KV, and the first one that did would get all of it.
+            transfers: by connector and role, what instances have measured. One that has moved nothing is judged by these: by
+                what it assumes instead, it would get no KV, and the first one that did would get all of it.
         """
         costs: Any = heartbeat.costs
         if costs.prefill:
             transfer, transfers = tuple(costs.transfer), {} if transfers is None else transfers
             if transfer == Costs.transfer:
-                transfer = transfers.get(self.hello.connector, transfer)
-            transfers[self.hello.connector] = transfer
+                transfer = transfers.get((self.hello.connector, self.role), transfer)
+            transfers[self.hello.connector, self.role] = transfer
             self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), transfer))
         self.heartbeat = heartbeat
         self.candidate.free_tokens = heartbeat.free_blocks * self.candidate.block_size
@@ -277,7 +277,7 @@ class Fleet:
         self.stored = PrefixIndex()
         self.breakers = CircuitBreakers()
         self._output_faults = OutputFaults()
-        self._transfers: dict[str, Any] = {}  # by connector, as an instance has measured it last
+        self._transfers: dict[Any, Any] = {}  # by connector and role, as an instance has measured it last
         self.listener: FleetListener | None = None
         self.is_closing = False
         self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
