@@ -86,6 +86,8 @@ class ModelConfig(Settings):
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(ModelConfig):
     GROUP: ClassVar = "Engine"
+    ONLY_WITH: ClassVar = dict.fromkeys(("max_loras", "max_lora_rank"), ("lora_modules", "lora_folder"))
+    NOT_WITH: ClassVar = {"speculative_tokens": ("speculate=off",)}
 
     dtype: str = flag("dtype of weights and KV; auto: the checkpoint's", "auto", choices=("auto", *DTYPES))
     device: str = flag("device: auto, cpu, cuda, cuda:1, …", "auto")
@@ -196,6 +198,10 @@ class EngineConfig(ModelConfig):
             parse_size(self.kv_cache_memory)
         if self.speculative_config:
             for name, value in read_speculative(self.speculative_config).items():
+                if getattr(self, name) not in (getattr(type(self), name), value):
+                    raise ValueError(
+                        f"--speculative-config says otherwise than --{name.replace('_', '-')}: give one of them"
+                    )
                 object.__setattr__(self, name, value)
         if (self.speculate == "draft") != bool(self.speculative_model):
             raise ValueError("--speculate draft and --speculative-model belong together: give both or none")
@@ -271,6 +277,7 @@ class ControlConfig(ModelConfig):
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(ControlConfig, TransferConfig):
     GROUP: ClassVar = "Instance"
+    ONLY_WITH: ClassVar = {"vllm_metrics": ("metrics_port",), "force": ("paced", "profile")}
 
     router: str = flag(
         "control addresses of the routers, host:port, comma separated", f"127.0.0.1:{DEFAULT_CONTROL_PORT}"
@@ -324,6 +331,13 @@ class InstanceConfig(ControlConfig, TransferConfig):
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig(ControlConfig):
     """Settings of routers that `pdserve up` has, too: all but where one process listens and who knows of it."""
+
+    ONLY_WITH: ClassVar = {
+        "share_kv": ("keys_file",),
+        **dict.fromkeys(("response_ttl_seconds", "max_stored_responses"), ("response_store",)),
+        **dict.fromkeys(("max_batch_bytes", "batch_concurrency"), ("batch_folder",)),
+    }
+    NOT_WITH: ClassVar = {"warm_prompts": ("prefix_caching=off",), "allowed_hosts": ("api_key", "keys_file")}
 
     host: str = flag("listen address for clients", "127.0.0.1", group="Clients")
     port: int = flag("port for clients", DEFAULT_PORT, **PORTS)
@@ -442,8 +456,6 @@ class ServingConfig(ControlConfig):
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
         super().__post_init__()
-        if self.warm_prompts and self.prefix_caching == "off":
-            raise ValueError("--warm-prompts are of no use with --prefix-caching off; leave one of them out")
         if self.workers > 1 and self.response_store == "memory":
             raise ValueError("--response-store memory is not shared by --workers; name a Redis, which is")
         parse_size(self.max_batch_bytes)
@@ -460,6 +472,8 @@ class ServingConfig(ControlConfig):
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(ServingConfig):
     GROUP: ClassVar = "A router's ports"
+    ONLY_WITH: ClassVar = {"announce_host": ("registry",), "quota_file": ("keys_file",)}
+    NOT_WITH: ClassVar = {"quota_file": ("registry",)}
 
     control_host: str = flag("listen address for instances", "127.0.0.1")
     control_port: int = flag("port for instances", DEFAULT_CONTROL_PORT, **PORTS)
@@ -511,6 +525,11 @@ class RouterConfig(ServingConfig):
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(ServingConfig, TransferConfig):
     GROUP: ClassVar = "Deployment"
+    ONLY_WITH: ClassVar = {
+        "force": ("paced", "profile"),
+        "max_instances": ("autoscale",),
+        "ttft_target_ms": ("itl_target_ms", "try_itl_target_ms"),
+    }
 
     on: str = flag(
         "where instances run: processes of this machine, or actors of the Ray cluster that it is in",
@@ -542,25 +561,11 @@ class UpConfig(ServingConfig, TransferConfig):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(UpConfig):
+    ONLY_WITH: ClassVar = dict.fromkeys(("api_key", "admin_key", "autoscale", "max_instances"), ())
+
+
 def _check_port(what: str, port: int, least: int = 0) -> None:
     if not least <= port <= 65535:
         raise ValueError(f"{what} must be from {least} to 65535, not {port}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig(TransferConfig):
-    GROUP: ClassVar = "Profile"
-
-    output: str = flag("file of the profile", "profile.json")
-    quick: bool = flag("fewer steps, and neither start-up nor role changes", False)
-    repeat: int = flag("rounds over all steps, of which the medians count", 3, least=1)
-    from_fleet: str = flag("URL of a router: take what its instances report, and measure nothing; empty: measure", "")
-    compare: str = flag(
-        "with --from-fleet: say whether the instance has drifted from this profile, and write none; empty: write one",
-        "",
-    )
-    import_source: str | None = flag(
-        "read published timings, and measure nothing; default: measure", None, choices=("distserve", "splitwise")
-    )
-    import_file: str = flag("file of --import-source", "")
-    import_entry: str = flag("what of the file, such as facebook/opt-13b,1; empty: its only one", "")

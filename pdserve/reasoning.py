@@ -64,10 +64,17 @@ class ReasoningTracker:
             return self.span.start[self._position] if self.span.is_required else None
         if self.span.budget is None or self.num_tokens < self.span.budget:
             return None
-        closing, first = self.span.closing, num_prompt + self._first
-        # The closing may have begun, by force or by itself.
-        begun = range(len(closing) - 1, 0, -1)
-        return closing[next((size for size in begun if _ends_with(tokens, len(tokens), first, closing[:size])), 0)]
+        closing, start, first = self.span.closing, self.span.start, num_prompt + self._first
+        again = closing[: closing.index(start[0])] + start if start and start[0] in closing else ()
+        sizes = (
+            size
+            for whole in (closing, again)
+            for size in range(1, len(whole))
+            if _ends_with(tokens, len(tokens), first, whole[:size])
+        )
+        # What had begun by itself goes on so: it may lead to a call, which the rest of the closing would replace.
+        begun = max(sizes, default=0)
+        return None if self.num_tokens - begun < self.span.budget else closing[begun]
 
 
 def _ends_with(tokens: Sequence[int], end: int, first: int, sequence: tuple[int, ...]) -> bool:

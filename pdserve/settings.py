@@ -5,8 +5,10 @@
 
 import importlib.util
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from pdserve import plugins
 from pdserve.errors import not_imported
@@ -90,7 +92,18 @@ def describe(setting: "Field[Any]") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of all settings."""
+    """Base of all settings.
+
+    Each class says which of its settings, also inherited ones, have no effect beside others. Of these, `x` holds if it is not
+    at its default, and `x=1|2` if it has one of these values; what only some subclasses have does not hold in others.
+
+    Attributes:
+        ONLY_WITH: setting → others of which one must hold; none: it has no effect at all.
+        NOT_WITH: setting → others none of which may hold.
+    """
+
+    ONLY_WITH: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    NOT_WITH: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a setting that can never work."""
@@ -98,11 +111,41 @@ class Settings:
             value, limits = getattr(self, setting.name), setting.metadata["limits"]
             if value is None:
                 continue
-            name = f"--{setting.name.replace('_', '-')}"
+            name = _flag_of(setting.name)
             if not limits.admit(value):
                 raise ValueError(f"{name} must be {limits}, not {value}")
             if (bound := limits.exceeded(value)) is not None:
                 raise ValueError(f"{name} must be at most {bound:g}, not {value}")
+
+    def check_effects(self) -> None:
+        """Raise `ValueError` for a setting that has no effect. One of the environment may be for other processes."""
+        for name, reason in self.without_effect().items():
+            variable = type(self).__dataclass_fields__[name].metadata["variable"]
+            if not variable or os.environ.get(variable) != getattr(self, name):
+                raise ValueError(reason)
+
+    def without_effect(self) -> dict[str, str]:
+        """Return the settings that are not at their defaults and have no effect, each with the reason."""
+        found: dict[str, str] = {}
+        for setting in fields(self):
+            if getattr(self, setting.name) == setting.default:
+                continue
+            name = _flag_of(setting.name)
+            for kind in type(self).__mro__:
+                needed = vars(kind).get("ONLY_WITH", {}).get(setting.name)
+                if needed is not None and not any(map(self._holds, needed)):
+                    without = " or ".join(_flag_of(one) for one in needed if hasattr(self, one.partition("=")[0]))
+                    advice = f"without {without}: add that, or" if without else "here:"
+                    found.setdefault(setting.name, f"{name} has no effect {advice} leave it out")
+                for other in filter(self._holds, vars(kind).get("NOT_WITH", {}).get(setting.name, ())):
+                    reason = f"{name} has no effect beside {_flag_of(other)}: leave one of them out"
+                    found.setdefault(setting.name, reason)
+        return found
+
+    def _holds(self, condition: str) -> bool:
+        name, _, values = condition.partition("=")
+        setting, value = type(self).__dataclass_fields__.get(name), getattr(self, name, None)
+        return value in values.split("|") if values else setting is not None and value != setting.default
 
     def check_packages(self) -> None:
         """Raise SetupError if a setting needs a package that is not installed."""
@@ -110,6 +153,12 @@ class Settings:
             package = setting.metadata["package"]
             if package and getattr(self, setting.name) not in (setting.default, "memory") and not is_installed(package):
                 raise not_imported(package, ModuleNotFoundError(name=package))
+
+
+def _flag_of(condition: str) -> str:
+    """Return a condition of `Settings` as on the command line."""
+    name, _, values = condition.partition("=")
+    return f"--{name.replace('_', '-')}{values and ' '}{' or '.join(values.split('|'))}"
 
 
 def is_installed(module: str) -> bool:

@@ -42,10 +42,10 @@ UNCHECKED = [
 OTHERS_FLAGS = {"-e", "-t", "-march", "-variant", "--build", "--scale", "--shm-size", "--pd-disaggregation"}
 CONFIGS: dict[str, Any] = {
     "up": config.UpConfig,
-    "demo": config.UpConfig,
+    "demo": config.DemoConfig,
     "router": config.RouterConfig,
     **dict.fromkeys(("prefill", "decode", "both"), config.InstanceConfig),
-    "profile": config.ProfileConfig,
+    "profile": load_config.ProfileConfig,
     "plan": load_config.PlanConfig,
     "simulate": load_config.SimulateConfig,
     "autoscale": load_config.AutoscaleConfig,
@@ -114,7 +114,7 @@ def check_pdserve(words: list[str]) -> None:
         command = command.commands[names[-1]]
     with command.make_context(" ".join(names), words) as context:
         if settings := CONFIGS.get(" ".join(names)):
-            settings(**context.params)
+            settings(**context.params).check_effects()
 
 
 def check_file(words: list[str]) -> None:

@@ -11,6 +11,9 @@ OPEN, CLOSE = 1, 2
 INSIDE = ReasoningSpan(start=(), ends=((CLOSE,),), closing=(CLOSE,), budget=3)
 LONG = ReasoningSpan(start=(5, 6), ends=((6, 8), (7, 8)), closing=(4, 5, 6, 8), budget=2)
 
+# <|end|> <|start|> assistant <|channel|> is 3 4 5 6, <|message|> 8; the channels: 1 analysis, 2 commentary, 7 final; 9 is to.
+HARMONY = ReasoningSpan(start=(6, 1, 8), ends=((6, 7, 8), (6, 2), (6, 1, 9)), closing=(3, 4, 5, 6, 7, 8), budget=2)
+
 
 def output_of(span: ReasoningSpan, wanted: list[int]) -> list[int]:
     """Return the output of a model that wants these tokens, with those that are forced in their places."""
@@ -36,7 +39,10 @@ def output_of(span: ReasoningSpan, wanted: list[int]) -> list[int]:
         (ReasoningSpan((OPEN,), ((CLOSE,),), (CLOSE,), 1), [3, 3, 3, OPEN, 3, 3], [3, 3, 3, OPEN, 3, 3]),
         (ReasoningSpan((OPEN,), ((CLOSE,),), (CLOSE,), None, is_required=True), [3, 3, 3], [OPEN, 3, 3]),
         (LONG, [5, 6, 3, 3, 3, 3, 3, 3, 3], [5, 6, 3, 3, 4, 5, 6, 8, 3]),
-        (LONG, [5, 6, 3, 4, 3, 3, 3, 3], [5, 6, 3, 4, 5, 6, 8, 3]),  # it had begun to close by itself
+        (LONG, [5, 6, 3, 4, 5, 6, 8, 3], [5, 6, 3, 4, 5, 6, 8, 3]),  # it had begun to close by itself
+        (LONG, [5, 6, 3, 4, 3, 3, 3, 3, 3], [5, 6, 3, 4, 3, 4, 5, 6, 8]),
+        (HARMONY, [6, 1, 8, 0, 3, 4, 5, 6, 1, 8, 3, 3, 3, 3, 3, 3], [6, 1, 8, 0, 3, 4, 5, 6, 1, 8, 3, 4, 5, 6, 7, 8]),
+        *((HARMONY, [6, 1, 8, 0, 3, 4, 5, *call, 0], [6, 1, 8, 0, 3, 4, 5, *call, 0]) for call in ((6, 2), (6, 1, 9))),
         (LONG, [5, 6, 7, 8, 3, 3, 3], [5, 6, 7, 8, 3, 3, 3]),
     ],
 )

@@ -22,7 +22,7 @@ from pdserve import __version__
 from pdserve.cli import logs
 from pdserve.cli.flags import GroupedCommand, command_from_config
 from pdserve.cli.signals import exit_on_signals, set_on_signals
-from pdserve.config import DEFAULT_PORT, ROLES, InstanceConfig, ProfileConfig, RouterConfig, UpConfig
+from pdserve.config import DEFAULT_PORT, ROLES, DemoConfig, InstanceConfig, RouterConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.model_path import check_model
 from pdserve.parent import end_with_parent
@@ -33,6 +33,7 @@ from pdserve.tools.load_config import (
     BenchThroughputConfig,
     BenchTuneConfig,
     PlanConfig,
+    ProfileConfig,
     SimulateConfig,
 )
 
@@ -57,7 +58,7 @@ def up(config: UpConfig) -> None:
     run(config)
 
 
-def demo(config: UpConfig) -> None:
+def demo(config: DemoConfig) -> None:
     """Start a deployment, send one chat request, show its timeline, and stop the deployment."""
     from pdserve.cli.demo import demo as run
 
@@ -285,6 +286,8 @@ def batch(
     """Answer the requests of a file. Exit code 1: some have no answer yet; the same command tries these again."""
     from pdserve.batch.command import run, server_at
 
+    if url and (model != "demo" or prefill or decode or both):
+        raise SetupError("--url names a running server: leave out --model, --prefill, --decode and --both")
     counts = {"prefill": prefill, "decode": decode, "both": both or int(not prefill and not decode)}
     if not run(source, target, server_at(url) if url else _server_of_its_own(model, counts), concurrency):
         raise typer.Exit(1)
@@ -323,7 +326,7 @@ def serve(arguments: list[str] = typer.Argument(None)) -> None:  # noqa: B008
 START, MEASURE, OPERATE = "Start", "Measure and plan", "Operate"
 ROLE_HELP = "Start one {} instance and connect it to its routers."
 CONFIGURED: list[tuple[str, type, Callable[..., None], str]] = [
-    ("demo", UpConfig, demo, START),
+    ("demo", DemoConfig, demo, START),
     ("up", UpConfig, up, START),
     ("router", RouterConfig, router, START),
     *((role, InstanceConfig, partial(instance, role=role), START) for role in ROLES),

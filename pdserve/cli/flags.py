@@ -61,9 +61,10 @@ def _joined(args: list[str]) -> list[str]:
 
 
 def command_from_config(config: type, run: Callable[..., None], **extra: Any) -> Callable[..., None]:
-    """Return a typer command whose options are the fields of the dataclass `config`.
+    """Return a typer command whose options are the fields of the settings `config`.
 
-    The command calls `run(config(...), **extra)`, and raises SetupError if the config rejects its values. Its help text is
+    The command calls `run(config(...), **extra)`, and raises SetupError if the config rejects its values, or one of them has
+    no effect. Its help text is
     the docstring of `run`.
     """
     hints, headings = get_type_hints(config), _headings(config)
@@ -71,6 +72,7 @@ def command_from_config(config: type, run: Callable[..., None], **extra: Any) ->
     def command(**values: Any) -> None:
         try:
             settings = config(**values)
+            settings.check_effects()
         except ValueError as error:
             raise SetupError(str(error)) from error
         run(settings, **extra)

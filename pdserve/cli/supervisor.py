@@ -78,14 +78,14 @@ class Child:
 def child_of(name: str, command: str, config: Settings) -> Child:
     """Return a process that runs a command with these settings.
 
-    Settings that differ from their defaults become flags or, if they have one, environment variables. A variable of this
-    process is overridden by a default, too: it counts for no child whose settings say otherwise.
+    Settings that differ from their defaults and have an effect become flags or, if they have one, environment variables. A
+    variable of this process is overridden by a default, too: it counts for no child whose settings say otherwise.
     """
-    arguments, environment = [command], {}
+    arguments, environment, idle = [command], {}, config.without_effect()
     for setting in fields(config):
         value, option = getattr(config, setting.name), f"--{setting.name.replace('_', '-')}"
         variable = setting.metadata["variable"]
-        if value == setting.default and not (variable and variable in os.environ):
+        if setting.name in idle or (value == setting.default and not (variable and variable in os.environ)):
             continue
         if variable:
             environment[variable] = value

@@ -89,7 +89,9 @@ class _Client:
         self._max_in_flight = max_in_flight
         self._loaded: dict[str, str] = {}  # folders of adapters, by name
         self._model = str(model)
-        self._fleet = Fleet(UpConfig(**{"port": free_port(), **settings_of({**settings, **counts})}, model=self._model))
+        config = UpConfig(**{"port": free_port(), **settings_of({**settings, **counts})}, model=self._model)
+        config.check_effects()
+        self._fleet = Fleet(config)
         weakref.finalize(self, self._fleet.close)
 
     def close(self) -> None:

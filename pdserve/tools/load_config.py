@@ -1,7 +1,7 @@
-"""Settings of the commands that play a load against a fleet, a real or a simulated one: bench, simulate, plan, autoscale."""
+"""Settings of the commands that measure and plan: bench, simulate, plan, autoscale, which play a load, and profile."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from pdserve.config import (
@@ -11,6 +11,7 @@ from pdserve.config import (
     POLICY_NAMES,
     PORTS,
     TTFT_TARGET_HELP,
+    TransferConfig,
     UpConfig,
     flag,
     parse_size,
@@ -20,7 +21,11 @@ from pdserve.settings import Settings
 from pdserve.tools.roofline.devices import DEVICES, WEIGHTS
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "mooncake", "azure", "burstgpt")
+TRACES = ("mooncake", "azure", "burstgpt")  # data sets with times of arrival
+OF_TRACES = f"dataset_name={'|'.join(TRACES)}"
 DAY_S = 86_400
+RANDOM = ("input_len", "output_len", "range_ratio", "prefix_len")
+PREFIX_REPETITION = ("prefix_len", "suffix_len", "num_prefixes", "output_len")
 OF_GPUS = ("model", "weights", "tensor_parallel_size", "prefill_tensor_parallel_size", "decode_tensor_parallel_size")
 ALL = "*"  # in place of an API key: those that are not named
 
@@ -46,6 +51,21 @@ def parse_acceptance(text: str) -> dict[str, float]:
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(Settings):
     GROUP: ClassVar = "Load"
+    ONLY_WITH: ClassVar = {
+        "dataset_path": (f"dataset_name=sharegpt|custom|{'|'.join(TRACES)}",),
+        "burstiness": ("request_rate", "ramp_up_strategy", "slo_sweep"),
+        "ramp_up_strategy": ("dataset_name=random|prefix_repetition|sharegpt|custom",),
+        "ramp_up_start_rps": ("ramp_up_strategy",),
+        "ramp_up_end_rps": ("ramp_up_strategy",),
+        **dict.fromkeys([f"random_{one}" for one in RANDOM], ("dataset_name=random",)),
+        **dict.fromkeys([f"prefix_repetition_{one}" for one in PREFIX_REPETITION], ("dataset_name=prefix_repetition",)),
+        "output_len": ("dataset_name=sharegpt|custom",),
+        "multi_turn": ("dataset_name=sharegpt|custom|mooncake",),
+        "think_time": ("multi_turn",),
+        "trace_speed": (OF_TRACES,),
+        "trace_length_scale": (OF_TRACES,),
+    }
+    NOT_WITH: ClassVar = {"request_rate": ("ramp_up_strategy",), "trace_speed": ("request_rate",)}
 
     dataset_name: str = flag("data set", "random", choices=DATASETS)
     dataset_path: str = flag("file of the data set", "")
@@ -83,6 +103,13 @@ class LoadConfig(Settings):
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig(LoadConfig):
     GROUP: ClassVar = "Fleets"
+    ONLY_WITH: ClassVar = {
+        "speculative_tokens": ("acceptance",),
+        "adapter_skew": ("adapters",),
+        "max_loras": ("adapters",),
+        "busy_threads": ("cores",),
+    }
+    NOT_WITH: ClassVar = {"profile": ("gpu",)}
 
     profile: str = flag("profile of the model on the machine, from `pdserve profile`", "profile.json")
     model: str = flag(
@@ -181,6 +208,7 @@ class SloConfig(Settings):
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(SloConfig, FleetConfig):
     GROUP: ClassVar = "Plan"
+    NOT_WITH: ClassVar = {"max_instances": ("instances",)}
 
     instances: int | None = flag("find the best fleet of this size; default: the smallest that suffices", None, least=1)
     max_instances: int = flag("the largest fleet to try", 16, least=1)
@@ -211,6 +239,15 @@ class PlanConfig(SloConfig, FleetConfig):
 @dataclass(frozen=True, kw_only=True)
 class AutoscaleConfig(SloConfig, FleetConfig):
     GROUP: ClassVar = "Controller"
+    ONLY_WITH: ClassVar = {
+        **{one.name: ("simulate",) for one in fields(LoadConfig) if one.name != "seed"},
+        **dict.fromkeys(("stretch_prompts", "stretch_answers", "prefill", "decode"), ("simulate",)),
+        "max_instances": ("launcher", "simulate"),
+        "ttft_target_ms": ("itl_target_ms",),
+        **dict.fromkeys(("think_time", "warmup_requests", "chat", "cores", "busy_threads", "jobs"), ()),
+        **dict.fromkeys(("prefill_tensor_parallel_size", "decode_tensor_parallel_size"), ()),
+    }
+    NOT_WITH: ClassVar = dict.fromkeys(("router", "apply", "launcher", "holder"), ("simulate",))
 
     router: str = flag(
         "URLs of all routers of the fleet, comma separated; dns://HOST:PORT stands for all addresses of a name",
@@ -250,6 +287,7 @@ class AutoscaleConfig(SloConfig, FleetConfig):
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(FleetConfig):
     GROUP: ClassVar = "Simulation"
+    ONLY_WITH: ClassVar = {"ttft_target_ms": ("itl_target_ms",)}
 
     prefill: str = flag("numbers of prefill instances, such as 1, 1..4 or 1,2,4", "1")
     decode: str = flag("numbers of decode instances", "1")
@@ -265,6 +303,15 @@ class SimulateConfig(FleetConfig):
 @dataclass(frozen=True, kw_only=True)
 class BenchServeConfig(LoadConfig):
     GROUP: ClassVar = "Benchmark"
+    ONLY_WITH: ClassVar = {
+        **dict.fromkeys(("save_detailed", "result_dir", "result_filename", "label"), ("save_result",)),
+        **dict.fromkeys(("sweep_attainment", "sweep_tolerance", "sweep_repetitions"), ("slo_sweep",)),
+    }
+    NOT_WITH: ClassVar = {
+        "host": ("base_url",),
+        "port": ("base_url",),
+        **dict.fromkeys(("ramp_up_strategy", "csv", "save_detailed"), ("slo_sweep",)),
+    }
 
     base_url: str = flag("URL of the server; empty: from --host and --port", "")
     host: str = flag("host of the server", "127.0.0.1")
@@ -305,6 +352,7 @@ class BenchServeConfig(LoadConfig):
 @dataclass(frozen=True, kw_only=True)
 class OfflineConfig(UpConfig):
     GROUP: ClassVar = "Benchmark"
+    ONLY_WITH: ClassVar = dict.fromkeys(("port", "on", "keys_file", "autoscale", "max_instances"), ())
 
     prefill: int = flag("prefill instances", 0, least=0)
     decode: int = flag("decode instances", 0, least=0)
@@ -330,6 +378,11 @@ class BenchThroughputConfig(OfflineConfig):
 @dataclass(frozen=True, kw_only=True)
 class BenchTuneConfig(SloConfig, UpConfig, LoadConfig):
     GROUP: ClassVar = "Benchmark"
+    ONLY_WITH: ClassVar = {
+        **dict.fromkeys(("port", "prefill", "decode", "both", "autoscale", "max_instances"), ()),
+        "itl_target_ms": (),  # which --try-itl-target-ms names, and the best fleet has
+    }
+    NOT_WITH: ClassVar = {name: (f"try_{name}",) for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")}
 
     seed: int = flag("of lengths, prompts and arrivals, and of sampling", 0)
     instances: int = flag("instances of a fleet, of which all splits are tried, and those of the role both", 2, least=1)
@@ -343,3 +396,37 @@ class BenchTuneConfig(SloConfig, UpConfig, LoadConfig):
     state: str = flag(
         "file of JSON lines to which each run is appended, and from which the next call goes on", "tune.jsonl"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(TransferConfig):
+    GROUP: ClassVar = "Profile"
+    ONLY_WITH: ClassVar = {
+        "force": ("compare", "paced"),
+        "compare": ("from_fleet",),
+        "import_file": ("import_source",),
+        "import_entry": ("import_source",),
+    }
+    NOT_WITH: ClassVar = {
+        "output": ("compare",),
+        "from_fleet": ("import_source",),
+        **{
+            name: ("from_fleet", "import_source")  # which measure nothing
+            for name in ("quick", "repeat", *(one.name for one in fields(TransferConfig)))
+            if name != "force"
+        },
+    }
+
+    output: str = flag("file of the profile", "profile.json")
+    quick: bool = flag("fewer steps, and neither start-up nor role changes", False)
+    repeat: int = flag("rounds over all steps, of which the medians count", 3, least=1)
+    from_fleet: str = flag("URL of a router: take what its instances report, and measure nothing; empty: measure", "")
+    compare: str = flag(
+        "with --from-fleet: say whether the instance has drifted from this profile, and write none; empty: write one",
+        "",
+    )
+    import_source: str | None = flag(
+        "read published timings, and measure nothing; default: measure", None, choices=("distserve", "splitwise")
+    )
+    import_file: str = flag("file of --import-source", "")
+    import_entry: str = flag("what of the file, such as facebook/opt-13b,1; empty: its only one", "")

@@ -156,11 +156,20 @@ class InstanceHandle:
         self.adapters = _digests(hello)
         self.candidate.is_both = hello.role == "both"
 
-    def update_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
-        """Store a heartbeat, and its cost model if it carries one."""
+    def update_heartbeat(self, heartbeat: pb.Heartbeat, transfers: dict[Any, Any] | None = None) -> None:
+        """Store a heartbeat, and its cost model if it carries one.
+
+        Args:
+            transfers: by connector and role, what instances have measured. One that has moved nothing is judged by these: by
+                what it assumes instead, it would get no KV, and the first one that did would get all of it.
+        """
         costs: Any = heartbeat.costs
         if costs.prefill:
-            self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), tuple(costs.transfer)))
+            transfer, transfers = tuple(costs.transfer), {} if transfers is None else transfers
+            if transfer == Costs.transfer:
+                transfer = transfers.get((self.hello.connector, self.role), transfer)
+            transfers[self.hello.connector, self.role] = transfer
+            self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), transfer))
         self.heartbeat = heartbeat
         self.candidate.free_tokens = heartbeat.free_blocks * self.candidate.block_size
 
@@ -268,6 +277,7 @@ class Fleet:
         self.stored = PrefixIndex()
         self.breakers = CircuitBreakers()
         self._output_faults = OutputFaults()
+        self._transfers: dict[Any, Any] = {}  # by connector and role, as an instance has measured it last
         self.listener: FleetListener | None = None
         self.is_closing = False
         self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
@@ -385,9 +395,10 @@ class Fleet:
         del self.instances[instance.id]
         self._update()
         self.index.forget(instance.id)
-        is_planned = self.is_closing or instance.is_draining
+        is_drained = instance.is_draining and not instance.requests  # else it has crashed, or cut them off
+        is_planned = self.is_closing or is_drained
         self.num_lost += not is_planned
-        extra = {"event": "drained" if instance.is_draining else "left", "instance": instance.id}
+        extra = {"event": "drained" if is_drained else "left", "instance": instance.id}
         level = logging.INFO if is_planned else logging.WARNING
         log.log(level, "%s left: %s; it had %d requests", instance.id, reason, len(instance.requests), extra=extra)
         instance.connection.close()
@@ -441,7 +452,7 @@ class Fleet:
                 case "heartbeat":
                     if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
                         instance.last_step_at = self.awake_now()
-                    instance.update_heartbeat(frame.heartbeat)
+                    instance.update_heartbeat(frame.heartbeat, self._transfers)
                     if self.cache_epoch < frame.heartbeat.cache_epoch <= MAX_EPOCH:
                         self.reset_cache(frame.heartbeat.cache_epoch)
                     if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:

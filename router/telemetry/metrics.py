@@ -305,7 +305,9 @@ class _FleetCollector(Collector):
         self._key_names = key_names
 
     def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily("pdserve_instances_lost", "instances that left without a drain", self._fleet.num_lost)
+        yield CounterMetricFamily(
+            "pdserve_instances_lost", "instances that left without a drain, or with requests", self._fleet.num_lost
+        )
         num_invalid = self._fleet.num_invalid_frames
         yield CounterMetricFamily("pdserve_invalid_frames", "frames for which an instance was dropped", num_invalid)
         now = self._fleet.now()

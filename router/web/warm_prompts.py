@@ -62,6 +62,7 @@ class WarmPrompts:
         self, bodies: Sequence[Line], tokenizer: Tokenizer, dispatcher: Dispatcher, admission: AdmissionController
     ) -> None:
         self._bodies, self._tokenizer, self._dispatcher, self._admission = bodies, tokenizer, dispatcher, admission
+        self._told = set[tuple[int, str]]()
 
     async def run(self) -> None:
         """Keep all attached instances warm, until cancelled."""
@@ -90,7 +91,9 @@ class WarmPrompts:
                 else:
                     generation = parse_completion(parse_body(CompletionBody, raw), draft, self._tokenizer, info, 1)
             except RequestError as error:
-                log.warning("--warm-prompts, line %d: %s", number, error)
+                if (number, str(error)) not in self._told:  # each time that an instance attaches
+                    log.warning("--warm-prompts, line %d: %s", number, error)
+                self._told.add((number, str(error)))
                 continue
             requests += [structs.replace(one, sampling=ONE_TOKEN) for one in generation.requests]
         return requests

@@ -12,9 +12,11 @@ import pdserve
 from pdserve.cli import commands
 from pdserve.cli.commands import CONFIGURED
 from pdserve.cli.flags import GroupedCommand, command_from_config
-from pdserve.config import EngineConfig, RouterConfig, TransferConfig, UpConfig
+from pdserve.cli.supervisor import child_of
+from pdserve.config import EngineConfig, InstanceConfig, RouterConfig, TransferConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.settings import Settings, flag
+from pdserve.tools.load_config import ProfileConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,91 @@ def test_the_prefix_cache_has_vllms_flags_too() -> None:
         assert result.exit_code == 0, result.output
     assert [config.prefix_caching for config in calls] == ["off", "on", "on"]
     refused = CliRunner().invoke(app, ["--prefix-caching", "off", "--warm-prompts", "file"])
-    assert "--warm-prompts are of no use" in str(refused.exception)
+    assert "--warm-prompts has no effect beside --prefix-caching off" in str(refused.exception)
+
+
+def test_relations_are_between_settings_of_a_class_or_its_subclasses() -> None:
+    kinds = [Settings]
+    for kind in kinds:
+        kinds += [one for one in kind.__subclasses__() if one.__module__.startswith("pdserve.")]
+    for kind in kinds:
+        own = {field.name for field in fields(kind)}
+        known = own.union(*({field.name for field in fields(one)} for one in kinds if issubclass(one, kind)))
+        for table in (vars(kind).get("ONLY_WITH", {}), vars(kind).get("NOT_WITH", {})):
+            named = {condition.partition("=")[0] for conditions in table.values() for condition in conditions}
+            assert table.keys() <= own and named <= known, kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            "bench serve --burstiness 2",
+            "without --request-rate or --ramp-up-strategy or --slo-sweep: add that, or leave it out",
+        ),
+        ("simulate --burstiness 2", "without --request-rate or --ramp-up-strategy: add that, or leave it out"),
+        ("bench serve --request-rate 2 --ramp-up-strategy linear", "beside --ramp-up-strategy: leave one of them out"),
+        ("bench serve --ramp-up-strategy linear --slo-sweep", "beside --slo-sweep"),
+        ("plan --random-input-len 7 --dataset-name sharegpt", "without --dataset-name random:"),
+        ("bench tune --prefix-repetition-prefix-len 7", "without --dataset-name prefix_repetition:"),
+        ("bench serve --trace-speed 2", "without --dataset-name mooncake or azure or burstgpt:"),
+        ("bench serve --dataset-name azure --request-rate 3 --trace-speed 2", "beside --request-rate"),
+        ("bench serve --output-len 7", "without --dataset-name sharegpt or custom:"),
+        ("bench serve --dataset-path x", "without --dataset-name sharegpt or custom or mooncake or azure or burstgpt:"),
+        ("bench serve --think-time 1 --dataset-name custom", "without --multi-turn:"),
+        ("bench serve --ramp-up-end-rps 2", "without --ramp-up-strategy:"),
+        ("bench serve --save-detailed", "without --save-result:"),
+        ("bench serve --slo-sweep --csv x", "beside --slo-sweep"),
+        ("bench serve --base-url http://x --port 1", "beside --base-url"),
+        ("bench tune --prefill 2", "here: leave it out"),
+        ("bench tune --try-max-num-seqs 1,2 --max-num-seqs 4", "beside --try-max-num-seqs"),
+        ("bench latency --keys-file x", "here: leave it out"),
+        ("router --announce-host x", "without --registry:"),
+        ("router --quota-file x --registry redis://x", "without --keys-file:"),
+        ("router --quota-file x --registry redis://x --keys-file y", "beside --registry"),
+        ("router --share-kv", "without --keys-file:"),
+        ("router --response-ttl-seconds 5", "without --response-store:"),
+        ("router --batch-concurrency 5", "without --batch-folder:"),
+        ("router --allowed-hosts x --api-key k", "beside --api-key"),
+        ("up --ttft-target-ms 5", "without --itl-target-ms: add that, or leave it out"),
+        ("up --max-instances 5", "without --autoscale:"),
+        ("up --max-loras 5", "without --lora-modules or --lora-folder:"),
+        ("decode --speculative-tokens 5 --speculate off", "beside --speculate off"),
+        ("decode --vllm-metrics", "without --metrics-port:"),
+        ("prefill --force", "without --paced or --profile:"),
+        ("demo --autoscale x --profile y", "here: leave it out"),
+        ("profile --compare x", "without --from-fleet:"),
+        ("profile --threads 2 --from-fleet http://x", "beside --from-fleet"),
+        ("profile --import-entry x", "without --import-source:"),
+        ("simulate --adapter-skew 2", "without --adapters:"),
+        ("simulate --profile x --gpu h100 --model y", "beside --gpu"),
+        ("plan --instances 2 --max-instances 3", "beside --instances"),
+        ("autoscale --num-prompts 3", "without --simulate:"),
+        ("autoscale --simulate --random-input-len 3 --dataset-name azure", "without --dataset-name random:"),
+        ("autoscale --simulate --apply", "beside --simulate"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(arguments: str, reason: str) -> None:
+    refused = CliRunner().invoke(commands.app, arguments.split())
+    assert isinstance(refused.exception, SetupError), refused.output
+    message = str(refused.exception)
+    assert f" has no effect {reason}" in message and message.startswith("--") and "\n" not in message
+
+
+def test_what_the_environment_sets_for_other_processes_is_no_mistake() -> None:
+    calls: list[ProfileConfig] = []
+    app = typer.Typer()
+    app.command()(command_from_config(ProfileConfig, calls.append))
+    arguments, variables = ["--from-fleet", "http://x"], {"PDSERVE_CONNECTOR": "shm://a"}
+    assert CliRunner().invoke(app, arguments, env=variables).exit_code == 0 and calls
+    refused = CliRunner().invoke(app, [*arguments, "--connector", "shm://b"], env=variables)
+    assert str(refused.exception).startswith("--connector has no effect beside --from-fleet")
+
+
+def test_a_child_gets_no_flag_without_effect() -> None:
+    """It would refuse it; what runs it for a command of its own need not know of that."""
+    config = InstanceConfig(vllm_metrics=True, max_loras=3, threads=2)
+    assert child_of("one", "decode", config).arguments == ["decode", "--threads", "2"]
 
 
 def test_speculation_is_set_as_in_vllm() -> None:
@@ -150,9 +236,10 @@ def test_speculation_is_set_as_in_vllm() -> None:
         '{"model": ["x"]}': "a directory or a hub id",
         '{"method": "ngram", "disable_by_batch_size": 4}': "prompt_lookup_max only, not",
         '{"method": "ngram", "num_speculative_tokens": -1}': "a number from 0",
+        '{"method": "suffix", "num_speculative_tokens": 7}': "says otherwise than --speculative-tokens",
     }.items():
         with pytest.raises(ValueError, match=message):
-            EngineConfig(speculative_config=wrong)
+            EngineConfig(speculative_config=wrong, speculative_tokens=5 if "otherwise" in message else None)
     settings: list[dict[str, Any]] = [
         {"speculative_model": "x"},
         {"speculate": "draft"},

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from pdserve.config import ProfileConfig
 from pdserve.errors import SetupError
 from pdserve.tools import offline_bench
 from pdserve.tools.bench import command as bench
@@ -17,6 +16,7 @@ from pdserve.tools.load_config import (
     BenchServeConfig,
     BenchTuneConfig,
     PlanConfig,
+    ProfileConfig,
     SimulateConfig,
 )
 from pdserve.tools.planner import command as planner

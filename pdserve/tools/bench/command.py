@@ -38,14 +38,6 @@ from pdserve.tools.load_config import BenchServeConfig
 PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 PROMPT_TOLERANCE = 0.05  # of prompt lengths that the server counts, beyond which there is a warning
 WARM_UP_RUN = "w"
-ONLY_WITH = {  # settings that say nothing without another one
-    "save_detailed": "save_result",
-    "result_dir": "save_result",
-    "result_filename": "save_result",
-    "sweep_attainment": "slo_sweep",
-    "sweep_tolerance": "slo_sweep",
-    "sweep_repetitions": "slo_sweep",
-}
 LOCAL = ("127.0.0.1", "localhost", "::1")  # hosts whose energy can be measured
 
 
@@ -93,10 +85,6 @@ def prepare(config: BenchServeConfig) -> Benchmark:
     if config.slo_sweep and not objectives:
         raise SetupError("--slo-sweep needs --goodput, such as ttft:500,itl:50")
     _sweep_shares(config)
-    for setting, needed in ONLY_WITH.items():
-        if getattr(config, setting) != getattr(BenchServeConfig, setting) and not getattr(config, needed):
-            flag, other = (f"--{name.replace('_', '-')}" for name in (setting, needed))
-            raise SetupError(f"{flag} says nothing without {other}: leave it out, or add that")
     metrics = [name.strip() for name in config.percentile_metrics.split(",") if name.strip()]
     if wrong := [name for name in metrics if name not in METRICS]:
         raise SetupError(f"--percentile-metrics: there is no {wrong[0]!r}; there are {', '.join(METRICS)}")

@@ -9,16 +9,8 @@ from typing import Protocol
 from pdserve.errors import SetupError
 from pdserve.tools.bench import traces
 from pdserve.tools.bench.requests import Request
-from pdserve.tools.load_config import LoadConfig
+from pdserve.tools.load_config import TRACES, LoadConfig
 
-TRACES = ("mooncake", "azure", "burstgpt")  # data sets with times of arrival
-ONLY_OF = {  # settings that say nothing of other data sets
-    "trace_speed": TRACES,
-    "trace_length_scale": TRACES,
-    "multi_turn": ("sharegpt", "custom", "mooncake"),
-    "output_len": ("sharegpt", "custom"),
-    "ramp_up_strategy": ("random", "prefix_repetition", "sharegpt", "custom"),
-}
 Randint = Callable[[int, int], int]  # a draw between two numbers, both included
 
 
@@ -44,6 +36,8 @@ def draw_load(config: LoadConfig, rate: float, drawn: Draws, count_tokens: Calla
     if config.warmup_requests >= len(requests):
         raise SetupError(f"--warmup-requests {config.warmup_requests} leaves none of {len(requests)} requests")
     has_times = config.dataset_name in TRACES and len({one.at for one in requests}) > 1
+    if has_times and config.burstiness != LoadConfig.burstiness:
+        raise SetupError(f"--burstiness has no effect beside the times in {config.dataset_path}: leave it out")
     if has_times or (config.dataset_name in TRACES and math.isinf(rate)):
         return replay(requests, config.trace_speed, rate)
     count = sum(one.after is None for one in requests)
@@ -63,14 +57,6 @@ def load_requests(config: LoadConfig, randint: Randint, count_tokens: Callable[[
         SetupError: the file is missing, malformed or empty.
     """
     name, path, limit = config.dataset_name, config.dataset_path, config.num_prompts
-    for setting, names in ONLY_OF.items():
-        if name not in names and getattr(config, setting) != getattr(LoadConfig, setting):
-            raise SetupError(f"--{setting.replace('_', '-')} says nothing of --dataset-name {name}: leave it out")
-    ramp = config.ramp_up_start_rps, config.ramp_up_end_rps
-    if config.ramp_up_strategy is None and ramp != (None, None):
-        raise SetupError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy, linear or exponential")
-    if path and name in ("random", "prefix_repetition"):
-        raise SetupError(f"--dataset-name {name} reads no --dataset-path; name the format of {path}, such as sharegpt")
     if name == "random":
         return random_requests(config, randint)
     if name == "prefix_repetition":

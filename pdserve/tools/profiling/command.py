@@ -15,7 +15,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.config import InstanceConfig, ProfileConfig, UpConfig
+from pdserve.config import InstanceConfig, UpConfig
 from pdserve.errors import SetupError
 from pdserve.profile.drift import check_match, drift_of
 from pdserve.profile.fit import fit_steps, fit_transfer, step_residuals
@@ -30,6 +30,7 @@ from pdserve.profile.profile import (
 )
 from pdserve.settings import shared_settings
 from pdserve.tools.bench.report import check_writable
+from pdserve.tools.load_config import ProfileConfig
 from pdserve.tools.machine import num_cores, processor
 from pdserve.tools.profiling import deployment, imports
 
@@ -70,8 +71,6 @@ def run(config: ProfileConfig, start: Start) -> bool:
     Raises:
         SetupError: something cannot be measured, read or written.
     """
-    if config.compare and not config.from_fleet:
-        raise SetupError("--compare needs --from-fleet")
     if not config.compare:
         check_writable(config.output)
     if config.from_fleet:

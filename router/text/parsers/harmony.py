@@ -27,7 +27,7 @@ class HarmonyReasoning(ReasoningParser):
 
     OPEN, CLOSE = (f"{CHANNEL}analysis{MESSAGE}",), (f"{CHANNEL}final{MESSAGE}",)
     CLOSING = f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}"
-    ENDS = (f"{CHANNEL}commentary",)
+    ENDS = (f"{CHANNEL}commentary", f"{CHANNEL}analysis to", f"{START}assistant to")  # calls, in any channel
     TAGS = (START, CHANNEL, MESSAGE, "<|constrain|>", *MESSAGE_ENDS)
 
     def _parse(self) -> Steps[None]:

@@ -293,6 +293,29 @@ def test_harmony_by_special_tokens(
     assert ' to=time<|channel|>analysis<|message|>{"a": "é"}<|call|>' in prompt
 
 
+@pytest.mark.parametrize(
+    "header", ["<|channel|>commentary to=", "<|channel|>analysis to=", " to=functions.time<|channel|>analysis"]
+)
+def test_a_call_in_any_channel_ends_harmonys_budget(
+    header: str,
+    harmony_tokenizer: Tokenizer,
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    backend: ScriptedBackend,
+) -> None:
+    """Otherwise the end of the reasoning would be forced into the arguments."""
+    assert backend.info is not None
+    backend.info = replace(backend.info, max_model_len=1000, common_model_len=1000)
+    body = {"messages": [QUESTION], "tools": TOOLS, "thinking_token_budget": 20}
+    assert make_client(make_app(harmony_tokenizer)).post(CHAT, body).status_code == 200
+    span = backend.requests[-1].sampling.reasoning
+    assert span is not None and span.budget == 20
+    output = harmony_tokenizer.encode(f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{header}")
+    tracker = ReasoningTracker(span)
+    tracker.follow(output, 0)
+    assert tracker.answer_start is not None
+
+
 def _as_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of a text whose special tokens are ordinary text."""
     return [token_id for part in text.split("|") for token_id in tokenizer.encode(part + "|")][:-1]

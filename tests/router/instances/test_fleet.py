@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdserve.costs import Costs
 from pdserve.keys import STATE_WINDOW, Layout
 from pdserve.output import Output, pack
 from pdserve.proto import pdserve_pb2 as pb
 from pdserve.router.instances.fleet import Fleet
-from pdserve.router.scheduling.policy import Load
+from pdserve.router.scheduling.policy import Load, PlacementRequest, decide
 
 if TYPE_CHECKING:
     from tests.router.instances.conftest import MakeHello, SentFrames
@@ -166,16 +168,23 @@ def test_instances_serve_in_their_role_unless_they_drain_or_leave(
     assert serving() == []
 
 
-def test_an_instance_that_leaves_after_a_drain_is_not_lost(
-    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+def test_an_instance_that_was_drained_empty_is_not_lost(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """One that dies as it drains, with requests, is: no one has planned that."""
+    caplog.set_level("INFO")
     fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None, on_draining=lambda instance: None))
-    first, second = (fleet.register(make_hello(name), make_connection()) for name in ("decode-0", "decode-1"))
-    fleet.begin_drain(first)
-    fleet.deregister(first, "it left")
-    assert fleet.num_lost == 0
-    fleet.deregister(second, "it died")
-    assert fleet.num_lost == 1
+    names = ("decode-0", "decode-1", "decode-2")
+    drained, cut_off, died = (fleet.register(make_hello(name), make_connection()) for name in names)
+    cut_off.assign("a request", Load())
+    for instance, is_lost in ((drained, False), (cut_off, True), (died, True)):
+        if instance is not died:
+            fleet.begin_drain(instance)
+        before = fleet.num_lost
+        fleet.deregister(instance, "it left")
+        assert fleet.num_lost - before == is_lost
+        last = caplog.records[-1]
+        assert (last.levelname, vars(last)["event"]) == (("WARNING", "left") if is_lost else ("INFO", "drained"))
 
 
 def test_a_joining_instance_is_compared_with_all_kinds_of_instances(
@@ -195,6 +204,25 @@ def test_a_heartbeat_tells_the_room_in_the_pool(
     instance = fleet.register(make_hello("prefill-0"), make_connection())
     fleet.handle_frame(instance, pb.InstanceFrame(heartbeat=pb.Heartbeat(free_blocks=3)))
     assert instance.candidate.free_tokens == 3 * instance.hello.block_size
+
+
+def test_instances_that_have_moved_no_kv_are_judged_by_those_that_have(
+    fleet: Fleet, make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    """By what they assume instead, the first one that got KV would get all of it under light load."""
+    used, unused = (fleet.register(make_hello(name), make_connection()) for name in ("decode-0", "decode-1"))
+    step = {"prefill": (0.0, 1e-5, 0.0), "decode": (0.001, 0.0, 0.0)}
+    for transfer in ((1e-4, 1e-10), (2e-4, 1e-10)):
+        for instance, own in ((used, transfer), (unused, Costs.transfer)):
+            costs = pb.Costs(**step, transfer=own)
+            fleet.handle_frame(instance, pb.InstanceFrame(heartbeat=pb.Heartbeat(costs=costs)))
+        assert used.candidate.costs.transfer == unused.candidate.costs.transfer == transfer
+    candidates = [used.candidate, unused.candidate]
+    requests = [PlacementRequest(100, turn, output_tokens=5, decode=True) for turn in range(10)]
+    assert Counter(decide("auto", candidates, one).chosen for one in requests) == {"decode-0": 5, "decode-1": 5}
+    costs = pb.Costs(**step, transfer=(0.1, 1e-9))
+    fleet.handle_frame(unused, pb.InstanceFrame(heartbeat=pb.Heartbeat(costs=costs)))
+    assert {decide("auto", candidates, one).chosen for one in requests} == {"decode-0"}, "what is measured counts"
 
 
 def test_load_is_that_of_own_and_other_routers_requests(

@@ -49,24 +49,35 @@ def test_keys_with_kv_of_their_own_could_not_use_them(tmp_path: Path) -> None:
         read_warm_prompts(str(tmp_path / "none"), [])
 
 
-def test_an_instance_of_an_older_version_computes_the_prompts_and_does_not_pin_them() -> None:
-    """It refuses a request with a field that it does not know."""
+def attached(name: str, version: int = PIN_SINCE) -> Any:
+    hello, frames = pb.Hello(protocol_version=version), list[pb.RouterFrame]()
+    return Mock(id=name, hello=hello, frames=frames, connection=SimpleNamespace(send=frames.append))
 
-    def instance(name: str, version: int) -> Any:
-        hello, frames = pb.Hello(protocol_version=version), list[pb.RouterFrame]()
-        return Mock(id=name, hello=hello, frames=frames, connection=SimpleNamespace(send=frames.append))
 
-    async def run() -> None:
-        task = asyncio.create_task(warm.run())
-        while not (task.done() or all(one.frames for one in instances)):
-            await asyncio.sleep(0.01)
-        task.cancel()
-
-    instances = [instance("old", PIN_SINCE - 1), instance("new", PIN_SINCE)]
-    fleet = SimpleNamespace(instances={one.id: one for one in instances}, cache_epoch=0)
+async def keep_warm(bodies: list[Any], *groups: list[Any]) -> None:
+    """Let groups of instances attach, each when the one before has got its prompts."""
+    fleet = SimpleNamespace(instances={}, cache_epoch=0)
     model = ModelInfo("demo", 100, 100, 256, frozenset([0]), b"digest", frozenset([16]))
     dispatcher, admission = SimpleNamespace(fleet=fleet, model=model), SimpleNamespace(kv_salts={ANONYMOUS: ""})
-    warm = WarmPrompts([(1, {"prompt": [1, 2]})], cast(Any, None), cast(Any, dispatcher), cast(Any, admission))
-    asyncio.run(run())
+    warm = WarmPrompts(bodies, cast(Any, None), cast(Any, dispatcher), cast(Any, admission))
+    task = asyncio.create_task(warm.run())
+    for group in groups:
+        fleet.instances |= {one.id: one for one in group}
+        while not (task.done() or all(one.frames for one in group)):
+            await asyncio.sleep(0.01)
+    task.cancel()
+
+
+def test_an_instance_of_an_older_version_computes_the_prompts_and_does_not_pin_them() -> None:
+    """It refuses a request with a field that it does not know."""
+    instances = [attached("old", PIN_SINCE - 1), attached("new")]
+    asyncio.run(keep_warm([(1, {"prompt": [1, 2]})], instances))
     sent = [Request.unpack(frame.submit.request) for one in instances for frame in one.frames]
     assert [(list(one.prompt), one.pin) for one in sent] == [([1, 2], False), ([1, 2], True)]
+
+
+def test_a_line_that_cannot_be_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """And not with each instance that attaches."""
+    bodies = [(1, {"prompt": [1, 2]}), (2, {"prompt": [999]})]
+    asyncio.run(keep_warm(bodies, [attached("first")], [attached("second")]))
+    assert [one.getMessage().partition(":")[0] for one in caplog.records] == ["--warm-prompts, line 2"]

@@ -76,22 +76,11 @@ def test_a_trace_without_times_is_sent_at_the_rate_that_was_asked_for(tmp_path: 
     assert {one.at for one in drawn(math.inf, **own)} == {0.0}
 
 
-def test_rates_of_a_ramp_need_its_strategy() -> None:
-    with pytest.raises(SetupError, match="need --ramp-up-strategy"):
-        drawn(1.0, ramp_up_end_rps=2.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("azure", {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 2.0}),
-        ("random", {"trace_speed": 2.0}),
-        ("sharegpt", {"trace_length_scale": 0.5}),
-        ("azure", {"multi_turn": True}),
-        ("random", {"output_len": 7}),
-    ],
-)
-def test_a_setting_that_a_data_set_would_ignore_is_refused(name: str, settings: dict[str, Any]) -> None:
-    flag = next(iter(settings)).replace("_", "-")
-    with pytest.raises(SetupError, match=f"--{flag} says nothing of --dataset-name {name}: leave it out"):
-        drawn(1.0, dataset_name=name, dataset_path="" if name == "random" else "trace", **settings)
+def test_burstiness_has_no_effect_beside_the_times_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 1000 * at, "input_length": 100, "output_length": 5, "hash_ids": [1]} for at in range(3)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    own = {"dataset_name": "mooncake", "dataset_path": str(path), "request_rate": 5.0}
+    assert len(drawn(5.0, **own)) == 3
+    with pytest.raises(SetupError, match=r"--burstiness has no effect beside the times in .*: leave it out"):
+        drawn(5.0, **own, burstiness=2.0)

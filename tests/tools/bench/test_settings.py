@@ -25,9 +25,6 @@ from pdserve.tools.load_config import BenchServeConfig
         ({"sweep_attainment": "0"}, "--sweep-attainment must be more than 0"),
         ({"sweep_attainment": "90,x"}, "--sweep-attainment must be percentages"),
         ({"slo_sweep": True}, "--slo-sweep needs --goodput"),
-        ({"save_detailed": True}, "--save-detailed says nothing without --save-result"),
-        ({"result_dir": "x"}, "--result-dir says nothing without --save-result"),
-        ({"sweep_repetitions": 1}, "--sweep-repetitions says nothing without --slo-sweep"),
         ({"goodput": "ttft"}, "--goodput: 'ttft' is no objective"),
     ],
 )

@@ -373,7 +373,7 @@ def test_simulate_prints_a_row_per_fleet(profile: Path, tmp_path: Path, run: Run
         (["simulate", "--goodput", "ttft"], "--goodput: 'ttft' is no objective"),
         (["simulate", "--itl-target-ms", "0"], "--itl-target-ms: '0' is not such as"),
         (["plan", "--slo", "ttft"], "--slo: 'ttft' is no objective"),
-        (["simulate", "--trace-speed", 2], "--trace-speed says nothing of --dataset-name random: leave it out"),
+        (["simulate", "--trace-speed", 2], "--trace-speed has no effect without --dataset-name"),
         (["plan"], "--slo: there is no target"),
         (["plan", "--slo-file", "nowhere.toml"], "--slo-file nowhere.toml cannot be read"),
         (["plan", "--slo", "ttft=1s"], "give the load a --request-rate"),

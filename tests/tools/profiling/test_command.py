@@ -79,7 +79,8 @@ def test_a_file_that_cannot_be_read_is_one_line(pdserve: Run, tmp_path: Path) ->
 
 def test_a_comparison_needs_a_fleet(pdserve: Run) -> None:
     result = pdserve("profile", "--compare", "x.json")
-    assert result.returncode == 2 and result.stderr == "pdserve: --compare needs --from-fleet\n"
+    expected = "pdserve: --compare has no effect without --from-fleet: add that, or leave it out\n"
+    assert result.returncode == 2 and result.stderr == expected
 
 
 def test_a_profile_of_another_machine_is_compared_only_if_forced(capsys: pytest.CaptureFixture[str]) -> None:
