@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -414,11 +414,15 @@ def fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def pdserve(fork_server: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """pdserve("up", "--model", "nowhere") → the completed process; a first argument ending in `.py` is run as a script."""
+    """pdserve("up", "--model", "nowhere") → the completed process.
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    A first argument ending in `.py` is run as a script, and one after `-c` as a program: in a process that has imported all
+    that instances do.
+    """
+
+    def run(*arguments: str, env: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            code = fork_server.start(list(arguments), os.environ, output.fileno(), errors.fileno()).wait(1200)
+            code = fork_server.start(list(arguments), env, output.fileno(), errors.fileno()).wait(1200)
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
