@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,10 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+with suppress(ImportError):  # where only kernels are tested
+    # As in instances: files of tests import models, in half the time without torch's compiler.
+    importlib.import_module("pdserve.engine.without_compiler")
 
 if importlib.util.find_spec("hypothesis"):  # the kernels are also tested on machines without it
     import hypothesis
@@ -42,119 +46,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # the number of this one
-CONTEXT = 1024
-VOCAB = 260  # 256 bytes, 2 special tokens, 2 unused
-EOS = 256
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.15,  # large enough that greedy choices differ by more than rounding errors
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": EOS,
-    "tie_word_embeddings": False,
-}
-
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,  # as torch's complex products, V2's rotation rounds what exceeds multiples of 16 otherwise
-    "head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 20,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
-
-MULTI_HEAD: dict[str, Any] = {"num_key_value_heads": 4}  # as many as heads of queries
-
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {}),
-    "mistral": ("MistralConfig", {"sliding_window": 48}),
-    "gemma2": ("Gemma2Config", {"sliding_window": 48, "query_pre_attn_scalar": 16}),
-    "gemma3": ("Gemma3TextConfig", {"sliding_window": 48, "query_pre_attn_scalar": 16}),
-    "gemma3_mixed": (  # a layer of six attends to all tokens
-        "Gemma3TextConfig",
-        {"num_hidden_layers": 6, "sliding_window": 48, "query_pre_attn_scalar": 16},
-    ),
-    "olmo2": ("Olmo2Config", {}),
-    "phi3": (
-        "Phi3Config",
-        {
-            "original_max_position_embeddings": 64,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10_000.0,
-                "short_factor": [1.0 + i / 10 for i in range(8)],
-                "long_factor": [2.0 + i for i in range(8)],
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
-    ),
-    "opt": ("OPTConfig", {**MULTI_HEAD, "ffn_dim": 128, "word_embed_proj_dim": 64, "init_std": 0.15}),
-    "gpt2": ("GPT2Config", MULTI_HEAD),
-    "gpt_neox": ("GPTNeoXConfig", MULTI_HEAD),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "glm4": ("Glm4Config", {"partial_rotary_factor": 0.5}),
-    "llama4": (
-        "Llama4TextConfig",
-        {
-            "intermediate_size_mlp": 128,
-            "num_local_experts": 4,
-            "interleave_moe_layer_step": 2,
-            "no_rope_layer_interval": 2,
-            "attention_chunk_size": 256,
-            "floor_scale": 200,
-        },
-    ),
-    # Windows in every second layer, and attention sinks.
-    "gpt_oss": (
-        "GptOssConfig",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48, "head_dim": 16},
-    ),
-    # The same, in two of three layers.
-    "granite_swa": ("GraniteSWAConfig", {"sliding_window": 48, "attention_multiplier": 0.25}),
-    "granite_moe_swa": (
-        "GraniteMoeSWAConfig",
-        {"sliding_window": 48, "attention_multiplier": 0.25, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    # Two shapes of rows, and two layers that read the KV of others.
-    "gemma4": (
-        "Gemma4TextConfig",
-        {
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "sliding_window": 48,
-            "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 260,
-        },
-    ),
-    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
-    ),
-}
 
 PROCESS_FIXTURES = {
     *("fork_server", "redis_server", "start_redis", "redis_cluster", "start_cluster", "mooncake", "fsspec_package"),
@@ -195,7 +86,7 @@ def _load(name: str) -> Any:
     return module
 
 
-ARCHITECTURES |= _load("hybrids").HYBRIDS
+SMALL_MODELS = _load("architectures")
 
 if link_error := _load("links").link_error(Path(__file__).parent.parent):
     sys.exit(link_error)  # before an import fails with a less helpful message
@@ -219,11 +110,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def starts_processes(item: pytest.Item) -> bool:
     """Return whether a test starts processes, as far as its fixtures, its parameters and its module's imports tell."""
     assert isinstance(item, pytest.Function)
-    parameters = map(str, item.callspec.params.values()) if hasattr(item, "callspec") else ()
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return (
         item.get_closest_marker("integration") is not None
         or not PROCESS_FIXTURES.isdisjoint(item.fixturenames)
-        or any(one.startswith(PROCESS_PARAMETERS) for one in parameters)
+        or any(isinstance(one, str) and one.startswith(PROCESS_PARAMETERS) for one in parameters)
         or not {"subprocess", "multiprocessing"}.isdisjoint(vars(item.module))
     )
 
@@ -330,8 +221,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
     def make(architecture: str, seed: int = 0, dtype: str = default) -> Path:
         key = (architecture, seed, dtype)
         if key not in made:
-            name, extra = ARCHITECTURES[architecture]
-            config = getattr(transformers, name)(**{**SHAPE, **extra})
+            name, extra = SMALL_MODELS.ARCHITECTURES[architecture]
+            config = getattr(transformers, name)(**{**SMALL_MODELS.SHAPE, **extra})
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
             model = model.to(getattr(torch, dtype))
@@ -409,9 +300,7 @@ def generate(
     def compute(path: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         outputs: dict[int, list[int]] = {}
-        for length in {
-            len(prompt) for prompt in prompts
-        }:  # batches of equal lengths need no padding and take half the time
+        for length in {len(prompt) for prompt in prompts}:  # batches without padding take half the time
             rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
             ids = torch.tensor([prompts[i] for i in rows])
             output = model.generate(
@@ -436,7 +325,8 @@ def generate(
         outputs = []
         for prompt in prompts:
             engine = Engine(
-                EngineConfig(model=str(path), num_blocks=blocks, max_num_batched_tokens=CONTEXT), loaded.get(path)
+                EngineConfig(model=str(path), num_blocks=blocks, max_num_batched_tokens=SMALL_MODELS.CONTEXT),
+                loaded.get(path),
             )
             loaded[path] = engine.checkpoint
             seq = engine.new_sequence("", Request(prompt=prompt, sampling=greedy))
@@ -524,11 +414,15 @@ def fork_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def pdserve(fork_server: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """pdserve("up", "--model", "nowhere") → the completed process; a first argument ending in `.py` is run as a script."""
+    """pdserve("up", "--model", "nowhere") → the completed process.
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    A first argument ending in `.py` is run as a script, and one after `-c` as a program: in a process that has imported all
+    that instances do.
+    """
+
+    def run(*arguments: str, env: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            code = fork_server.start(list(arguments), os.environ, output.fileno(), errors.fileno()).wait(1200)
+            code = fork_server.start(list(arguments), env, output.fileno(), errors.fileno()).wait(1200)
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())

@@ -4,8 +4,8 @@
 
 serves those who connect to the abstract Unix socket ADDRESS, on which the descriptor LISTENER listens: all the workers of a
 run, and what they started. It is that of `pdserve up` (pdserve/cli/fork_server.py), with more modules and more commands: a
-script of tests, and `follower`, of pdserve/ranks/, and `compile`, of pdserve/grammars/, which have a descriptor more: their
-connection. What a command starts is requested from this server too.
+script of tests, `-c` and a program, as Python takes it, and `follower`, of pdserve/ranks/, and `compile`, of
+pdserve/grammars/, which have a descriptor more: their connection. What a command starts is requested from this server too.
 """
 
 import atexit
@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, Self
 
 from pdserve.cli.fork_server import ForkedProcess, Server, load, request
@@ -117,6 +118,9 @@ def run(arguments: list[str]) -> None:
 
         _, *of_model, connection = arguments
         pdserve.grammars.compile_server.main([connection, *of_model])
+    elif arguments[0] == "-c":
+        sys.modules["__main__"] = program = ModuleType("__main__")
+        exec(arguments[1], vars(program))
     elif arguments[0].endswith(".py"):
         sys.argv[:] = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))

@@ -4,7 +4,8 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_process_logs_json_to_stderr() -> None:
 
 
 @pytest.mark.parametrize("command", ["router(RouterConfig())", 'instance(InstanceConfig(), "decode")'])
-def test_messages_of_the_hub_are_written_once(command: str) -> None:
+def test_messages_of_the_hub_are_written_once(command: str, pdserve: Callable[..., Any]) -> None:
     """Its library writes them itself, and passes them on."""
     code = f"""
 import logging
@@ -86,7 +87,7 @@ import pdserve.router.server, pdserve.instance.process
 pdserve.router.server.serve = pdserve.instance.process.serve = serve
 commands.{command}
 """
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
+    finished = pdserve("-c", code)
     [line] = [line for line in finished.stderr.splitlines() if "Retrying" in line]
     assert line.endswith(" W Retrying in 1s"), finished.stderr
 

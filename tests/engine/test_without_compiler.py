@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 SERVING = """
 import sys
-from pdserve.cli.fork_server import load
-for _ in load():
-    pass
+assert "pdserve.instance.process" in sys.modules, "not imported before the fork"
 from pdserve.config import EngineConfig
 from pdserve.engine.engine import Engine
 from pdserve.request import Request, SamplingParams
@@ -60,20 +60,17 @@ import transformers.masking_utils
 """
 
 
-def run(program: str) -> str:
-    """Run a program to its successful end, and return what it logs."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+def test_an_engine_serves_without_the_compiler_which_can_be_used_afterwards(pdserve: Callable[..., Any]) -> None:
+    done = pdserve("-c", SERVING)
     assert done.returncode == 0, done.stderr
-    return done.stderr
 
 
-def test_an_engine_serves_without_the_compiler_which_can_be_used_afterwards() -> None:
-    run(SERVING)
-
-
-def test_what_needs_more_than_decorators_gets_the_compiler() -> None:
-    run(OTHER_TORCH)
+def test_what_needs_more_than_decorators_gets_the_compiler(pdserve: Callable[..., Any]) -> None:
+    done = pdserve("-c", OTHER_TORCH)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_version_that_needs_all_of_torch_is_imported_with_it() -> None:
-    assert "is imported with all of torch: this version needs" in run(OTHER_TRANSFORMERS)
+    done = subprocess.run([sys.executable, "-c", OTHER_TRANSFORMERS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "is imported with all of torch: this version needs" in done.stderr

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +49,7 @@ def test_unwritable_cache_is_reported(
 
 @pytest.mark.until_recorded("kernels", "tests/kernels/test_native.py")
 @pytest.mark.usefixtures("cpu_kernel")
-def test_libraries_built_beforehand_need_no_compiler(tmp_path: Path) -> None:
+def test_libraries_built_beforehand_need_no_compiler(tmp_path: Path, pdserve: Callable[..., Any]) -> None:
     """Of those that the processor can run, the first is taken; one of other sources is not."""
     features = set(native.cpu_features().split())
     fitting = [name for name, (_, needed) in prebuilt.TARGETS.items() if needed <= features]
@@ -62,11 +64,11 @@ def test_libraries_built_beforehand_need_no_compiler(tmp_path: Path) -> None:
     assert prebuilt.find(tmp_path, sources, features - {"avx2"}) is None
     code = "from pdserve.kernels import native; print(native.library()._name, native.compiler())"
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), prebuilt.VARIABLE: str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = pdserve("-c", code, env=environment)
     assert done.stdout.split() == [str(tmp_path / f"{fitting[-1]}-{sources}.so"), "None"]
     for file in tmp_path.glob("*.so"):
         file.unlink()
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = pdserve("-c", code, env=environment)
     assert f"and none of the libraries in {tmp_path} is for this processor" in done.stderr
 
 
@@ -88,7 +90,7 @@ def test_the_best_library_that_a_processor_runs(name: str, added: set[str] | Non
 
 
 @pytest.mark.usefixtures("cpu_kernel")
-def test_instances_that_start_at_once_compile_once(tmp_path: Path) -> None:
+def test_instances_that_start_at_once_compile_once(tmp_path: Path, fork_server: Any) -> None:
     built, calls, compiler = native.library()._name, tmp_path / "calls", tmp_path / "c++"
     compiler.write_text(
         f"""#!/bin/sh
@@ -104,12 +106,11 @@ esac
     code = "import logging; logging.basicConfig(level=20); from pdserve.kernels import native; native.library()"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment.pop(prebuilt.VARIABLE, None)
-    builds = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = "".join(process.communicate(timeout=600)[1] for process in builds)
-    assert [process.returncode for process in builds] == [0, 0], said
+    with (tmp_path / "said").open("w") as output:
+        builds = [fork_server.start(["-c", code], environment, *(output.fileno(),) * 2) for _ in range(2)]
+        codes = [process.wait(600) for process in builds]
+    said = (tmp_path / "said").read_text()
+    assert codes == [0, 0], said
     assert len(calls.read_text().splitlines()) == len(native.SOURCES) and said.count("compiling the kernels") == 1
 
 
@@ -136,7 +137,9 @@ def is_running(pid: str) -> bool:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_compilers_end_with_the_process_that_started_them(signum: signal.Signals, tmp_path: Path) -> None:
+def test_compilers_end_with_the_process_that_started_them(
+    signum: signal.Signals, tmp_path: Path, fork_server: Any
+) -> None:
     """So do the processes in which g++ compiles, and their files."""
     compiler, pids, cache = tmp_path / "c++", tmp_path / "pids", tmp_path / "pdserve" / "kernels"
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 600 &\necho $! >>{pids}\nwait\n')
@@ -145,10 +148,12 @@ def test_compilers_end_with_the_process_that_started_them(signum: signal.Signals
     code += "from pdserve.kernels import native; native.library()"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment.pop(prebuilt.VARIABLE, None)
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL) as build:
-        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == native.MAX_COMPILERS)
-        compilers = pids.read_text().split()
-        build.send_signal(signum)
+    with open(os.devnull, "w") as nothing:
+        build = fork_server.start(["-c", code], environment, *(nothing.fileno(),) * 2)
+    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == native.MAX_COMPILERS)
+    compilers = pids.read_text().split()
+    build.send_signal(signum)
+    build.wait(600)
     wait_until(lambda: not any(map(is_running, compilers)), seconds=60)
     wait_until(lambda: not list(cache.iterdir()), seconds=60)
 
@@ -170,20 +175,19 @@ def test_concurrent_builds(unbuilt_library: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("cpu_kernel")
-def test_process_has_one_openmp_runtime() -> None:
-    """In a new process: other tests may have loaded another runtime."""
+def test_process_has_one_openmp_runtime(pdserve: Callable[..., Any]) -> None:
+    """In a process like an instance: other tests may have loaded another runtime."""
     code = (
         "from pdserve.kernels import native; native.library(); import pathlib\n"
         "lines = pathlib.Path('/proc/self/maps').read_text().splitlines()\n"
         "print(*{line.split('/')[-1] for line in lines if 'libgomp' in line or 'libiomp' in line or 'libomp' in line})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(done.stdout.split()) == 1
+    assert len(pdserve("-c", code).stdout.split()) == 1
 
 
 @pytest.mark.usefixtures("cpu_kernel")
 @pytest.mark.skipif("amx_bf16" not in native.cpu_features(), reason="this processor has no AMX")
-def test_amx_without_permission_falls_back() -> None:
+def test_amx_without_permission_falls_back(pdserve: Callable[..., Any]) -> None:
     """The system denies AMX to a process whose signal stack is too small for its registers."""
     code = """
 import ctypes, logging
@@ -200,8 +204,8 @@ one = torch.tensor([[0]])
 batch = PagedBatch(layer_caches(pool), one[0], one, [5], [5], torch.tensor([5]), torch.tensor([0, 5]), cpu)
 print(cpu.attend(torch.ones((5, 2, 32), dtype=torch.bfloat16), batch.caches[0], batch, Scores(1.0)).unique().tolist())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[1.0]\n"
+    done = pdserve("-c", code)
+    assert done.stdout == "[1.0]\n", done.stderr
     assert "does not allow its use" in done.stderr
 
 

@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from typing import Any
 
 # In a process of its own: a router forks its parse server while it has one thread.
 SCRIPT = """
@@ -63,9 +63,9 @@ print(json.dumps(found))
 """
 
 
-def test_functions_run_beside_the_router() -> None:
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+def test_functions_run_beside_the_router(pdserve: Callable[..., Any]) -> None:
+    done = pdserve("-c", SCRIPT)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     refused = {"kind": "k", "param": "p", "retry_after_s": 3}
     no_field = {"param": None, "retry_after_s": None}
@@ -88,7 +88,7 @@ def test_functions_run_beside_the_router() -> None:
     )
 
 
-def test_it_ends_where_ended_children_are_reaped_by_the_kernel() -> None:
+def test_it_ends_where_ended_children_are_reaped_by_the_kernel(pdserve: Callable[..., Any]) -> None:
     code = """
 import signal
 from pdserve.router.parse_server import ParseServer
@@ -97,5 +97,5 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a router may inherit it
 with ParseServer(Tokenizer("demo")):
     pass
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    done = pdserve("-c", code)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,7 +1,7 @@
 """The router process."""
 
-import subprocess
-import sys
+from collections.abc import Callable
+from typing import Any
 
 # In a process of its own: a router forks its parse server while it has one thread.
 SERVE = """
@@ -19,7 +19,7 @@ serve(RouterConfig(model="demo", port=0, control_port=0))
 """
 
 
-def test_router_exits_if_a_background_task_fails() -> None:
+def test_router_exits_if_a_background_task_fails(pdserve: Callable[..., Any]) -> None:
     """Without its tasks it would serve on, without timeouts."""
-    ended = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=600, check=False)
+    ended = pdserve("-c", SERVE)
     assert ended.returncode == 1 and ended.stderr.rstrip().endswith("RuntimeError: a bug"), ended.stderr
