@@ -1,11 +1,13 @@
 """The Helm chart, rendered and linted by Helm's library, validated for two versions of Kubernetes; the CLI parses its flags.
 
-No cluster takes part. The schemas of KEDA's and Prometheus' custom resources are not in kubernetes-validate: `CUSTOM` lists
-the fields that the chart uses of them, with their types, written after their definitions.
+No cluster takes part. The schemas of custom resources (KEDA, Prometheus, Gateway API) are not in kubernetes-validate:
+`CUSTOM` lists the fields that the chart uses of them, with their types, written after their definitions.
 """
 
 import json
+import os
 import re
+import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -47,7 +49,20 @@ TRIGGER = fields(
     metricType={"enum": ["AverageValue", "Value"]},
     metadata=fields("serverAddress", "query", "threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
 )
+MATCH = fields("path", path=fields("type", "value", type={"enum": ["Exact", "PathPrefix"]}, value=TEXT))
+RULE = fields(
+    *("matches", "backendRefs"),
+    matches={"type": "array", "items": MATCH, "minItems": 1, "maxItems": 64},
+    backendRefs={"type": "array", "items": fields("name", "port", name=TEXT, port=NUMBER)},
+    timeouts=fields(request={"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}),
+)
 CUSTOM = {
+    "gateway.networking.k8s.io/v1": fields(
+        *("parentRefs", "rules"),
+        parentRefs={"type": "array", "items": fields("name", name=TEXT, namespace=TEXT, sectionName=TEXT, port=NUMBER)},
+        hostnames={"type": "array", "items": TEXT},
+        rules={"type": "array", "items": RULE, "minItems": 1},
+    ),
     "keda.sh/v1alpha1": fields(
         *("scaleTargetRef", "triggers"),
         scaleTargetRef=fields("name", name=TEXT),
@@ -98,6 +113,8 @@ OTHER: dict[str, Any] = {
         "nodeSelector": {"a": "b"},
     },
     "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
+    "store": {"size": "100Gi", "storageClassName": "nfs"},
+    "httpRoute": {"parentRefs": [{"name": "gateway", "namespace": "ingress"}], "hostnames": ["chat.example.com"]},
 }
 
 
@@ -308,7 +325,79 @@ def test_pods_run_without_privileges() -> None:
             pod = deployment["spec"]["template"]["spec"]
             assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
             allowed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-            assert container(deployment)["securityContext"] == allowed
+            assert container(deployment)["securityContext"] == allowed | {"readOnlyRootFilesystem": True}
+
+
+@pytest.mark.parametrize("name", ["defaults", "other"])
+def test_folders_that_the_image_writes_to_are_volumes(name: str) -> None:
+    """The root file system is read-only: what the environment of the image names is mounted, and /tmp."""
+    image = (ROOT / "Dockerfile").read_text()
+    written = re.findall(r"(?:HF_HOME|XDG_CACHE_HOME|TRITON_CACHE_DIR|TORCHINDUCTOR_CACHE_DIR)=(\S+)", image)
+    assert len(written) == 4
+    for role, deployment in of_kind(rendered(name), "Deployment").items():
+        pod = container(deployment)
+        mounted = {one["mountPath"] for one in pod.get("volumeMounts", []) if not one.get("readOnly")}
+        assert {one["name"] for one in pod.get("volumeMounts", [])} == volumes(deployment).keys()
+        if role != "redis":  # which saves nothing
+            folders = ["/tmp", *(folder for folder in written if role != "autoscaler" or folder != "/models")]
+            assert all(any(f"{folder}/".startswith(f"{one}/") for one in mounted) for folder in folders), role
+
+
+def test_a_store_is_a_claim_or_a_volume_that_all_instances_mount() -> None:
+    share = {"nfs": {"server": "filer", "path": "/kv"}}
+    for store, connector, source in (
+        ({"size": "100Gi"}, "file:///store", {"persistentVolumeClaim": {"claimName": "chat-pdserve-store"}}),
+        ({"volume": share}, "file:///store?max_bytes=9GiB", share),
+    ):
+        given = {} if connector == "file:///store" else {"connector": connector}
+        documents = render({"store": store, **given})
+        deployments = of_kind(documents, "Deployment")
+        for role in ("prefill", "decode"):
+            assert environment(deployments[role])["PDSERVE_CONNECTOR"] == connector
+            assert volumes(deployments[role])["store"] == source
+            assert {"name": "store", "mountPath": "/store"} in container(deployments[role])["volumeMounts"]
+        assert "store" not in volumes(deployments["router"]) and "redis" in deployments  # the registry
+        claims = {name: one["spec"]["resources"] for name, one in of_kind(documents, "PersistentVolumeClaim").items()}
+        assert claims == ({"store": {"requests": {"storage": "100Gi"}}} if "size" in store else {})
+
+
+def test_a_route_leads_to_the_routers_api_only_and_cuts_no_stream() -> None:
+    documents = rendered("other")
+    (rule,) = of_kind(documents, "HTTPRoute")["router"]["spec"]["rules"]
+    service = of_kind(documents, "Service")["router"]
+    backend = {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
+    assert rule["backendRefs"] == [backend]
+    assert [one["path"]["value"] for one in rule["matches"]] == ["/v1"] and rule["timeouts"] == {"request": "0s"}
+    assert not of_kind(rendered("defaults"), "HTTPRoute")
+
+
+@pytest.mark.parametrize(
+    ("values", "read"),
+    [
+        ({}, None),
+        ({"secrets": {"name": "keys", "apiKey": "api.key"}}, r"prod get secret keys -o jsonpath={.data.api\.key}"),
+        ({"secrets": {"name": "keys", "keysFile": "keys.toml"}}, ""),
+        ({"tls": {"clients": "tls"}, "model": {"servedName": "chat"}}, None),
+    ],
+)
+def test_notes_print_a_request_with_a_key_if_there_are_any(
+    values: dict[str, Any], read: str | None, tmp_path: Path
+) -> None:
+    """What `helm install` prints runs in a shell, with programs that write down what they are asked."""
+    for name in ("kubectl", "curl"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ {name} = curl ] || echo a2V5LG90aGVy\n')
+        program.chmod(0o755)
+    with helm.Chart.load(CHART) as chart:
+        (notes,) = (text for name, text in chart.render(values, namespace="prod").items() if "NOTES" in name)
+    commands = notes[notes.index("  kubectl") : notes.index("8}'") + 3]
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-euc", commands], check=True, env=path, stdout=subprocess.DEVNULL)
+    asked = (tmp_path / "asked").read_text()
+    for part in ("https://localhost:8000/v1", '"chat"') if "tls" in values else ("http://localhost:8000/v1", '"demo"'):
+        assert part in asked
+    assert ("set secrets.apiKey" in notes) is ("Authorization: Bearer" not in asked) is (read is None)
+    assert not read or (read in asked and "Authorization: Bearer key -H" in asked)
 
 
 def test_shared_memory_is_the_nodes_where_the_connector_needs_it() -> None:
@@ -481,6 +570,10 @@ def test_the_autoscaler_watches_every_router_and_may_start_pods() -> None:
         ({"redis": {"enabled": False}, "connector": "nixl://"}, "router.replicas must be 1 without a registry"),
         ({"redis": {"enabled": False}, "router": {"replicas": 1}}, "connector is empty, and there is no Redis"),
         ({"connector": "shm://kv"}, "the connector shm:// needs sharedMemory.host"),
+        ({"connector": "file:///kv"}, "the connector file:// needs store.size or store.volume"),
+        ({"store": {"size": "1Gi", "volume": {"emptyDir": {}}}}, "store.size makes a claim"),
+        ({"store": {"size": "100 GB"}}, "size"),
+        ({"httpRoute": {"parentRefs": [{"name": "g"}]}, "tls": {"clients": "tls"}}, "let the gateway hold"),
         ({"secrets": {"adminKey": "admin-key"}}, "secrets.name is empty, but one of its entries is named"),
         (
             {"keda": {"enabled": True}, "autoscaler": {"serviceAccount": True}},

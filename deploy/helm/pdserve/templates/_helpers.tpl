@@ -50,7 +50,12 @@ helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- end }}
 
 {{- define "pdserve.connector" -}}
-{{- .Values.connector | default (include "pdserve.redisUrl" .) }}
+{{- .Values.connector | default (ternary "file:///store" (include "pdserve.redisUrl" .) (ne (include "pdserve.hasStore" .) "")) }}
+{{- end }}
+
+{{/* Not empty if instances mount /store. */}}
+{{- define "pdserve.hasStore" -}}
+{{- if or .Values.store.size .Values.store.volume }}yes{{ end }}
 {{- end }}
 
 {{/* Settings of a role, with (list $ "prefill"): those of `instances`, and its own over them. */}}
@@ -145,7 +150,11 @@ imagePullSecrets: {{ toJson . }}
 {{- define "pdserve.containerSettings" -}}
 image: {{ include "pdserve.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
-securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+securityContext: {{ include "pdserve.unprivileged" . }}
+{{- end }}
+
+{{- define "pdserve.unprivileged" -}}
+{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
 {{- end }}
 
 {{/* A volume, with (list name source setting): an emptyDir unless the setting names another source. */}}
@@ -157,6 +166,7 @@ securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 {{- end }}
 
 {{- define "pdserve.sharedVolumes" -}}
+- {name: tmp, emptyDir: {}}
 {{ include "pdserve.volume" (list "models" .Values.model.volume "model.volume") }}
 {{- with .Values.tls.control }}
 - name: control-tls
@@ -165,6 +175,7 @@ securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 {{- end }}
 
 {{- define "pdserve.sharedMounts" -}}
+- {name: tmp, mountPath: /tmp}
 - {name: models, mountPath: /models}
 {{- if .Values.tls.control }}
 - {name: control-tls, mountPath: /etc/pdserve/control, readOnly: true}
