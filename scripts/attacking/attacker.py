@@ -51,11 +51,12 @@ KINDS: dict[str, Callable[[Target], None]] = {
 CONTROL = "control"
 ONE_TOKEN = [{"max_tokens": 1, "prompt": "Once upon a time"}]
 # An attack by streams costs the instances as many tokens as valid streams do: its control asks for the same, as often, and
-# reads them, which takes more CPU time than leaving them; of grammars it leaves them, too: a word may take a minute. The
+# reads them, which takes more CPU time than leaving them; of slow masks it leaves them, too: a word may take a minute. The
 # attacks by bursts and batches contain valid work, which is their control's, as often and within the quota.
 VALID: dict[str, Callable[[Target], None]] = {
     "left_streams": partial(answers.read_streams, bodies=answers.SHORT),
     "unread_streams": partial(answers.read_streams, bodies=answers.LONG),
+    "grammar_bombs": bodies.new_grammars,
     "slow_masks": bodies.quick_masks,
     "burst": partial(answers.burst, size=answers.VALID_BURST),
     "many_batches": partial(answers.many_batches, metadata=[{}]),

@@ -92,6 +92,14 @@ def grammar_bombs(target: Target) -> None:
         target.ask(target.completion(**bomb), {200, 400, 429})
 
 
+def new_grammars(target: Target) -> None:
+    """As many grammars as users have them, each a new one."""
+    for words in range(6):
+        fields = {f"{random.random()}": {"type": "string", "maxLength": 10} for _ in range(1 + words)}
+        schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+        target.ask(target.completion(guided_json=schema, max_tokens=16), {200, 429})
+
+
 def slow_masks(target: Target) -> None:
     """Words by grammars whose masks take longer with each token, and pass for quick ones before."""
     _leave_words(target, "s\ns ::= s s | [a-z]")

@@ -5,11 +5,11 @@
 Starts a deployment of the demo model with API keys, TLS, two router workers, gRPC, batches and stored responses. For each
 kind, an arm with the attack and a control arm take turns, in which the attacker's process burns as much CPU with valid
 requests within its quota: of one token, as many as that allows. For attacks by streams it asks for the same streams, at
-most as often, and reads them to their ends; for slow masks, for as many streams with quick ones, left as soon; for bursts and
-batches, for those within the quota, as often. Exit code 1: an answer of the
-innocent client was wrong or lost, an attack was neither refused nor served, the 99th percentile of its TTFT or latency was
-more than 1.5 times the control's, or a router grew too much. The percentiles are those of all rounds together, 300 answers
-by default: of few, they are the one that the machine delayed most.
+most as often, and reads them to their ends; for slow masks, for as many streams with quick ones, left as soon; for bursts,
+batches and grammars, for those that are valid, as often. Exit code 1: an answer of the innocent client was wrong or lost, an
+attack was neither refused nor served, the 99th percentile of its TTFT or latency was more than 1.5 times the control's, or a
+router grew too much. The percentiles are those of all rounds together, 300 answers by default: of few, they are the one that
+the machine delayed most.
 With --idle, a third arm has no attacker, and the TTFT must be at most 20 ms above that; of attacks by streams, which take
 the time that streams take, above the control's.
 """
