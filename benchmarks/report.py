@@ -21,6 +21,7 @@ from rich.table import Table
 from pdserve.config import flag
 from pdserve.errors import SetupError
 from pdserve.kv_transfer.batched import SWITCH_INTERVAL_S
+from pdserve.settings import Settings as CommandSettings
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -38,7 +39,7 @@ S = TypeVar("S", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(CommandSettings):
     """Settings of every benchmark."""
 
     quick: bool = flag(QUICK_HELP, False)

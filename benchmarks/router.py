@@ -29,6 +29,7 @@ from rich.console import Console
 from pdserve.cli.deployment import free_port
 from pdserve.config import flag
 from pdserve.errors import SetupError
+from pdserve.settings import Settings as CommandSettings
 
 SHORT = 16  # tokens of a prompt, about
 START_S = 600.0
@@ -37,7 +38,7 @@ MOCK = Path(__file__).parent / "mock_instance.py"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(CommandSettings):
     seconds: float = flag("that each case is measured, after half a second or a tenth of it", 8.0)
     connections: str = flag("of the client, a request at a time on each; comma separated", "1,32")
     output_tokens: int = flag("of each answer: as many events where it is streamed", 16)

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
@@ -114,6 +114,7 @@ def fleet(
     config = UpConfig(model=str(path), port=free_port(), **settings)
     with closing(redis_servers.RedisServer(folder)) as redis_server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PDSERVE_CONTROL_TOKEN", "secret")
+        patch.setattr("pdserve.cli.deployment.quota_file", lambda config: nullcontext(""))  # the registry shares quotas
 
         class RegisteredDeployment(forked_deployment):  # type: ignore[misc, valid-type]  # the class comes from a fixture
             flags: ClassVar = {
