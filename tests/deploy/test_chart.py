@@ -383,7 +383,7 @@ def test_a_route_leads_to_the_routers_api_only_and_cuts_no_stream() -> None:
 def test_notes_print_a_request_with_a_key_if_there_are_any(
     values: dict[str, Any], read: str | None, tmp_path: Path
 ) -> None:
-    """The commands that `helm install` prints are run in a shell, where kubectl and curl are stand-ins that record their arguments."""
+    """The commands that `helm install` prints, run in a shell; kubectl and curl are stand-ins that record their arguments."""
     for name in ("kubectl", "curl"):
         program = tmp_path / name
         program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ {name} = curl ] || echo a2V5LG90aGVy\n')
