@@ -158,7 +158,7 @@ def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -
 
 def _is_old(config: dict[str, Any]) -> bool:
     """Return whether an adapter was saved by PEFT before 0.19; see `StackedWeight`. It says its version since 0.18."""
-    match = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", str(config.get("peft_version")))
     return match is None or (int(match[1]), int(match[2])) < (0, 19)
 
 

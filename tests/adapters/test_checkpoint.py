@@ -107,6 +107,11 @@ def test_settings_without_effect_are_none(make: Callable[..., Path]) -> None:
     )
 
 
+def test_a_version_of_many_digits(make: Callable[..., Path]) -> None:
+    """Python converts at most 4,300 of them to an integer."""
+    parse_adapter(read_files(change(make("a"), peft_version=f"0.{'9' * 5000}")), 64)
+
+
 def test_ranks_that_are_too_high(make: Callable[..., Path]) -> None:
     with pytest.raises(AdapterError, match="has rank 16, and --max-lora-rank is 8"):
         parse_adapter(read_files(make("a", ranks={"q_proj": 16})), 8)
