@@ -30,6 +30,7 @@ DIAL_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 20.0  # routers answer heartbeats: one that is silent for this long is frozen or cut off
 TICKS_PER_TIMEOUT = 4  # number of times that the silence is checked within the timeout
 RETRY_DELAYS_S = (0.1, 0.2, 0.5, 1.0)  # between attempts to reach a router; the last one repeats
+REPEAT_ATTEMPTS = 100  # after which a failure that goes on is told again
 
 
 class RouterLink(FrameConnection[pb.RouterFrame, pb.InstanceFrame]):
@@ -216,7 +217,7 @@ class RouterLinks:
 
     async def _serve_router(self, address: str, instance: Instance, hello: pb.Hello) -> None:
         """Serve one router, reconnecting as long as it is registered. An open link outlives its registration."""
-        attempt = 0
+        attempt, told = 0, ""
         while address in self._routers and not self._is_closing:
             link = RouterLink(address, f"{address}#{next(self._connection_ids)}", instance, self.drain_requests)
             try:
@@ -224,13 +225,14 @@ class RouterLinks:
                 error = await self._serve_link(link, instance, hello)
             except (OSError, ValueError) as failure:  # ValueError: the address is malformed
                 error = failure
-            if link.welcomed.is_set() and not link.rejection:
+            is_accepted = link.welcomed.is_set() and not link.rejection
+            if is_accepted:
                 attempt = 0
-            if not self._is_closing and (link.welcomed.is_set() or link.rejection or attempt in (0, 10)):
-                is_orderly = link.welcomed.is_set() and not link.rejection and error is None
-                level = (
-                    logging.INFO if is_orderly else logging.WARNING
-                )  # if it does not come back, dialling it will warn
+            is_news = is_accepted or link.rejection != told or attempt == 10 or attempt % REPEAT_ATTEMPTS == 0
+            if is_news and not self._is_closing:
+                told = link.rejection
+                # If a router that has closed the link does not come back, dialling it will warn.
+                level = logging.INFO if is_accepted and error is None else logging.WARNING
                 log.log(level, "router %s: %s", address, _close_reason(link, error))
             # By chance, so that the instances of a large fleet do not all dial a router at once that is back.
             await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)] * random.uniform(0.5, 1.5))

@@ -195,7 +195,6 @@ class EmbeddingEndpoints(Dialect):
         build: Callable[[BodyType, Generation, Vectors], Json],
     ) -> Response:
         service, client, vectors = self.service, request.state.client, list[Vectors]()
-        service.model()  # or the error that there is none, before those of the body
         more_bytes = TEXT_BYTES * body.count(b",")
         fields, generation = await service.parse(request, model, body, partial(_parse_texts, parse), more_bytes)
         slot = await service.enter(request, generation)

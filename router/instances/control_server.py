@@ -8,6 +8,7 @@ connected ── Hello accepted ──► member of the fleet ── connection 
 import asyncio
 import hmac
 import logging
+import math
 import ssl
 
 from pdserve.control.frame_connection import FrameConnection
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0  # from the connection to the first frame
 CLOSE_TIMEOUT_S = 2.0  # for instances to read the frames that are still to be sent
+REPEAT_S = 100.0  # after which a refusal that goes on is logged again
+MAX_TOLD = 1000  # refusals that are remembered for it
 
 
 class ControlServer:
@@ -36,6 +39,7 @@ class ControlServer:
         self.connections: set[InstanceConnection] = set()
         self._token = token
         self._arrivals: Arrivals | None = None
+        self._told: dict[tuple[str, str], float] = {}  # when a refusal was logged, by the peer's host and the reason
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Start to accept connections, unencrypted if `tls` is None. Return the port: a free one if `port` is 0.
@@ -67,6 +71,15 @@ class ControlServer:
             await asyncio.wait([connection.closed for connection in self.connections], timeout=CLOSE_TIMEOUT_S)
         for connection in list(self.connections):
             connection.abort()
+
+    def log_refusal(self, peer: str, name: str, reason: str) -> None:
+        """Log that a peer was refused, if that is news: refused instances dial again every second."""
+        now, key = self.fleet.now(), (peer.rpartition(":")[0], reason)
+        if now - self._told.get(key, -math.inf) > REPEAT_S:
+            if len(self._told) >= MAX_TOLD:
+                self._told.clear()
+            self._told[key] = now
+            log.warning("refused %s: %s", name, reason, extra={"event": "refused", "instance": name})
 
     def is_authorized(self, token: str) -> bool:
         """Compare in constant time. Any token is accepted if none is configured."""
@@ -113,8 +126,8 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame], Arri
         if not self.introduced.done():
             self.introduced.set_result(None)
 
-    def _reject(self, peer: str, reason: str) -> None:
-        log.warning("refused %s: %s", peer, reason, extra={"event": "refused", "instance": peer})
+    def _reject(self, name: str, reason: str) -> None:
+        self._server.log_refusal(self.peer, name, reason)
         self.send(pb.RouterFrame(refused=pb.Refused(message=reason)))
         self.close()
 
@@ -128,4 +141,4 @@ class InstanceConnection(FrameConnection[pb.InstanceFrame, pb.RouterFrame], Arri
             reason = f"a frame could not be handled: {self.error!r}" if self.error else "the connection was lost"
             self._server.fleet.deregister(self._instance, reason)
         elif self.error is not None:
-            log.warning("refused %s: %s", self.peer, self.error, extra={"event": "refused", "instance": self.peer})
+            self._server.log_refusal(self.peer, self.peer, str(self.error))

@@ -8,6 +8,8 @@ The others are in `router/dialects/`, or in packages of their own. A router serv
 The class is a `Dialect`. It makes its own routes, which answer with the help of `Service`, and its own errors.
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +21,7 @@ from starlette.responses import Response
 
 from pdserve import plugins
 from pdserve.config import RouterConfig
-from pdserve.errors import Overloaded, RequestError
+from pdserve.errors import Overloaded, RequestError, Unavailable
 from pdserve.request import SamplingParams
 from pdserve.router.api import answers, chat, requests, schemas
 from pdserve.router.api.generation import Generation
@@ -43,7 +45,10 @@ from pdserve.router.web.endpoint import Access, Endpoint, Endpoints, Method, end
 from pdserve.router.web.grammar_checker import GrammarChecker
 from pdserve.router.web.parse_queue import Parse, Result, parse_request, read_body, served
 
+log = logging.getLogger(__name__)
+
 ENTRY_POINT_GROUP = "pdserve.dialects"
+POLL_S = 0.05  # between looks for the first instance, while requests wait for it
 SESSION_HEADER = "x-session-id"
 STREAMED_TOO: Any = {200: {"content": {"text/event-stream": {}}}}
 QUESTION = "What is the capital of France?"  # of the examples in the documentation
@@ -72,6 +77,7 @@ class Service:
         self.admission = admission
         self.endpoints: dict[str, Endpoint] = {}
         self._grammars = grammars
+        self._first_instance: asyncio.Task[None] | None = None  # ends once one has registered
         # A request for more choices than the router may run at once would stay queued for ever.
         self._max_n = min(config.max_n, config.max_requests)
 
@@ -96,23 +102,56 @@ class Service:
     ) -> Result:
         """Return the result of `parse`, such as a `Generation`, computed in the parse queue.
 
+        A valid body waits for the first instance, for `--no-instance-timeout`.
+
         Args:
             more_bytes: what `parse` works on besides the body.
 
         Raises:
-            RequestError: the body is invalid, no instance has registered, or the key has no request left.
+            RequestError: the body is invalid, no instance has registered in time, or the key has no request left.
         """
         queue, draft, key = self.admission.parse_queue, self._draft(request), request.state.key
-        info = self.admission.served(key, self.backend.model)
         unknown = queue.unknown_fields
-        parse_raw = partial(parse_request, model, body, unknown, parse, draft, self.tokenizer, info, self._max_n)
+        while True:
+            info = self.admission.served(key, self.backend.model)
+            parse_raw = partial(parse_request, model, body, unknown, parse, draft, self.tokenizer, info, self._max_n)
+            try:
+                if key in self.admission.queue.limited:
+                    self.admission.queue.check(key)
+                return await queue.run(key, body, parse_raw, more_bytes)
+            except RequestError as error:
+                is_early = info is None and isinstance(error, Unavailable)
+                if not is_early or not await self._instance_comes(request, len(body)):
+                    is_read = not isinstance(error, Overloaded)
+                    self._charge(request, is_due=error.status < 500 and is_read)
+                    raise
+
+    async def _instance_comes(self, request: Request, num_bytes: int) -> bool:
+        """Wait for the first instance, with a body in memory. Return whether it has come before the client left."""
+        timeout_s, budget, key = self.config.no_instance_timeout, self.admission.body_budget, request.state.key
+        if not timeout_s:
+            return False
+        if self._first_instance is None or self._first_instance.done():
+            log.warning("no instance has registered yet: requests wait for one for up to %g s", timeout_s)
+            self._first_instance = asyncio.ensure_future(self._registered())
+
+        async def wait(first: asyncio.Future[None]) -> None:
+            await asyncio.shield(first)
+
+        budget.reserve(key, num_bytes)
         try:
-            if key in self.admission.queue.limited:
-                self.admission.queue.check(key)
-            return await queue.run(key, body, parse_raw, more_bytes)
-        except RequestError as error:
-            self._charge(request, is_due=error.status < 500 and not isinstance(error, Overloaded))  # that was not read
-            raise
+            async with asyncio.timeout(timeout_s):
+                has_come: bool = await request.state.client.run(wait(self._first_instance))
+                return has_come
+        except TimeoutError:
+            return False
+        finally:
+            budget.release(key, num_bytes)
+
+    async def _registered(self) -> None:
+        """Wait until an instance has registered: one task for all requests."""
+        while self.backend.model is None:
+            await asyncio.sleep(POLL_S)
 
     def count(self, request: Request) -> None:
         """Count a request that needs no admission, but work. Raises RequestError if its key has none left."""

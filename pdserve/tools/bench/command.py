@@ -1,5 +1,6 @@
 """The command `pdserve bench serve`."""
 
+import json
 import math
 import random
 import re
@@ -131,6 +132,7 @@ def _body(text: str) -> dict[str, Any]:
     """Return the fields of `--extra-body`."""
     try:
         found = read_json(text or "{}")
+        json.dumps(found, allow_nan=False)  # Python reads NaN, which servers refuse
     except ValueError as error:
         raise SetupError(f"--extra-body is not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -126,7 +126,7 @@ def _draw(curve: Curve, across: Axis, up: Axis) -> str:
 
 
 def _names(curves: Sequence[Curve], across: Axis, up: Axis) -> list[str]:
-    """Return the names of points beside them, without those that would cover another name or a dot."""
+    """Return the names of points beside them, without those that would cover another name or a dot, or be cut off."""
     placed, texts = list[tuple[float, float, float]](), []
     dots = [(across.place(x), up.place(y)) for curve in curves for x, y in zip(curve.x, curve.y, strict=True)]
     for curve in curves:
@@ -135,7 +135,7 @@ def _names(curves: Sequence[Curve], across: Axis, up: Axis) -> list[str]:
             is_right = place + width <= 100
             left = place if is_right else place - width
             is_taken = any(abs(bottom - y0) < LINE and left < x1 and x0 < left + width for x0, x1, y0 in placed)
-            if is_taken or any(left < x0 < left + width and bottom < y0 < bottom + LINE for x0, y0 in dots):
+            if left < 0 or is_taken or any(left < x0 < left + width and bottom < y0 < bottom + LINE for x0, y0 in dots):
                 continue
             placed.append((left, left + width, bottom))
             side = f"left:{place}%" if is_right else f"right:{100 - place:.2f}%"

@@ -1,5 +1,6 @@
 """The report of a plan: verdict and fleets, what breaks first, what requests wait for, and what settings are worth."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.tools.bench.page import (
@@ -146,13 +147,15 @@ def pareto(trials: Sequence[Trial], price_of: Callable[[Fleet], float] | None = 
 def frontier(trials: Sequence[Trial]) -> str:
     """Return TTFT p50 by ITL p99 of all fleets of a size. Named are those that no other beats in these and in throughput."""
     points = {id(one): [one.forecast.figures[name] for name in TRADED.values()] for one in trials}
+    shapes = Counter(one.fleet.shape for one in trials)  # of the same shape differ in their settings
     curves = []
     for kind, colour, is_colocated in (("split", "prefill", False), ("colocated", "decode", True)):
         own = [one for one in trials if one.is_colocated is is_colocated]
         unbeaten = [one for one in own if not any(_beats(other, points[id(one)]) for other in points.values())]
         for chosen, is_named in ((unbeaten, True), (own, False)):
             x, y = [points[id(one)][2] for one in chosen], [points[id(one)][1] for one in chosen]
-            labels = [f"{one.fleet.shape}, {points[id(one)][0]:.3g} req/s" for one in chosen]
+            names = [str(one.fleet) if shapes[one.fleet.shape] > 1 else one.fleet.shape for one in chosen]
+            labels = [f"{name}, {points[id(one)][0]:.3g} req/s" for name, one in zip(names, chosen, strict=True)]
             curves.append(Curve(x, y, kind, colour, labels=labels, is_named=is_named))
     return plot("TTFT p50, ms; named: what no fleet beats in both and throughput", curves, "ITL p99, ms")
 

@@ -79,6 +79,29 @@ def test_instances_need_the_token(
     with_server(body, token="right")
 
 
+def test_an_instance_that_dials_in_vain_is_rarely_told_of(
+    make_hello: MakeHello,
+    make_idle_instance: type[IdleInstance],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.instance.router_link.RETRY_DELAYS_S", (0.0,))
+    attempts = list[str]()
+
+    async def body(server: ControlServer, port: int) -> None:
+        monkeypatch.setattr(server, "is_authorized", attempts.append)
+        links = RouterLinks([f"127.0.0.1:{port}"], "wrong")
+        task = asyncio.create_task(links.run(cast(Any, make_idle_instance()), make_hello("decode-0")))
+        while len(attempts) < 110:
+            await asyncio.sleep(0.01)
+        await stop(task)
+
+    with_server(body, token="right")
+    told = [record.name for record in caplog.records if "requires another --control-token" in record.message]
+    assert told.count("pdserve.router.instances.control_server") == 1
+    assert told.count("pdserve.instance.router_link") == 3, "at first, after 10 attempts, and after 100"
+
+
 def test_unknown_peers_are_rejected_with_a_reason_in_time(
     make_hello: MakeHello, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +125,7 @@ def test_unknown_peers_are_rejected_with_a_reason_in_time(
 
     with_server(body)
     assert not any("\n" in message for message in caplog.messages)
-    assert caplog.text.count("the data is not of the control protocol") == 2
+    assert caplog.text.count("the data is not of the control protocol") == 1, "of one host, it is told once in a while"
 
 
 @pytest.mark.parametrize("with_tls", [False, True])

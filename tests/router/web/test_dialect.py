@@ -5,11 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from pdserve.router.text.tokenizer import Tokenizer
+from pdserve.router.web.application import Application
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -81,8 +87,45 @@ def test_a_large_body_is_parsed_in_a_thread(client: Client, backend: ScriptedBac
     assert client.post(COMPLETIONS, {**HELLO, "n": 0}).status_code == 400
 
 
-def test_no_instance_yet(client: Client, backend: ScriptedBackend) -> None:
+PATHS = [(COMPLETIONS, HELLO), ("/v1/embeddings", {"model": "demo", "input": "hello"})]
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS)
+def test_requests_wait_for_the_first_instance(
+    tokenizer: Tokenizer,
+    make_app: Callable[..., Application],
+    backend: ScriptedBackend,
+    serving: Callable[..., AbstractContextManager[str]],
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    app, info = make_app(tokenizer, no_instance_timeout=3600), backend.info
     backend.info = None
+    budget = app._dialects[0].service.admission.body_budget
+    size = len(httpx.Request("POST", "http://localhost", json=body).content)
+    with serving(app) as url, ThreadPoolExecutor() as threads, httpx.Client(base_url=url, timeout=600) as client:
+        assert client.post(path, json={**body, "model": 5}).status_code == 400  # at once
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(path, json=body, timeout=0.5)
+        asked = [threads.submit(client.post, path, json=body) for _ in range(2)]
+        wait_until(lambda: budget.num_bytes == 2 * size, "two wait, and who has left does not")
+        backend.info = info
+        assert [one.result().status_code for one in asked] == [200, 200]
+        assert budget.num_bytes == 0
+    assert caplog.text.count("no instance has registered yet: requests wait for one for up to 3600 s") == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_no_instance_in_time(
+    tokenizer: Tokenizer,
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    backend: ScriptedBackend,
+    seconds: float,
+) -> None:
+    backend.info = None
+    client = make_client(make_app(tokenizer, no_instance_timeout=seconds))
     response = client.post(COMPLETIONS, HELLO)
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"

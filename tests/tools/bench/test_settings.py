@@ -18,6 +18,7 @@ from pdserve.tools.load_config import BenchServeConfig
     [
         ({"extra_body": "[1]"}, r'--extra-body must be a JSON object such as \{"top_k": 5\}, not \[1\]'),
         ({"extra_body": "{"}, "--extra-body is not JSON: "),
+        ({"extra_body": '{"temperature": NaN}'}, "--extra-body is not JSON: "),
         ({"api_key": "a\nb"}, "^--api-key must have printable characters only"),
         ({"extra_body": "[" * 100_000}, "--extra-body is not JSON: "),
         ({"metric_percentiles": ""}, "--metric-percentiles must be percentages such as 90,95,99, not ''"),
