@@ -9,25 +9,41 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from pdserve.kernels import native
 
-RANK_UNIT = 4  # ranks are padded with zeros to multiples of this
+RANK_UNIT, UNIT, PANEL = 4, 16, 64  # rows and columns of a tile of A, columns of a panel of B: see lora.cpp
 _SLOT_WORDS = 4  # of `Slot` in lora.cpp: addresses of A and B, rank, scale as a double
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """An adapter's matrices for one layer.
+    """An adapter's matrices for one layer, in the order in which the kernel reads them.
 
     Attributes:
-        a_RK, b_RN: A, and B transposed, contiguous, with R a multiple of `RANK_UNIT`.
+        a: A in tiles, [R / RANK_UNIT, K / UNIT, RANK_UNIT, UNIT], padded with zeros.
+        b: B transposed in panels, [N / PANEL, R, PANEL], padded with zeros.
         scale: factor of their product.
     """
 
-    a_RK: torch.Tensor
-    b_RN: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
     scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a) * RANK_UNIT
+
+    @property
+    def a_RK(self) -> torch.Tensor:
+        """A with its padding, as a copy."""
+        return self.a.transpose(-3, -2).flatten(-4, -3).flatten(-2)
+
+    @property
+    def b_RN(self) -> torch.Tensor:
+        """B transposed, with its padding, as a copy."""
+        return self.b.transpose(-3, -2).flatten(-2)
 
 
 def padded(rank: int) -> int:
@@ -36,10 +52,21 @@ def padded(rank: int) -> int:
 
 
 def matrices(a_RK: torch.Tensor, b_RN: torch.Tensor, scale: float, dtype: torch.dtype) -> Matrices:
-    """Return matrices as the kernels read them: in the dtype of the layer, and padded."""
-    padding = (0, 0, 0, -len(a_RK) % RANK_UNIT)
-    a_RK, b_RN = (torch.nn.functional.pad(one.to(dtype), padding).contiguous() for one in (a_RK, b_RN))
-    return Matrices(a_RK, b_RN, scale)
+    """Return matrices as the kernel reads them, in the dtype of the layer."""
+    return Matrices(_tiles(a_RK.to(dtype)), _panels(b_RN.to(dtype)), scale)
+
+
+def _tiles(a: torch.Tensor) -> torch.Tensor:
+    """[..., R, K] → [..., R / RANK_UNIT, K / UNIT, RANK_UNIT, UNIT]"""
+    rows: torch.Tensor = pad(a, (0, -a.shape[-1] % UNIT, 0, -a.shape[-2] % RANK_UNIT)).unflatten(-1, (-1, UNIT))
+    tiles: torch.Tensor = rows.unflatten(-3, (-1, RANK_UNIT)).transpose(-3, -2)
+    return tiles.contiguous()
+
+
+def _panels(b: torch.Tensor) -> torch.Tensor:
+    """[..., R, N] → [..., N / PANEL, R, PANEL]"""
+    rows: torch.Tensor = pad(b, (0, -b.shape[-1] % PANEL, 0, -b.shape[-2] % RANK_UNIT)).unflatten(-1, (-1, PANEL))
+    return rows.transpose(-3, -2).contiguous()
 
 
 class GroupedRows(Protocol):
@@ -75,10 +102,13 @@ class Rows:
         self.slots_T = torch.full((max_rows,), -1)
         self.rows_T = torch.zeros(max_rows, dtype=torch.long)
         self.starts_S = torch.zeros(num_slots + 1, dtype=torch.long)  # and the end of the last one
+        self._latest: Sequence[int] = ()
 
     def set(self, slots: Sequence[int]) -> None:
         """Set the slot of each row of the step; -1: it has no adapter."""
-        self.num_rows = len(slots)
+        if slots == self._latest:  # as in most steps of sequences that decode
+            return
+        self.num_rows, self._latest = len(slots), [*slots]
         slots_T = torch.tensor(slots, dtype=torch.long)
         self.slots_T[: len(slots)] = slots_T
         order_T = slots_T.argsort(stable=True)
@@ -110,7 +140,7 @@ class Table:
         words = [0] * _SLOT_WORDS
         if of is not None:
             (scale,) = struct.unpack("<q", struct.pack("<d", of.scale))
-            words = [of.a_RK.data_ptr(), of.b_RN.data_ptr(), len(of.a_RK), scale]
+            words = [of.a.data_ptr(), of.b.data_ptr(), of.rank, scale]
         self.words_S4[slot] = torch.tensor(words, dtype=torch.long)
 
 
@@ -120,26 +150,24 @@ class Stack:
 
     Attributes:
         experts_X: their numbers.
-        a_XRK, b_XRN, scales_X: see `Matrices`.
+        a, b, scales_X: those of `Matrices`, of each expert.
     """
 
     experts_X: torch.Tensor
-    a_XRK: torch.Tensor
-    b_XRN: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
     scales_X: torch.Tensor
 
     def of(self, expert: int) -> Matrices | None:
         """Return the matrices of one expert; None: it has none."""
         for at in (self.experts_X == expert).nonzero()[:, 0]:
-            return Matrices(self.a_XRK[at], self.b_XRN[at], float(self.scales_X[at]))
+            return Matrices(self.a[at], self.b[at], float(self.scales_X[at]))
         return None
 
 
 def stack(experts: Sequence[int], a_XRK: torch.Tensor, b_XRN: torch.Tensor, scales: Sequence[float]) -> Stack:
-    """Return matrices of some experts, padded, in the dtype in which they are."""
-    padding = (0, 0, 0, -a_XRK.shape[1] % RANK_UNIT)
-    a_XRK, b_XRN = (torch.nn.functional.pad(one, padding).contiguous() for one in (a_XRK, b_XRN))
-    return Stack(torch.tensor(experts), a_XRK, b_XRN, torch.tensor(scales, dtype=torch.double))
+    """Return matrices of some experts as the kernel reads them, in the dtype in which they are."""
+    return Stack(torch.tensor(experts), _tiles(a_XRK), _panels(b_XRN), torch.tensor(scales, dtype=torch.double))
 
 
 @dataclass(frozen=True)
@@ -168,8 +196,8 @@ class ExpertTable:
         self._words_ES4[:, slot] = 0
         if of is not None:
             at_X = torch.arange(len(of.experts_X))
-            addresses = [one.data_ptr() + at_X * one[0].nbytes for one in (of.a_XRK, of.b_XRN)]
-            ranks_X = torch.full_like(at_X, of.a_XRK.shape[1])
+            addresses = [one.data_ptr() + at_X * one[0].nbytes for one in (of.a, of.b)]
+            ranks_X = torch.full_like(at_X, of.a.shape[1] * RANK_UNIT)
             self._words_ES4[of.experts_X, slot] = torch.stack([*addresses, ranks_X, of.scales_X.view(torch.long)], 1)
 
     def of(self, expert: int) -> SlotMatrices:
@@ -185,17 +213,16 @@ def add(x: torch.Tensor, y: torch.Tensor, rows: GroupedRows, table: SlotMatrices
         max_rank: of the adapters in all slots, at any time, padded.
     """
     assert x.dtype == y.dtype and y.is_contiguous()
-    x, threads = x.contiguous(), torch.get_num_threads()
+    x = x.contiguous()
     in_features, out_features = x.shape[-1], y.shape[-1]
     num_rows = x.numel() // in_features
     assert num_rows == rows.num_rows, "the layer gets other rows than the step has"
-    stride = -(-in_features // native.library().pdserve_shrink_chunk()) * max_rank
-    h = torch.empty(num_rows * stride, dtype=torch.float32)
-    dtype, num_slots = native.DTYPES.index(x.dtype), len(table.words_S4)
-    of_rows, starts, words = native.addresses(rows.rows_T, rows.starts_S, table.words_S4)
-    grouped, call = (of_rows, starts, num_slots, words), native.functions()
-    call.pdserve_shrink(dtype, *native.addresses(h, x), *grouped, in_features, max_rank, threads)
-    call.pdserve_expand(dtype, *native.addresses(y, h), stride, *grouped, out_features, threads)
+    chunks = -(-in_features // native.library().pdserve_shrink_chunk())
+    h = torch.empty(num_rows * chunks * max_rank, dtype=torch.float32)
+    grouped = *native.addresses(rows.rows_T, rows.starts_S), len(table.words_S4), table.words_S4.data_ptr()
+    sizes = in_features, out_features, max_rank, torch.get_num_threads()
+    operands = native.DTYPES.index(x.dtype), *native.addresses(y, h, x), *grouped
+    native.functions().pdserve_add_low_rank(*operands, *sizes)
     return y
 
 
@@ -208,6 +235,6 @@ def add_by_torch(
     for of, first, end in zip(table.matrices, starts, starts[1:], strict=False):
         if of is not None and first < end:
             rows_R = rows.rows_T[first:end]
-            h_RR = x_TK[rows_R].float() @ of.a_RK.float().T * of.scale
-            y_TN[rows_R] = (y_TN[rows_R].float() + h_RR @ of.b_RN.float()).to(y.dtype)
+            h_RR = x_TK[rows_R].float() @ of.a_RK[:, : x.shape[-1]].float().T * of.scale
+            y_TN[rows_R] = (y_TN[rows_R].float() + h_RR @ of.b_RN[:, : y.shape[-1]].float()).to(y.dtype)
     return y

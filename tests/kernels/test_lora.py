@@ -14,11 +14,13 @@ MAX_RANK, SLOTS = 64, 6  # one slot has nothing for this layer, and one nothing 
 SHAPES = [(64, 96), (1024, 40), (1500, 1037), (4100, 33)]  # around the chunks of K and the blocks of N
 
 
-def make_table(in_features: int, out_features: int, dtype: torch.dtype) -> lora.Table:
+def make_table(in_features: int, out_features: int, dtype: torch.dtype, has_halves: bool = False) -> lora.Table:
+    """Return random matrices by slot; has_halves: the second half of A's columns is the first one again."""
     random, table = torch.Generator().manual_seed(in_features), lora.Table(SLOTS)
     for slot, rank in enumerate(RANKS):
         a = torch.randn((rank, in_features), generator=random)
         b = torch.randn((rank, out_features), generator=random) / math.sqrt(rank)
+        a = torch.cat([a[:, : in_features // 2]] * 2, 1) if has_halves else a
         table.set(slot, lora.matrices(a, b, 1 / (3 + slot), dtype))
     table.set(4, lora.matrices(a, b, 1, dtype))
     table.set(4, None)
@@ -55,7 +57,8 @@ def test_mixed_rows(in_features: int, out_features: int, dtype: torch.dtype) -> 
         exact = y.double()
         for row, slot in enumerate(slots):
             if slot >= 0 and (of := table.matrices[slot]) is not None:
-                exact[row] += x[row].double() @ of.a_RK.double().T * of.scale @ of.b_RN.double()
+                h_R = x[row].double() @ of.a_RK[:, :in_features].double().T
+                exact[row] += h_R * of.scale @ of.b_RN[:, :out_features].double()
         got = add(x, y, slots, table, (1, 3)[i % 2])
         # Half a unit in the last place, and the rounding errors of two sums in float32.
         torch.testing.assert_close(got.double(), exact, rtol=torch.finfo(dtype).eps, atol=2**-17 * in_features**0.5)
@@ -71,12 +74,9 @@ def test_mixed_rows(in_features: int, out_features: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
 def test_a_row_does_not_depend_on_the_others(in_features: int, out_features: int, dtype: torch.dtype) -> None:
     """Nor on their adapters, nor on threads. Sums that cancel would show another order of them."""
-    table, slots = make_table(in_features, out_features, dtype), mixed(100)
+    table, slots = make_table(in_features, out_features, dtype, has_halves=True), mixed(100)
     half = torch.randn(100, in_features // 2)
     x, y = torch.cat([half, -half], 1).to(dtype), torch.zeros(100, out_features, dtype=dtype)
-    for of in table.matrices:
-        if of is not None:
-            of.a_RK[:, in_features // 2 :] = of.a_RK[:, : in_features // 2]
     together = add(x, y, slots, table, 3)
     assert together.abs().max() > 0, "rounding decides the result"
     for i, length in enumerate((1, 2, 5, 16, 31)):
@@ -113,6 +113,18 @@ def test_matrices_of_experts(dtype: torch.dtype) -> None:
         assert not torch.equal(expected, y)
         reference = lora.add_by_torch(x, y.clone(), rows, table.of(expert), MAX_RANK)
         torch.testing.assert_close(reference, expected, rtol=2 * torch.finfo(dtype).eps, atol=2**-16 * in_features**0.5)
+
+
+@pytest.mark.parametrize("shape", [(3, 17, 65), (4, 16, 64), (70, 1100, 200)])
+def test_matrices_in_the_order_in_which_they_are_read(shape: tuple[int, int, int]) -> None:
+    """They come back with zeros around them."""
+    rank, in_features, out_features = shape
+    a_RK, b_RN = torch.randn(rank, in_features), torch.randn(rank, out_features)
+    of = lora.matrices(a_RK, b_RN, 0.5, torch.float32)
+    assert of.rank == len(of.a_RK) == len(of.b_RN) == lora.padded(rank)
+    for got, expected in ((of.a_RK, a_RK), (of.b_RN, b_RN)):
+        assert torch.equal(got[:rank, : expected.shape[1]], expected)
+        assert got.count_nonzero() == expected.count_nonzero()
 
 
 def test_rows_by_slot() -> None:
