@@ -1,12 +1,11 @@
 // Low-rank products of adapters, y += scale · (x · Aᵀ) · B, over rows that are grouped by adapter.
 //
 // A row's result does not depend on the other rows, their adapters or the threads, by construction. `shrink` sums over K in
-// chunks of CHUNK terms, each in the lanes of one vector in the order of K. `expand` adds the chunks in their order, then the R
-// terms in theirs, in float32, and rounds once.
+// chunks of CHUNK terms, each in the lanes of one vector in the order of K. `expand` adds the chunks in their order, then
+// the R terms in theirs, in float32, and rounds once.
 //
-// While sequences decode, the time is that of reading A and B. So both are in the order in which they are read, and each thread
-// reads runs of them: A in tiles of TILE_RANK rows and UNIT columns, B in panels of PANEL columns. Where many rows have an
-// adapter, as those of prompts, 16-bit numbers are widened once for all their products.
+// While sequences decode, the time is that of reading A and B: each thread reads runs of them, several rows at once. Where many
+// rows have an adapter, as those of prompts, 16-bit numbers are widened once for all their products.
 
 #include <omp.h>
 
@@ -18,12 +17,11 @@
 
 namespace {
 
-constexpr i64 CHUNK = 1024, BLOCK_ROWS = 16, UNIT = 16, PANEL = 64;
+constexpr i64 CHUNK = 1024, BLOCK_ROWS = 16, PANEL = 64;
 constexpr i64 SHARED_WORK = 1 << 14;  // products of numbers from which on further threads help
 constexpr int TILE_ROWS = W == 16 ? 4 : 2, TILE_RANK = 4, TILE_VECTORS = W == 16 ? 4 : 2;
 
-// An adapter's matrices for one layer: a [R / TILE_RANK][K / UNIT][TILE_RANK][UNIT] and b [N / PANEL][R][PANEL], padded with
-// zeros. R is 0, where it has none, or a multiple of TILE_RANK.
+// An adapter's matrices for one layer: a [R][K] and b [R][N]. R is 0, where it has none, or a multiple of TILE_RANK.
 struct Slot {
     const void *a, *b;
     i64 R;
@@ -54,13 +52,13 @@ void widen(float* to, const T* from, i64 count) {
     for (i64 i = 0; i < count; i += W) store(to + i, load(from + i, count - i), count - i);
 }
 
-// h[r][j] = sum of x[rows[r]][k] · a[j][k] over a chunk, for ROWS rows and one tile of A.
+// h[r][j] = sum of x[rows[r]][k] · a[j][k] over a chunk, for ROWS rows and TILE_RANK rows of A, which are `length` apart.
 template <int ROWS, class T>
-inline void dots(float* h, i64 stride, const T* x, const i64* rows, const T* a, i64 K, i64 count) {
+inline void dots(float* h, i64 stride, const T* x, const i64* rows, i64 K, const T* a, i64 length, i64 count) {
     vf sums[ROWS][TILE_RANK] = {};
     const auto add = [&](i64 k, i64 n) {
         vf weights[TILE_RANK];
-        for (int j = 0; j < TILE_RANK; j++) weights[j] = load(a + (k / UNIT * TILE_RANK + j) * UNIT + k % UNIT);
+        for (int j = 0; j < TILE_RANK; j++) weights[j] = load(a + j * length + k, n);
         for (int r = 0; r < ROWS; r++) {
             const vf factor = load(x + rows[r] * K + k, n);
             for (int j = 0; j < TILE_RANK; j++) sums[r][j] = mul_add(factor, weights[j], sums[r][j]);
@@ -73,49 +71,54 @@ inline void dots(float* h, i64 stride, const T* x, const i64* rows, const T* a, 
 }
 
 template <int ROWS, class T>
-inline void dots_of_rows(float* h, i64 stride, const T* x, const i64* rows, i64 num_rows, const T* a, i64 K, i64 count) {
-    for (; num_rows >= ROWS; num_rows -= ROWS, rows += ROWS, h += ROWS * stride) dots<ROWS>(h, stride, x, rows, a, K, count);
+inline void dots_of_rows(float* h, i64 stride, const T* x, const i64* rows, i64 num_rows, i64 K, const T* a, i64 length,
+                         i64 count) {
+    for (; num_rows >= ROWS; num_rows -= ROWS, rows += ROWS, h += ROWS * stride)
+        dots<ROWS>(h, stride, x, rows, K, a, length, count);
     if constexpr (ROWS > 1)
-        if (num_rows) dots_of_rows<ROWS - 1>(h, stride, x, rows, num_rows, a, K, count);
+        if (num_rows) dots_of_rows<ROWS - 1>(h, stride, x, rows, num_rows, K, a, length, count);
 }
 
 // A thread's part of h [row in order][chunk][max_rank]: of all pieces, which are tiles of A within a chunk, it has a run.
 template <class T>
-void shrink(float* h, const T* x, const Rows& of, const Slot* slots, const std::vector<Task>& tasks, i64 K, i64 max_rank, bool widens,
-            i64 thread, i64 threads) {
-    const i64 chunks = (K + CHUNK - 1) / CHUNK, stride = chunks * max_rank, padded = (K + UNIT - 1) / UNIT * UNIT;
+void shrink(float* h, const T* x, const Rows& of, const Slot* slots, const std::vector<Task>& tasks, i64 K, i64 max_rank,
+            bool widens, i64 thread, i64 threads) {
+    const i64 chunks = (K + CHUNK - 1) / CHUNK, stride = chunks * max_rank;
     const amx::Buffer<float> wide_x(widens ? BLOCK_ROWS * K : 1), wide_a(widens ? TILE_RANK * CHUNK : 1);
     i64 in_order[BLOCK_ROWS], pieces = 0, at = 0;
     for (i64 i = 0; i < BLOCK_ROWS; i++) in_order[i] = i;
     for (const Task& task : tasks) pieces += slots[task.slot].R / TILE_RANK * chunks;
     const i64 first = pieces * thread / threads, end = pieces * (thread + 1) / threads;
     for (const Task& task : tasks) {
-        const i64 count = slots[task.slot].R / TILE_RANK * chunks, from = std::max((i64)0, first - at), to = std::min(count, end - at);
+        const i64 count = slots[task.slot].R / TILE_RANK * chunks;
+        const i64 from = std::max((i64)0, first - at), to = std::min(count, end - at);
         const i64* const rows = of.rows + task.first;
         const bool is_wide = widens && task.count > TILE_ROWS;
         for (i64 i = 0; is_wide && from < to && i < task.count; i++) widen(wide_x + i * K, x + rows[i] * K, K);
         for (i64 i = from; i < to; i++) {
             const i64 tile = i / chunks, chunk = i % chunks, k = chunk * CHUNK, length = std::min(CHUNK, K - k);
-            const T* const a = (const T*)slots[task.slot].a + (tile * padded + k) * TILE_RANK;
+            const T* const a = (const T*)slots[task.slot].a + tile * TILE_RANK * K + k;
             float* const sums = h + task.first * stride + chunk * max_rank + tile * TILE_RANK;
             if (is_wide) {
-                widen(wide_a, a, std::min(CHUNK, padded - k) * TILE_RANK);
-                dots_of_rows<TILE_ROWS>(sums, stride, wide_x + k, in_order, task.count, (const float*)wide_a, K, length);
+                for (i64 j = 0; j < TILE_RANK; j++) widen(wide_a + j * CHUNK, a + j * K, length);
+                dots_of_rows<TILE_ROWS>(sums, stride, wide_x + k, in_order, task.count, K, (const float*)wide_a, CHUNK, length);
             } else {
-                dots_of_rows<TILE_ROWS>(sums, stride, x + k, rows, task.count, a, K, length);
+                dots_of_rows<TILE_ROWS>(sums, stride, x + k, rows, task.count, K, a, K, length);
             }
         }
         at += count;
     }
 }
 
-// y[rows[r]][n] += sum of h[r][j] · b[j][n] for ROWS rows and VECTORS · W columns of a panel, from column n on.
+// y[rows[r]][n] += sum of h[r][j] · b[j][n] for ROWS rows and VECTORS · W columns from n on; rows of b, which begin with column
+// n, are `length` apart.
 template <int ROWS, int VECTORS, class T, class B>
-inline void add_columns(T* y, const float* h, i64 stride, const i64* rows, const B* b, i64 R, i64 N, i64 n) {
+inline void add_columns(T* y, const float* h, i64 stride, const i64* rows, const B* b, i64 length, i64 R, i64 N, i64 n) {
     vf sums[ROWS][VECTORS] = {};
     for (i64 j = 0; j < R; j++) {
         vf weights[VECTORS];
-        for (int v = 0; v < VECTORS; v++) weights[v] = load(b + j * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++)
+            weights[v] = n + v * W < N ? load(b + j * length + v * W, N - n - v * W) : vf{};
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++) sums[r][v] = mul_add(splat(h[r * stride + j]), weights[v], sums[r][v]);
     }
@@ -127,20 +130,22 @@ inline void add_columns(T* y, const float* h, i64 stride, const i64* rows, const
             }
 }
 
+// The same for a panel.
 template <int ROWS, class T, class B>
-inline void add_rows(T* y, const float* h, i64 stride, const i64* rows, i64 num_rows, const B* b, i64 R, i64 N, i64 n) {
+inline void add_rows(T* y, const float* h, i64 stride, const i64* rows, i64 num_rows, const B* b, i64 length, i64 R, i64 N,
+                     i64 n) {
     constexpr int VECTORS = ROWS == 1 && W < 16 ? 2 * TILE_VECTORS : TILE_VECTORS;
     for (; num_rows >= ROWS; num_rows -= ROWS, rows += ROWS, h += ROWS * stride)
         for (i64 column = 0; column < std::min(PANEL, N - n); column += VECTORS * W)
-            add_columns<ROWS, VECTORS>(y, h, stride, rows, b + column, R, N, n + column);
+            add_columns<ROWS, VECTORS>(y, h, stride, rows, b + column, length, R, N, n + column);
     if constexpr (ROWS > 1)
-        if (num_rows) add_rows<ROWS - 1>(y, h, stride, rows, num_rows, b, R, N, n);
+        if (num_rows) add_rows<ROWS - 1>(y, h, stride, rows, num_rows, b, length, R, N, n);
 }
 
 // A thread's part of y: it has the same columns of all rows.
 template <class T>
-void expand(T* y, const float* h, const Rows& of, const Slot* slots, const std::vector<Task>& tasks, i64 chunks, i64 N, i64 max_rank,
-            bool widens, i64 thread, i64 threads) {
+void expand(T* y, const float* h, const Rows& of, const Slot* slots, const std::vector<Task>& tasks, i64 chunks, i64 N,
+            i64 max_rank, bool widens, i64 thread, i64 threads) {
     const i64 panels = (N + PANEL - 1) / PANEL, first = panels * thread / threads, end = panels * (thread + 1) / threads;
     const amx::Buffer<float> sums(BLOCK_ROWS * max_rank), wide_b(widens ? max_rank * PANEL : 1);
     for (const Task& task : tasks) {
@@ -152,16 +157,14 @@ void expand(T* y, const float* h, const Rows& of, const Slot* slots, const std::
                 for (i64 chunk = 1; chunk < chunks; chunk++) sum += row[chunk * max_rank];
                 sums[i * slot.R + j] = sum * (float)slot.scale;
             }
-        for (i64 panel = first; panel < end; panel++) {
-            const T* const b = (const T*)slot.b + panel * slot.R * PANEL;
-            const auto add = [&](const auto* b) {
-                add_rows<TILE_ROWS>(y, (const float*)sums, slot.R, of.rows + task.first, task.count, b, slot.R, N, panel * PANEL);
-            };
-            if (!widens || task.count <= TILE_ROWS) {
-                add(b);
+        for (i64 n = first * PANEL; n < std::min(N, end * PANEL); n += PANEL) {
+            const T* const b = (const T*)slot.b + n;
+            const i64* const rows = of.rows + task.first;
+            if (widens && task.count > TILE_ROWS) {
+                for (i64 j = 0; j < slot.R; j++) widen(wide_b + j * PANEL, b + j * N, std::min(PANEL, N - n));
+                add_rows<TILE_ROWS>(y, (const float*)sums, slot.R, rows, task.count, (const float*)wide_b, PANEL, slot.R, N, n);
             } else {
-                widen(wide_b, b, slot.R * PANEL);
-                add((const float*)wide_b);
+                add_rows<TILE_ROWS>(y, (const float*)sums, slot.R, rows, task.count, b, N, slot.R, N, n);
             }
         }
     }

@@ -5,45 +5,30 @@ Shape legend: T rows of a step, K input features, N output features, R rank of a
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch.nn.functional import pad
 
-from pdserve.kernels import native
+from pdserve.kernels import memory, native
 
-RANK_UNIT, UNIT, PANEL = 4, 16, 64  # rows and columns of a tile of A, columns of a panel of B: see lora.cpp
+RANK_UNIT = 4  # ranks are padded with zeros to multiples of this
+_LINE = 64  # bytes of a cache line
 _SLOT_WORDS = 4  # of `Slot` in lora.cpp: addresses of A and B, rank, scale as a double
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """An adapter's matrices for one layer, in the order in which the kernel reads them.
+    """An adapter's matrices for one layer.
 
     Attributes:
-        a: A in tiles, [R / RANK_UNIT, K / UNIT, RANK_UNIT, UNIT], padded with zeros.
-        b: B transposed in panels, [N / PANEL, R, PANEL], padded with zeros.
+        a_RK, b_RN: A, and B transposed, contiguous, with R a multiple of `RANK_UNIT`.
         scale: factor of their product.
     """
 
-    a: torch.Tensor
-    b: torch.Tensor
+    a_RK: torch.Tensor
+    b_RN: torch.Tensor
     scale: float
-
-    @property
-    def rank(self) -> int:
-        return len(self.a) * RANK_UNIT
-
-    @property
-    def a_RK(self) -> torch.Tensor:
-        """A with its padding, as a copy."""
-        return self.a.transpose(-3, -2).flatten(-4, -3).flatten(-2)
-
-    @property
-    def b_RN(self) -> torch.Tensor:
-        """B transposed, with its padding, as a copy."""
-        return self.b.transpose(-3, -2).flatten(-2)
 
 
 def padded(rank: int) -> int:
@@ -52,21 +37,10 @@ def padded(rank: int) -> int:
 
 
 def matrices(a_RK: torch.Tensor, b_RN: torch.Tensor, scale: float, dtype: torch.dtype) -> Matrices:
-    """Return matrices as the kernel reads them, in the dtype of the layer."""
-    return Matrices(_tiles(a_RK.to(dtype)), _panels(b_RN.to(dtype)), scale)
-
-
-def _tiles(a: torch.Tensor) -> torch.Tensor:
-    """[..., R, K] → [..., R / RANK_UNIT, K / UNIT, RANK_UNIT, UNIT]"""
-    rows: torch.Tensor = pad(a, (0, -a.shape[-1] % UNIT, 0, -a.shape[-2] % RANK_UNIT)).unflatten(-1, (-1, UNIT))
-    tiles: torch.Tensor = rows.unflatten(-3, (-1, RANK_UNIT)).transpose(-3, -2)
-    return tiles.contiguous()
-
-
-def _panels(b: torch.Tensor) -> torch.Tensor:
-    """[..., R, N] → [..., N / PANEL, R, PANEL]"""
-    rows: torch.Tensor = pad(b, (0, -b.shape[-1] % PANEL, 0, -b.shape[-2] % RANK_UNIT)).unflatten(-1, (-1, PANEL))
-    return rows.transpose(-3, -2).contiguous()
+    """Return matrices as the kernels read them: in the dtype of the layer, and padded."""
+    padding = (0, 0, 0, -len(a_RK) % RANK_UNIT)
+    a_RK, b_RN = (torch.nn.functional.pad(one.to(dtype), padding).contiguous() for one in (a_RK, b_RN))
+    return Matrices(a_RK, b_RN, scale)
 
 
 class GroupedRows(Protocol):
@@ -140,7 +114,7 @@ class Table:
         words = [0] * _SLOT_WORDS
         if of is not None:
             (scale,) = struct.unpack("<q", struct.pack("<d", of.scale))
-            words = [of.a.data_ptr(), of.b.data_ptr(), of.rank, scale]
+            words = [of.a_RK.data_ptr(), of.b_RN.data_ptr(), len(of.a_RK), scale]
         self.words_S4[slot] = torch.tensor(words, dtype=torch.long)
 
 
@@ -150,24 +124,57 @@ class Stack:
 
     Attributes:
         experts_X: their numbers.
-        a, b, scales_X: those of `Matrices`, of each expert.
+        a_XRK, b_XRN, scales_X: see `Matrices`.
     """
 
     experts_X: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
+    a_XRK: torch.Tensor
+    b_XRN: torch.Tensor
     scales_X: torch.Tensor
 
     def of(self, expert: int) -> Matrices | None:
         """Return the matrices of one expert; None: it has none."""
         for at in (self.experts_X == expert).nonzero()[:, 0]:
-            return Matrices(self.a[at], self.b[at], float(self.scales_X[at]))
+            return Matrices(self.a_XRK[at], self.b_XRN[at], float(self.scales_X[at]))
         return None
 
 
 def stack(experts: Sequence[int], a_XRK: torch.Tensor, b_XRN: torch.Tensor, scales: Sequence[float]) -> Stack:
-    """Return matrices of some experts as the kernel reads them, in the dtype in which they are."""
-    return Stack(torch.tensor(experts), _tiles(a_XRK), _panels(b_XRN), torch.tensor(scales, dtype=torch.double))
+    """Return matrices of some experts, padded, in the dtype in which they are."""
+    padding = (0, 0, 0, -a_XRK.shape[1] % RANK_UNIT)
+    a_XRK, b_XRN = (torch.nn.functional.pad(one, padding).contiguous() for one in (a_XRK, b_XRN))
+    return Stack(torch.tensor(experts), a_XRK, b_XRN, torch.tensor(scales, dtype=torch.double))
+
+
+Layers = dict[str, Matrices | dict[str, Stack]]
+
+
+def together(layers: Layers) -> Layers:
+    """Return the matrices of an adapter's layers in one piece of memory, in huge pages where there are any.
+
+    Each step of its sequences reads all of it, and finding small pages takes a part of the time.
+    """
+    of_layers = [[one] if isinstance(one, Matrices) else [*one.values()] for one in layers.values()]
+    tensors = [tensor for each in of_layers for one in each for tensor in _both(one)]
+    sizes = [-(-one.nbytes // _LINE) * _LINE for one in tensors]
+    piece = torch.empty(sum(sizes), dtype=torch.uint8)
+    memory.huge_pages(piece)
+    parts = iter(piece.split(sizes))
+
+    def moved(one: torch.Tensor) -> torch.Tensor:
+        part: torch.Tensor = next(parts)[: one.nbytes].view(one.dtype).view(one.shape)
+        return part.copy_(one)
+
+    def of(one: Matrices | dict[str, Stack]) -> Matrices | dict[str, Stack]:
+        if isinstance(one, Matrices):
+            return replace(one, a_RK=moved(one.a_RK), b_RN=moved(one.b_RN))
+        return {name: replace(each, a_XRK=moved(each.a_XRK), b_XRN=moved(each.b_XRN)) for name, each in one.items()}
+
+    return {name: of(one) for name, one in layers.items()}
+
+
+def _both(one: Matrices | Stack) -> tuple[torch.Tensor, torch.Tensor]:
+    return (one.a_RK, one.b_RN) if isinstance(one, Matrices) else (one.a_XRK, one.b_XRN)
 
 
 @dataclass(frozen=True)
@@ -196,8 +203,8 @@ class ExpertTable:
         self._words_ES4[:, slot] = 0
         if of is not None:
             at_X = torch.arange(len(of.experts_X))
-            addresses = [one.data_ptr() + at_X * one[0].nbytes for one in (of.a, of.b)]
-            ranks_X = torch.full_like(at_X, of.a.shape[1] * RANK_UNIT)
+            addresses = [one.data_ptr() + at_X * one[0].nbytes for one in (of.a_XRK, of.b_XRN)]
+            ranks_X = torch.full_like(at_X, of.a_XRK.shape[1])
             self._words_ES4[of.experts_X, slot] = torch.stack([*addresses, ranks_X, of.scales_X.view(torch.long)], 1)
 
     def of(self, expert: int) -> SlotMatrices:
@@ -235,6 +242,6 @@ def add_by_torch(
     for of, first, end in zip(table.matrices, starts, starts[1:], strict=False):
         if of is not None and first < end:
             rows_R = rows.rows_T[first:end]
-            h_RR = x_TK[rows_R].float() @ of.a_RK[:, : x.shape[-1]].float().T * of.scale
-            y_TN[rows_R] = (y_TN[rows_R].float() + h_RR @ of.b_RN[:, : y.shape[-1]].float()).to(y.dtype)
+            h_RR = x_TK[rows_R].float() @ of.a_RK.float().T * of.scale
+            y_TN[rows_R] = (y_TN[rows_R].float() + h_RR @ of.b_RN.float()).to(y.dtype)
     return y

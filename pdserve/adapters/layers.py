@@ -50,7 +50,7 @@ class LoadedAdapter:
     rank: int
     path: str
     invocation: tuple[int, ...]
-    layers: dict[str, lora.Matrices | dict[str, lora.Stack]] = field(repr=False)
+    layers: lora.Layers = field(repr=False)
     copy: Copy | None = None
 
 
@@ -123,7 +123,7 @@ class AdaptedLayers:
         """Return the adapter in files, ready for this model. Raises AdapterError: it is not of this model, or see `parse`."""
         found = self.parse(files)
         model, dtype = self._runner.checkpoint.model, self._runner.checkpoint.dtype
-        layers: dict[str, lora.Matrices | dict[str, lora.Stack]] = {}
+        layers: lora.Layers = {}
         of_experts = dict[ExpertLayer, LowRank]()
         for name, whole in found.layers.items():
             expert, router_name = expert_layer(name, self._experts), router(name, self._routers)
@@ -144,7 +144,7 @@ class AdaptedLayers:
             else:
                 of_experts[expert] = layer
         layers |= _stacks(found, of_experts, dtype)
-        return LoadedAdapter(found.digest, found.rank, str(files.path), found.invocation, layers, copy)
+        return LoadedAdapter(found.digest, found.rank, str(files.path), found.invocation, lora.together(layers), copy)
 
     def _part(self, files: Files, name: str, layer: LowRank) -> LowRank:
         """Return this rank's part of what is added to a layer. Raises AdapterError if it is one of experts."""

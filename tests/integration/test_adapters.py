@@ -364,17 +364,21 @@ def test_two_routers_know_the_same_adapters(
                 found.append(reply.json()["choices"][0]["token_ids"])
             return found
 
+        def restart_prefill() -> None:
+            pid = deployment.child("prefill-0").pid
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: deployment.poll_ready() and deployment.child("prefill-0").pid != pid, "prefill is back")
+
         for router, name in ((0, "first"), (1, "second"), (0, "first")):
             order(router, "load", lora_path=name, load_inplace=True)
             assert asked(router) == answers(name)
             wait_until(lambda other=1 - router, name=name: asked(other) == answers(name), "the other router knows it")
-        os.kill(deployment.child("prefill-0").pid, signal.SIGKILL)
-        wait_until(lambda: deployment.poll_ready() and asked(0) == asked(1) == answers("first"), "prefill is back")
+        restart_prefill()
+        wait_until(lambda: asked(0) == asked(1) == answers("first"), "prefill is told of it")
         order(1, "unload")
         assert asked(1) == 404
         wait_until(lambda: asked(0) == 404, "the other router knows it")
-        os.kill(deployment.child("prefill-0").pid, signal.SIGKILL)
-        wait_until(deployment.poll_ready, "prefill is back")
+        restart_prefill()
         assert asked(0) == asked(1) == 404, "what was unloaded stays so"
 
 
