@@ -133,7 +133,8 @@ def cold_starts(path: Path, adapter: Path, settings: Settings) -> dict[str, floa
         of = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": alpha}
         (folder / CONFIG).write_text(json.dumps(of))
     modules = ",".join(f"{name}={folder}" for name, folder in names.items())
-    blocks = (settings.slots // 2) * (2 * settings.starts + 32) // 8 + settings.prompt // 4
+    busy, most = settings.slots // 2, 64 + 4 * settings.starts  # tokens of a sequence that decodes until the end
+    blocks = busy * (most // 16 + 2) + settings.prompt // 4
     config = EngineConfig(model=str(path), dtype=settings.dtype, num_blocks=blocks, lora_modules=modules)
     engine = Engine(replace(config, max_loras=settings.slots, max_lora_rank=max(16, settings.rank)))
     adapters, now = engine.adapters, report.now
@@ -154,9 +155,8 @@ def cold_starts(path: Path, adapter: Path, settings: Settings) -> dict[str, floa
             engine.step()
         return seq, seconds
 
-    busy = settings.slots // 2
     for digest in digests[:busy]:
-        start(digest, 16, 10_000)
+        start(digest, 16, most)
     for i in range(settings.starts):
         for kind in ("cold", "warm"):
             started = now()

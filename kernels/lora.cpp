@@ -4,8 +4,8 @@
 // chunks of CHUNK terms, each in the lanes of one vector in the order of K. `expand` adds the chunks in their order, then
 // the R terms in theirs, in float32, and rounds once.
 //
-// While sequences decode, the time is that of reading A and B: each thread reads runs of them, several rows at once. Where many
-// rows have an adapter, as those of prompts, 16-bit numbers are widened once for all their products.
+// While sequences decode, the time is that of reading A and B: each thread reads runs of several rows at once. Where many rows
+// have an adapter, as those of prompts, 16-bit numbers are widened once for all their products.
 
 #include <omp.h>
 
@@ -18,6 +18,8 @@
 namespace {
 
 constexpr i64 CHUNK = 1024, BLOCK_ROWS = 16, PANEL = 64;
+constexpr i64 AHEAD = 256;  // numbers of a row of A that are fetched before they are read; of B, those of the next panel are
+constexpr size_t LINE = 64;  // bytes that are fetched at once
 constexpr i64 SHARED_WORK = 1 << 14;  // products of numbers from which on further threads help
 constexpr int TILE_ROWS = W == 16 ? 4 : 2, TILE_RANK = 4, TILE_VECTORS = W == 16 ? 4 : 2;
 
@@ -58,6 +60,7 @@ inline void dots(float* h, i64 stride, const T* x, const i64* rows, i64 K, const
     vf sums[ROWS][TILE_RANK] = {};
     const auto add = [&](i64 k, i64 n) {
         vf weights[TILE_RANK];
+        for (int j = 0; j < TILE_RANK; j++) __builtin_prefetch(a + j * length + k + AHEAD);
         for (int j = 0; j < TILE_RANK; j++) weights[j] = load(a + j * length + k, n);
         for (int r = 0; r < ROWS; r++) {
             const vf factor = load(x + rows[r] * K + k, n);
@@ -117,6 +120,8 @@ inline void add_columns(T* y, const float* h, i64 stride, const i64* rows, const
     vf sums[ROWS][VECTORS] = {};
     for (i64 j = 0; j < R; j++) {
         vf weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++)
+            if (v * W * sizeof(B) % LINE == 0) __builtin_prefetch(b + j * length + v * W + PANEL);
         for (int v = 0; v < VECTORS; v++)
             weights[v] = n + v * W < N ? load(b + j * length + v * W, N - n - v * W) : vf{};
         for (int r = 0; r < ROWS; r++)

@@ -94,7 +94,7 @@ def test_adapters_that_come_and_go(
             make_adapter(tmp_path / "experts", base, targets=("gate_proj",)),
             "adapters of experts and routers need one device",
         ),
-        (make_stacked_adapter(tmp_path / "stacked", base), "no stacked weights of experts"),
+        (make_stacked_adapter(tmp_path / "stacked", base), "no weights of experts or routers"),
         (
             make_adapter(tmp_path / "llama", checkpoint("phi3", dtype="float32"), targets=("qkv_proj",)),
             "here is no such",
