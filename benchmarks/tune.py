@@ -22,14 +22,13 @@ from pdserve.tools.bench.metrics import summarize
 from pdserve.tools.bench.requests import Sample
 from pdserve.tools.bench.slo import METRICS
 from pdserve.tools.load_config import BenchTuneConfig
-from pdserve.tools.planner.measured import scaled
 from pdserve.tools.planner.slo_file import load_targets
 from pdserve.tools.planner.targets import compare
 from pdserve.tools.simulator.fleet import PERCENTILES, Fleet, simulate
 from pdserve.tools.tuner.candidates import REPETITIONS, grid
 from pdserve.tools.tuner.command import TRIED, Tuning, fleet_config, measure_fleet
 
-PROFILE = scaled(forecast.PROFILE, 0.5, 0.5)
+PROFILE = forecast.PROFILE.scaled(0.5, 0.5)
 START_S = 5.0  # of a simulated fleet
 SHARE = 0.2  # of the exhaustive search's time, for the tuner
 

@@ -87,7 +87,14 @@ class ModelConfig(Settings):
 class EngineConfig(ModelConfig):
     GROUP: ClassVar = "Engine"
     ONLY_WITH: ClassVar = dict.fromkeys(("max_loras", "max_lora_rank"), ("lora_modules", "lora_folder"))
-    NOT_WITH: ClassVar = {"speculative_tokens": ("speculate=off",)}
+    NOT_WITH: ClassVar = {
+        "speculative_tokens": ("speculate=off",),
+        "kv_cache_memory": ("num_blocks", "paced"),
+        "gpu_memory_utilization": ("num_blocks", "kv_cache_memory", "device=cpu", "paced"),
+        # not --device, which says --device cpu in deployments
+        **dict.fromkeys(("dtype", "kv_cache_dtype", "kernel", "quantization"), ("paced",)),
+        **dict.fromkeys(("batch_invariant", "async_scheduling", "pooling", "tensor_parallel_size"), ("paced",)),
+    }
 
     dtype: str = flag("dtype of weights and KV; auto: the checkpoint's", "auto", choices=("auto", *DTYPES))
     device: str = flag("device: auto, cpu, cuda, cuda:1, …", "auto")

@@ -177,7 +177,7 @@ def parse_adapter(
 
 def _is_old(config: dict[str, Any]) -> bool:
     """Return whether an adapter was saved by PEFT before 0.19; see `StackedWeight`. It says its version since 0.18."""
-    match = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", str(config.get("peft_version")))
     return match is None or (int(match[1]), int(match[2])) < (0, 19)
 
 
@@ -229,7 +229,10 @@ def _rank_and_scale(config: dict[str, Any], name: str) -> tuple[int, float]:
 
     try:
         rank, alpha = int(of("rank_pattern", "r")), float(of("alpha_pattern", "lora_alpha"))
-        return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        if not abs(scale) <= torch.finfo(torch.float32).max:
+            raise ValueError(f"the scale is {scale}")
+        return rank, scale
     except (ArithmeticError, TypeError, ValueError, re.error) as error:
         raise AdapterError(f"{CONFIG}: rank and alpha of {name} cannot be read: {error}") from error
 
@@ -250,5 +253,7 @@ def _parse_tensors(files: Files) -> dict[tuple[str, str], torch.Tensor]:
             raise AdapterError(f"{file}: {key} is no matrix of LoRA, and nothing else is supported")
         if tensor.dtype not in _DTYPES or not tensor.isfinite().all():
             raise AdapterError(f"{file}: {key} is in {tensor.dtype}, or has numbers that are not finite")
+        if (match[1].removeprefix(PREFIX), match[2]) in found:
+            raise AdapterError(f"{file}: {key} is there under another name as well")
         found[match[1].removeprefix(PREFIX), match[2]] = tensor
     return found

@@ -14,7 +14,7 @@ earlier token) pairs that attention computes. A sequence with one token to compu
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,11 @@ class Machine:
     torch: str = ""
     numerics: str = ""  # class of `pdserve.engine.numerics`; empty for float32
     cores: int = 0  # that there are for all; 0: unknown
+    contention: float = 1.0  # times as long as alone that a step takes while the other cores compute
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.contention < math.inf:
+            raise ValueError("contention must be a finite number, and at least 1")
 
     @property
     def busy_threads(self) -> int:
@@ -142,6 +147,23 @@ class StepModel:
             "the coefficients of a step", self.context_s, self.pair_s, self.cached_s, self.prompt_s, *self.mixed[1:]
         )
         _check_times("the fixed part of a mixed step", abs(self.mixed[0]))
+
+    def scaled(self, prefill: float, decode: float) -> "StepModel":
+        """Return the model with times of prefill and of decode steps that are so many times as long."""
+
+        def times(knots: Knots, factor: float) -> Knots:
+            return tuple((amount, seconds * factor) for amount, seconds in knots)
+
+        fixed, decode_share, prefill_share = self.mixed
+        return StepModel(
+            decode=times(self.decode, decode),
+            context_s=self.context_s * decode,
+            prefill=times(self.prefill, prefill),
+            pair_s=self.pair_s * prefill,
+            cached_s=self.cached_s * prefill,
+            prompt_s=self.prompt_s * prefill,
+            mixed=(fixed * prefill, decode_share, prefill_share),
+        )
 
     def seconds(self, work: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a step, given (tokens computed, cached tokens before them) of each sequence."""
@@ -274,7 +296,9 @@ class TransferModel:
 class Overheads:
     """Seconds that pass outside of forward passes and transfers."""
 
+    client_s: float = 0.0  # the way between client and router, of a request and its first token together
     router_request_s: float = 1e-3  # from the request's arrival until it is sent to its instances
+    router_prompt_token_s: float = 0.0  # and for each token of its prompt
     router_token_s: float = 3e-5  # of the router's thread for each token of an answer
     engine_step_s: float = 2e-4  # of the engine thread, for each step
     engine_sequence_s: float = 1e-5  # and for each sequence of the step
@@ -372,6 +396,13 @@ class Profile:
 
     def __post_init__(self) -> None:
         _check_times("the seconds of swap, start-up and role change", *self.swap, self.start_up_s, self.role_flip_s)
+
+    def scaled(self, prefill: float, decode: float) -> "Profile":
+        """Return the profile with steps that take so many times as long, those of a draft model too."""
+        draft = self.draft and replace(
+            self.draft, step=self.draft.step.scaled(decode, decode)
+        )  # all in steps of decode
+        return replace(self, step=self.step.scaled(prefill, decode), draft=draft)
 
     def transfer(self, scheme: str) -> TransferModel:
         """Return the model of a connector, or the default if it was not measured."""

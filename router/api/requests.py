@@ -236,7 +236,7 @@ def _bad_words(words: Sequence[str], _: str, info: ModelInfo, tokenizer: Tokeniz
             tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
         )
         found[plain] = None
-        if spaced[-len(plain) :] != plain:
+        if plain and spaced[-len(plain) :] != plain:
             found[spaced] = None
     return tuple(ids for ids in found if ids and max(ids) < info.vocab_size)
 

@@ -28,7 +28,7 @@ from pdserve.router.instances.frame_checks import (
 )
 from pdserve.router.scheduling.breaker import CircuitBreakers
 from pdserve.router.scheduling.output_faults import OutputFaults
-from pdserve.router.scheduling.policy import NO_LOAD, Candidate, Load
+from pdserve.router.scheduling.policy import DEFAULT_COSTS, NO_LOAD, Candidate, Load
 from pdserve.router.scheduling.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ TICKS_PER_LEASE = 6  # number of times that leases are checked within one lease
 HEARTBEAT_ACK = pb.RouterFrame(heard=pb.Heard())
 SPARE_BLOCKS = 2048  # of each group, that a pool may have beyond what it says: states of some hundred sequences
 MAX_EPOCH = 1 << 62  # that is believed, so that an instance cannot use up the numbers
+IDLE_S = 10.0  # without a step, behind another instance: half of what `OnlineFit` knew from steps is forgotten
 ACK_INTERVAL_S = 2.0  # a tenth of the silence after which instances take a router for lost; each frame wakes a process
 
 
@@ -64,7 +65,7 @@ class InstanceHandle:
         hello: its registration; replaced when it changes its role.
         last_frame_at: arrival of its last frame, on the router's monotonic clock.
         lease_renewed_at: arrival of its last frame, on the fleet's `AwakeClock`.
-        last_step_at: when it last reported an engine step, on the fleet's `AwakeClock`.
+        last_step_at: when it last reported an engine step, on the fleet's `AwakeClock`; -inf: it has reported none.
         last_token_at: when it last sent a token of any request of this router, on the same clock.
         unpublished_blocks: number of block keys that it has not yet reported to the prefix index.
         unpublished_since: when `unpublished_blocks` became positive.
@@ -75,6 +76,7 @@ class InstanceHandle:
         may_be_poisoned: it was lost by a fault that an unknown request may have caused: its engine has failed, or a frame
             could not be read.
         acknowledged_at: when this router last acknowledged a heartbeat, on its monotonic clock.
+        own_costs: the cost model that it reported last; that of `candidate` may be another instance's.
         candidate: the view of the policies: this router's requests as of now, plus `other_load`.
         groups: the layouts of its blocks, see `Layout.groups`.
         max_keys: the most keys that it may have in its pool.
@@ -86,13 +88,14 @@ class InstanceHandle:
     connection: Connection
     last_frame_at: float
     lease_renewed_at: float = 0.0
-    last_step_at: float = 0.0
+    last_step_at: float = -math.inf
     last_token_at: float = 0.0
     unpublished_blocks: int = 0
     unpublished_since: float = 0.0
     heartbeat: pb.Heartbeat = field(default_factory=pb.Heartbeat)
     requests: dict[str, Load] = field(default_factory=dict)
     other_load: Load = NO_LOAD
+    own_costs: Costs = DEFAULT_COSTS
     is_draining: bool = False
     may_be_poisoned: bool = False
     acknowledged_at: float = -math.inf
@@ -156,20 +159,27 @@ class InstanceHandle:
         self.adapters = _digests(hello)
         self.candidate.is_both = hello.role == "both"
 
-    def update_heartbeat(self, heartbeat: pb.Heartbeat, transfers: dict[Any, Any] | None = None) -> None:
+    def update_heartbeat(self, heartbeat: pb.Heartbeat, judges: "dict[Any, InstanceHandle] | None" = None) -> None:
         """Store a heartbeat, and its cost model if it carries one.
 
         Args:
-            transfers: by connector and role, what instances have measured. One that has moved nothing is judged by these: by
-                what it assumes instead, it would get no KV, and the first one that did would get all of it.
+            judges: by kind and by connector, the instance that measured a step or a transfer last. One that has moved
+                nothing, or made no step for long, is judged by these: by what it assumes, or calibrated while others were
+                starting, it might get no request that would correct it. If it is slower, it gets one from time to time.
         """
         costs: Any = heartbeat.costs
         if costs.prefill:
-            transfer, transfers = tuple(costs.transfer), {} if transfers is None else transfers
-            if transfer == Costs.transfer:
-                transfer = transfers.get((self.hello.connector, self.role), transfer)
-            transfers[self.hello.connector, self.role] = transfer
-            self.candidate.update_costs(Costs(tuple(costs.prefill), tuple(costs.decode), transfer))
+            judges = {} if judges is None else judges
+            own = self.own_costs = Costs(tuple(costs.prefill), tuple(costs.decode), tuple(costs.transfer))
+            link = self.hello.connector, self.role
+            if own.transfer != Costs.transfer:
+                judges[link] = self
+            peers = self.kind, self.hello.device.partition(":")[0], self.hello.kernel
+            if self.last_step_at >= judges.setdefault(peers, self).last_step_at:
+                judges[peers] = self
+            is_idle = judges[peers].last_step_at - self.last_step_at > IDLE_S
+            steps, moves = judges[peers].own_costs if is_idle else own, judges.get(link, self).own_costs
+            self.candidate.update_costs(Costs(steps.prefill, steps.decode, moves.transfer))
         self.heartbeat = heartbeat
         self.candidate.free_tokens = heartbeat.free_blocks * self.candidate.block_size
 
@@ -217,7 +227,7 @@ class InstanceHandle:
             "requests": len(self.requests),
             "prefill_tokens": self.candidate.prefill_tokens,
             "output_tokens": self.candidate.output_tokens,
-            "costs": vars(self.candidate.costs),
+            "costs": vars(self.own_costs),
             "speculate": self.hello.speculate,
             "drafts": {
                 name: self.heartbeat.counters.get(f"spec_decode_{series}", 0.0)
@@ -277,7 +287,7 @@ class Fleet:
         self.stored = PrefixIndex()
         self.breakers = CircuitBreakers()
         self._output_faults = OutputFaults()
-        self._transfers: dict[Any, Any] = {}  # by connector and role, as an instance has measured it last
+        self._judges: dict[Any, InstanceHandle] = {}  # see `InstanceHandle.update_heartbeat`
         self.listener: FleetListener | None = None
         self.is_closing = False
         self.on_joined: Callable[[InstanceHandle], None] = lambda instance: None
@@ -304,6 +314,7 @@ class Fleet:
     def _update(self) -> None:
         open_ones = [one for one in self.instances.values() if not one.is_draining]
         self.serving = {role: [one for one in open_ones if one.role in (role, "both")] for role in self.serving}
+        self._judges.clear()  # some may have gone, or have another role; heartbeats find new ones
         self.on_change()
 
     def record_fault(self, instance: InstanceHandle, now: float) -> None:
@@ -452,7 +463,7 @@ class Fleet:
                 case "heartbeat":
                     if frame.heartbeat.counters["engine_steps"] != instance.heartbeat.counters["engine_steps"]:
                         instance.last_step_at = self.awake_now()
-                    instance.update_heartbeat(frame.heartbeat, self._transfers)
+                    instance.update_heartbeat(frame.heartbeat, self._judges)
                     if self.cache_epoch < frame.heartbeat.cache_epoch <= MAX_EPOCH:
                         self.reset_cache(frame.heartbeat.cache_epoch)
                     if instance.last_frame_at - instance.acknowledged_at >= ACK_INTERVAL_S:

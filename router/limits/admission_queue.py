@@ -86,16 +86,16 @@ class AdmissionQueue:
         for name in self.quotas:
             metrics.key_waiting.labels(key=name).set_function(partial(self._queue.num_queued, name))
 
-    def check(self, key: str) -> None:
+    def check(self, key: str, choices: int = 1) -> None:
         """Refuse a request of a limited key that has none left, before work is done for it. Raises RequestError."""
-        if (refusal := self.limited[key].refusal(1, 0, self._now())) is not None:
+        if (refusal := self.limited[key].refusal(choices, 0, self._now())) is not None:
             self._count_refusal(key, refusal)
             raise refusal
 
     def charge(self, key: str) -> None:
-        """Count a request that is refused for what it asks, unless the key has none left: it has cost work as well."""
+        """Count a request that is not admitted, but has cost work, unless the key has none left."""
         quota, now = self.limited.get(key), self._now()
-        if quota is not None and quota.refusal(1, 0, now) is None:
+        if quota is not None and quota.refusal(0, 0, now) is None:
             quota.take(0, 0, now)
 
     def enter(

@@ -23,7 +23,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
-from pdserve.errors import BadRequest, TooLarge
+from pdserve.errors import BadRequest, RequestError, TooLarge
 from pdserve.interop.grpc_calls import parse
 from pdserve.model_path import model_folder
 from pdserve.request import SamplingParams
@@ -77,7 +77,9 @@ class VllmEngine:
 
     async def Generate(self, call: Call) -> None:
         """Generate the answers to one prompt: a message per delta if it asks for a stream, then one per choice."""
-        self._last_received = time.time()
+        self._last_received, queue = time.time(), self._admission.queue
+        if call.key in queue.limited:
+            queue.check(call.key)
         session, traceparent = call.metadata.get(SESSION_HEADER, ""), tracing.traceparent(call.metadata)
         salt = self._admission.kv_salts[call.key]
         draft = RoutedRequest(
@@ -95,7 +97,12 @@ class VllmEngine:
         generation = await self._admission.parse_queue.run(call.key, call.raw, parse_message)
         grammar = generation.requests[0].sampling.grammar
         if grammar and self._grammars is not None:
-            await self._grammars.check(call.key, grammar, self._model())
+            try:
+                await self._grammars.check(call.key, grammar, self._model())
+            except RequestError as error:
+                if error.status < 500:
+                    queue.charge(call.key)
+                raise
         # gRPC cancels this coroutine if the client leaves or its deadline passes, so this one stays connected.
         slot = await self._admission.enter(call.key, generation, ClientConnection())
         assert slot is not None

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from pdserve import plugins
 from pdserve.config import RouterConfig
-from pdserve.errors import RequestError
+from pdserve.errors import Overloaded, RequestError
 from pdserve.request import SamplingParams
 from pdserve.router.api import answers, chat, requests, schemas
 from pdserve.router.api.generation import Generation
@@ -111,12 +111,22 @@ class Service:
                 self.admission.queue.check(key)
             return await queue.run(key, body, parse_raw, more_bytes)
         except RequestError as error:
-            self._charge(request, error)
+            self._charge(request, is_due=error.status < 500 and not isinstance(error, Overloaded))  # that was not read
             raise
 
-    def _charge(self, request: Request, error: RequestError) -> None:
-        """Count a request that is refused before its admission, if that is the client's fault."""
-        if error.status < 500:
+    def count(self, request: Request) -> None:
+        """Count a request that needs no admission, but work. Raises RequestError if its key has none left."""
+        key, queue = request.state.key, self.admission.queue
+        if key in queue.limited:
+            try:
+                queue.check(key, 0)
+                queue.charge(key)
+            finally:
+                request.state.headers = queue.headers(key)
+
+    def _charge(self, request: Request, *, is_due: bool) -> None:
+        """Count a request that is not admitted, if that is due, and set the headers of the key's quota."""
+        if is_due:
             self.admission.queue.charge(request.state.key)
         request.state.headers = self.admission.queue.headers(request.state.key)
 
@@ -163,8 +173,8 @@ class Service:
         if grammar and self._grammars is not None:
             try:
                 await self._grammars.check(request.state.key, grammar, self.model())
-            except RequestError as error:
-                self._charge(request, error)
+            except RequestError as error:  # also if too many of the key's grammars wait: this one has been read
+                self._charge(request, is_due=error.status < 500)
                 raise
 
         async def begin() -> bool:

@@ -92,6 +92,9 @@ def test_the_digest_is_that_of_what_changes_the_sum(make: Callable[..., Path]) -
         ({"r": 4}, "has rank 4 by adapter_config.json, and matrices of"),
         ({"rank_pattern": {"q_proj": 0}}, "cannot be read"),
         ({"alpha_pattern": {"(": 1}}, "cannot be read"),
+        ({"alpha_pattern": {"q_proj": "nan"}}, "the scale is nan"),
+        ({"lora_alpha": math.inf}, "the scale is inf"),
+        ({"lora_alpha": 1e300}, "the scale is 1.25e[+]299"),
     ],
 )
 def test_settings_that_are_refused(make: Callable[..., Path], settings: dict[str, Any], message: str) -> None:
@@ -104,6 +107,11 @@ def test_settings_without_effect_are_none(make: Callable[..., Path]) -> None:
     parse_adapter(
         read_files(change(make("a"), use_dora=False, modules_to_save=None, a_later_setting={}, rank_pattern=None)), 64
     )
+
+
+def test_a_version_of_many_digits(make: Callable[..., Path]) -> None:
+    """Python converts at most 4,300 of them to an integer."""
+    parse_adapter(read_files(change(make("a"), peft_version=f"0.{'9' * 5000}")), 64)
 
 
 def test_ranks_that_are_too_high(make: Callable[..., Path]) -> None:
@@ -133,6 +141,7 @@ def test_files_that_are_incomplete(make: Callable[..., Path], tmp_path: Path) ->
         ({**tensors, key: tensors[key].int()}, "is in torch.int32"),
         ({**tensors, key: tensors[key][:, :4].contiguous()}, "has rank 8 by"),
         ({**tensors, "base_model.model.lm_head.weight": tensors[key].clone()}, "lm_head.weight is no matrix of LoRA"),
+        ({**tensors, f"base_model.model.{Q}.lora_B.default.weight": tensors[key] + 1}, "under another name as well"),
         ({}, "has no matrices"),
     ):
         save_file(wrong, file)

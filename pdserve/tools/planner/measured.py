@@ -3,13 +3,13 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdserve.errors import SetupError
 from pdserve.lines.untrusted import read_json
-from pdserve.profile.profile import Knots, Profile, StepModel
+from pdserve.profile.profile import Profile
 from pdserve.tools.bench.report import together_sentence
 from pdserve.tools.bench.requests import Request
 from pdserve.tools.planner.search import Trial
@@ -220,29 +220,7 @@ def correct(profile: Profile, forecast: Callable[[Profile], list[Comparison]]) -
             break
         for kind, label in CORRECTED.items():
             factors[kind] *= statistics.geometric_mean(one.factor(label) for one in found)
-        found = forecast(corrected := scaled(profile, **factors))
+        found = forecast(corrected := profile.scaled(**factors))
         if max(one.error for one in found) < max(one.error for one in best.after):
             best = Correction(corrected, before, found, dict(factors))
     return best
-
-
-def scaled(profile: Profile, prefill: float, decode: float) -> Profile:
-    """Return the profile with other times of prefill and decode steps."""
-
-    def times(knots: Knots, factor: float) -> Knots:
-        return tuple((amount, seconds * factor) for amount, seconds in knots)
-
-    def scale(step: StepModel, prefill: float) -> StepModel:
-        fixed, decode_share, prefill_share = step.mixed
-        return StepModel(
-            decode=times(step.decode, decode),
-            context_s=step.context_s * decode,
-            prefill=times(step.prefill, prefill),
-            pair_s=step.pair_s * prefill,
-            cached_s=step.cached_s * prefill,
-            prompt_s=step.prompt_s * prefill,
-            mixed=(fixed * prefill, decode_share, prefill_share),
-        )
-
-    draft = profile.draft and replace(profile.draft, step=scale(profile.draft.step, decode))  # all in steps of decode
-    return replace(profile, step=scale(profile.step, prefill), draft=draft)

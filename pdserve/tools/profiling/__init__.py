@@ -1,4 +1,4 @@
 """`pdserve profile`: measures what a model costs on a machine, imports it from published data, or asks a fleet.
 
-In reading order: command, steps, adapters, drafts, deployment, imports.
+In reading order: command, steps, contention, adapters, drafts, deployment, imports.
 """

@@ -42,7 +42,7 @@ CONCURRENCY = (1, 4)
 ASSUMED = (  # until a deployment is measured
     "start_up_s",
     "role_flip_s",
-    *(f"overheads.{name}_s" for name in ("router_request", "router_token", "frame")),
+    *(f"overheads.{name}_s" for name in ("client", "router_request", "router_prompt_token", "router_token", "frame")),
 )
 TRANSFER_S = 0.5  # of each size and concurrency
 WITHOUT_DRAFTS = {"speculate": "off", "speculative_model": "", "speculative_config": ""}
@@ -132,18 +132,14 @@ def _measure(config: ProfileConfig, start: Start) -> Profile:
                 profile.save(paced := f"{folder}/profile.json")
                 with start(replace(alone, both=1, paced=paced, lora_modules="", lora_folder="")) as one:
                     one.wait_ready()
-                    measured: dict[str, Any] = {}
-                    around = deployment.measure_router(one, config.name, quick=True)
+                    profile, measured = deployment.measure_router(one, profile, quick=True), ["overheads"]
             else:
                 show("a router and an instance: start-up, role changes, requests")
-                start_up_s, role_flip_s, around = deployment.measure(
-                    lambda both: start(replace(alone, both=both)), config.name
-                )
-                measured = {"start_up_s": start_up_s, "role_flip_s": role_flip_s}
+                profile = deployment.measure(lambda both: start(replace(alone, both=both)), profile)
+                measured = ["overheads", "start_up_s", "role_flip_s"]
         except httpx.HTTPError as error:
             raise SetupError(f"the deployment that was started to be measured does not answer: {error}") from None
-        assumed = tuple(name for name in profile.assumed if name.split(".")[0] not in (*measured, "overheads"))
-        return replace(profile, **measured, overheads=replace(profile.overheads, **around), assumed=assumed)
+        return replace(profile, assumed=tuple(one for one in profile.assumed if one.split(".")[0] not in measured))
 
 
 def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
@@ -154,6 +150,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
     from pdserve.instance.instance import Instance
     from pdserve.speculation.model_drafter import ModelDrafter
     from pdserve.tools.profiling.adapters import time_adapters
+    from pdserve.tools.profiling.contention import time_contention
     from pdserve.tools.profiling.drafts import time_drafts
     from pdserve.tools.profiling.steps import grid, random_steps, time_around_steps, time_steps
 
@@ -179,6 +176,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
         draft, of_draft = time_drafts(engine, engine.drafter, config.speculative_model, config.repeat, show)
         residuals |= of_draft
     engine.drafter = None  # whose time is none of the steps'
+    contention = time_contention(engine, show)
     engine_step_s, engine_sequence_s = time_around_steps(instance, config.max_num_seqs, show)
     swaps = list(measure_swaps(engine))
     for blocks, seconds in swaps:
@@ -192,6 +190,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
             processor=processor(),
             threads=torch.get_num_threads(),
             cores=num_cores(),
+            contention=contention,
             device=str(engine.checkpoint.device),
             torch=torch.__version__,
             numerics=layout.numerics,
@@ -271,6 +270,8 @@ def _print(profile: Profile) -> None:
     console.print(
         f"B_sat    {batch or f'more than {most}'} sequences, whose decode step takes twice as long as that of one"
     )
+    if profile.machine.contention > 1:
+        console.print(f"cores    a step takes {profile.machine.contention:.2f} times as long while the others compute")
     if profile.adapters is not None:
         added = ", ".join(f"{1e3 * seconds:.2f} ms with {rows} rows" for rows, seconds in profile.adapters.rows)
         console.print(f"adapter  {added}; {1e3 * profile.adapters.adapter_s:.2f} ms for each further one")

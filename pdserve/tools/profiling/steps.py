@@ -68,12 +68,12 @@ def time_steps(engine: Engine, works: list[Work], repeat: int, show: Show) -> It
     clock = clock_of(engine)
     for size in sorted({len(work) for work in works if all(count == 1 for count, _ in work)}):
         for _ in range(GRAPH_STEPS):
-            engine.runner.step(_dummies(engine, [(1, 1)] * size))
+            engine.runner.step(dummies(engine, [(1, 1)] * size))
     measured: list[list[float]] = [[] for _ in works]
     for turn in range(repeat):
         for done, i in enumerate(random.Random(turn).sample(range(len(works)), len(works))):
             show(f"steps: round {turn + 1} of {repeat}, {done} of {len(works)}")
-            plan, seconds = _dummies(engine, works[i]), list[float]()
+            plan, seconds = dummies(engine, works[i]), list[float]()
             for _ in range(DECODE_RUNS if kind_of(works[i]) == "decode" else 2):
                 started = clock()
                 engine.runner.step(plan)
@@ -122,7 +122,7 @@ def _sizes(sizes: tuple[int, ...], most: int) -> list[int]:
     return kept if most >= max(sizes) else sorted({*kept, max(1, most)})
 
 
-def _dummies(engine: Engine, work: Work) -> StepPlan:
+def dummies(engine: Engine, work: Work) -> StepPlan:
     """Return a step over sequences in blocks of their own, if the pool has room: shared blocks would stay in the cache."""
     plan, block = StepPlan(), 0
     for count, before in work:

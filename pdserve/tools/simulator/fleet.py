@@ -401,11 +401,12 @@ def role_models(config: FleetConfig, fleet: Fleet) -> dict[str, InstanceModel]:
 
 
 def shared_cores(config: FleetConfig, profile: Profile, fleet: Fleet) -> SharedCores | None:
-    """Return the cores of `--cores`; None if there are none, or enough of them for each to have its own."""
-    threads, busy = profile.machine.busy_threads, config.busy_threads
-    if config.cores is None or cores_needed(fleet.size, threads, config.routers) + busy <= config.cores:
+    """Return the cores of `--cores`; None if there are none, or if enough of them compute side by side without contention."""
+    threads, busy, contention = profile.machine.busy_threads, config.busy_threads, profile.machine.contention
+    enough = config.cores is not None and cores_needed(fleet.size, threads, config.routers) + busy <= config.cores
+    if config.cores is None or (enough and contention == 1):
         return None
-    return SharedCores(config.cores, threads, busy)
+    return SharedCores(config.cores, threads, busy, contention)
 
 
 def fleet_roles(fleet: Fleet) -> list[str]:

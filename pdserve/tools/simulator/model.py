@@ -28,7 +28,9 @@ class InstanceModel:
         swap_seconds: duration of copying a number of blocks to host memory, or back.
         link: to the KV store.
         frame_latency_s: of a frame between router and instance, in either direction.
+        client_s: the way between client and router, of a request and its first token together.
         router_request_s: time of the router's thread for a request, until it is submitted.
+        router_prompt_token_s: the same for each token of its prompt.
         router_token_s: time of the router's thread for a token.
         start_up_s: from the start of an instance until it is ready.
         num_pages: in its pool; 0: as many as `num_blocks` take, see `pages_for`.
@@ -47,7 +49,9 @@ class InstanceModel:
     swap_seconds: Callable[[float], float]
     link: Link
     frame_latency_s: float = 2e-4
+    client_s: float = 0.0
     router_request_s: float = 0.0
+    router_prompt_token_s: float = 0.0
     router_token_s: float = 0.0
     start_up_s: float = 10.0
     num_pages: int = 0
@@ -100,7 +104,9 @@ class InstanceModel:
                 follows=scheme in FOLLOWING_SCHEMES,
             ),
             frame_latency_s=overheads.frame_s,
+            client_s=overheads.client_s,
             router_request_s=overheads.router_request_s,
+            router_prompt_token_s=overheads.router_prompt_token_s,
             router_token_s=overheads.router_token_s,
             start_up_s=profile.start_up_s,
             draft=draft and replace(draft, num_blocks=max(1, draft.num_blocks * num_blocks // engine.num_blocks)),

@@ -177,9 +177,13 @@ class SimulatedClient:
 
     def send(self) -> None:
         """Send the request now."""
-        router = self.router
-        self.sample.sent = router.clock.time
-        router.clock.at(router.spend(router.model.router_request_s), self._enter)
+        self.sample.sent = self.router.clock.time
+        self.router.clock.after(self.router.model.client_s, self._arrive)
+
+    def _arrive(self) -> None:
+        router, model = self.router, self.router.model
+        seconds = model.router_request_s + model.router_prompt_token_s * self.num_prompt
+        router.clock.at(router.spend(seconds), self._enter)
 
     def _enter(self) -> None:
         num_prompt, num_output, router = self.num_prompt, self.load.output_tokens, self.router

@@ -84,6 +84,7 @@ class Batches(Dialect):
         _check_charset(request)
         store, key, size = self._queue.store, request.state.key, _length(request)
         try:
+            self.service.count(request)
             await asyncio.to_thread(store.reserve, key, size)
         except Overloaded:
             async for _ in request.stream():  # a client that is still sending would not see the answer
@@ -146,6 +147,7 @@ class Batches(Dialect):
     ) -> Response:
         """Answer the requests of a file."""
         queue, key = self._queue, request.state.key
+        self.service.count(request)
         fields = await self.service.read(request, schemas.BatchBody, body, _whole)
         await asyncio.to_thread(queue.store.check_room, key, 0)
         return json_response(queue.create(key, fields.input_file_id, fields.endpoint, fields.metadata or {}))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -87,6 +90,22 @@ def test_every_parameter_arrives(client: Client, backend: ScriptedBackend, token
         | {"bad_words": tuple(tuple(tokenizer.encode(word)) for word in ("Paris", " Paris", "x"))}
     )
     assert request.salt == "tenant"
+
+
+def test_a_word_without_tokens_does_not_exclude_spaces(
+    tokenizer_dir: Path,
+    make_app: Callable[..., Any],
+    make_client: type[Client],
+    backend: ScriptedBackend,
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    drops = {"normalizer": {"type": "Replace", "pattern": {"String": "\u200b"}, "content": ""}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | drops))
+    client = make_client(make_app(Tokenizer(tmp_path)))
+    assert client.post(COMPLETIONS, {**HELLO, "bad_words": ["\u200b"]}).status_code == 200
+    assert backend.requests[0].sampling.bad_words == ()
 
 
 def test_a_priority_needs_instances_that_schedule_by_it(client: Client, backend: ScriptedBackend) -> None:

@@ -14,7 +14,7 @@ from pdserve.costs import Costs
 from pdserve.keys import STATE_WINDOW, Layout
 from pdserve.output import Output, pack
 from pdserve.proto import pdserve_pb2 as pb
-from pdserve.router.instances.fleet import Fleet
+from pdserve.router.instances.fleet import Fleet, InstanceHandle
 from pdserve.router.scheduling.policy import Load, PlacementRequest, decide
 
 if TYPE_CHECKING:
@@ -223,6 +223,45 @@ def test_instances_that_have_moved_no_kv_are_judged_by_those_that_have(
     costs = pb.Costs(**step, transfer=(0.1, 1e-9))
     fleet.handle_frame(unused, pb.InstanceFrame(heartbeat=pb.Heartbeat(costs=costs)))
     assert {decide("auto", candidates, one).chosen for one in requests} == {"decode-0"}, "what is measured counts"
+
+
+def test_instances_that_make_no_steps_are_judged_by_those_that_do(
+    make_hello: MakeHello, make_connection: type[SentFrames]
+) -> None:
+    """What one of them calibrated while others were starting, no request would correct: all went to the other one."""
+    time = [1000.0]
+    fleet = Fleet("router", "model", 1e9, lambda: time[0])
+    fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))
+    busy, idle, other = (fleet.register(make_hello(f"decode-{i}"), make_connection()) for i in range(3))
+    other.hello.kernel = "triton"
+    models = {busy: 1.0, idle: 2.0, other: 3.0}
+    steps = dict.fromkeys(models, 0)
+
+    def hear_all(seconds: float, *working: InstanceHandle) -> list[float]:
+        """Return by which ITL each is judged, in ms."""
+        for _ in range(int(seconds)):
+            time[0] += 1
+            fleet.expire_leases()
+            for instance, ms in models.items():
+                steps[instance] += instance in working
+                costs = pb.Costs(prefill=(0.0, ms / 1e5, 0.0), decode=(ms / 1e3, 0.0, 0.0), transfer=(1e-4, 1e-10))
+                heartbeat = pb.Heartbeat(costs=costs, counters={"engine_steps": steps[instance]})
+                fleet.handle_frame(instance, pb.InstanceFrame(heartbeat=heartbeat))
+        return [one.candidate.costs.decode[0] * 1e3 for one in fleet.instances.values()]
+
+    assert hear_all(1) == [1, 2, 3], "there is nobody to judge them by"
+    assert hear_all(1, busy) == [1, 1, 3], "one with another kernel is no peer"
+    assert idle.own_costs.decode[0] == 0.002, "what it reports is shown, and a profile may be made of it"
+    assert idle.as_dict(0.0)["costs"] == vars(idle.own_costs)
+    candidates = [busy.candidate, idle.candidate]
+    requests = [PlacementRequest(100, turn, output_tokens=5, decode=True) for turn in range(10)]
+    assert Counter(decide("auto", candidates, one).chosen for one in requests) == {"decode-0": 5, "decode-1": 5}
+    assert hear_all(1, idle) == [1, 2, 3], "steps of its own count"
+    assert hear_all(5, busy) == [1, 2, 3], "for some time"
+    assert hear_all(20, busy) == [1, 1, 3]
+    fleet.deregister(busy, "test")
+    del models[busy]
+    assert hear_all(1) == [2, 3], "instances that have left judge nobody"
 
 
 def test_load_is_that_of_own_and_other_routers_requests(

@@ -70,6 +70,24 @@ def test_a_full_queue_drops_the_last_request_of_the_longest_line() -> None:
     assert scene.queue.quotas["greedy"].choices == 3
 
 
+def test_what_runs_for_a_key_does_not_exclude_requests_that_need_no_place() -> None:
+    queue = AdmissionQueue(
+        [ApiKey("one", b"o", limits=Limits(requests=Rate(3, 3600.0), concurrency=1))],
+        RouterConfig(),
+        Metrics(Fleet("router", "model", 1.0, lambda: 0.0)),
+        lambda: 0.0,
+    )
+    queue.enter("one", prompt_tokens=10, max_tokens=100)
+    for refused_as, choices in (("rate_limit_concurrency", 1), ("rate_limit_requests", 0)):
+        with pytest.raises(Overloaded) as refused:
+            queue.check("one", choices)
+            for _ in range(3):
+                queue.charge("one")
+            queue.check("one", choices)
+        assert refused.value.kind == refused_as
+    assert queue.headers("one")["x-ratelimit-remaining-requests"] == "0"
+
+
 def test_a_request_that_leaves_the_queue_returns_its_tokens_and_is_not_told() -> None:
     scene = Scene()
     running = [scene.enter("greedy") for _ in range(2)]

@@ -27,10 +27,10 @@ Serve = Callable[..., AbstractContextManager[int]]
 
 @pytest.fixture
 def serve(tokenizer: Tokenizer, tokenizer_dir: Path, backend: ScriptedBackend, metrics: Metrics) -> Serve:
-    """`with serve(**settings) as port` runs the server on an event loop of its own."""
+    """`with serve(**settings) as port` runs the server on an event loop of its own; `grammars` checks them."""
 
     @contextmanager
-    def run(**settings: Any) -> Iterator[int]:
+    def run(grammars: Any = None, **settings: Any) -> Iterator[int]:
         (tokenizer_dir / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
         config = RouterConfig(model=str(tokenizer_dir), served_model_name="demo", **settings)
         admission = AdmissionController(
@@ -39,7 +39,7 @@ def serve(tokenizer: Tokenizer, tokenizer_dir: Path, backend: ScriptedBackend, m
         loop, ports, stop = asyncio.new_event_loop(), [], asyncio.Event()
 
         async def main() -> None:
-            server = make_server(config, 0, tokenizer, backend, admission)
+            server = make_server(config, 0, tokenizer, backend, admission, grammars)
             await server.start()
             ports.append(server.port)
             started.set()

@@ -20,7 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc as stubs
 from smg_grpc_proto.generated import common_pb2 as common
 
-from pdserve.errors import Unavailable
+from pdserve.errors import BadRequest, Unavailable
 from pdserve.output import Output
 from pdserve.router.text.tokenizer import Tokenizer
 
@@ -209,6 +209,20 @@ def test_keys_and_limits(serve: Serve, tmp_path: Path) -> None:
         code, _, metadata = failure(lambda: [*stub.Generate(request(), metadata=right)])
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert metadata["pdserve-error"] == "rate_limit_requests" and int(metadata["grpc-retry-pushback-ms"]) > 0
+
+
+def test_a_refused_grammar_counts_as_a_request(serve: Serve, tmp_path: Path) -> None:
+    class Refusing:
+        async def check(self, *_: object) -> None:
+            raise BadRequest("the grammar cannot be used", kind="invalid_grammar")
+
+    keys, refusals = tmp_path / "keys.toml", []
+    keys.write_text('[alice]\nkey = "secret"\nrequests = "2/h"\n')
+    with serve(grammars=Refusing(), keys_file=str(keys)) as port, connected(port) as stub:
+        for _ in range(3):
+            call = partial(stub.Generate, request(regex="a+"), metadata=(("x-api-key", "secret"),))
+            refusals.append(failure(lambda call=call: [*call()])[2]["pdserve-error"])  # type: ignore[misc]
+    assert refusals == ["invalid_grammar", "invalid_grammar", "rate_limit_requests"]
 
 
 def test_errors_of_the_fleet(stub: Any, backend: ScriptedBackend) -> None:

@@ -15,6 +15,7 @@ import pytest
 from starlette.types import Message
 
 from pdserve.config import RouterConfig
+from pdserve.errors import Overloaded
 from pdserve.router.api.streaming import ClientConnection
 from pdserve.router.backend import ServedAdapter
 from pdserve.router.instances.fleet import Fleet
@@ -23,6 +24,7 @@ from pdserve.router.telemetry.metrics import Metrics
 from pdserve.router.text.tokenizer import Tokenizer
 from pdserve.router.web.admission import AdmissionController
 from pdserve.router.web.application import Application
+from pdserve.router.web.parse_queue import ParseQueue
 
 if TYPE_CHECKING:
     from tests.router.conftest import Client, ScriptedBackend
@@ -115,6 +117,48 @@ def test_a_refused_request_counts_and_one_too_many_is_not_read(
         assert (one_too_many := post(**body)).status_code == 429
         assert one_too_many.json()["error"]["code"] == "rate_limit_requests" and one_too_many.headers["retry-after"]
         assert one_too_many.headers["x-ratelimit-reset-requests"] == refused.headers["x-ratelimit-reset-requests"]
+
+
+def test_what_a_full_router_does_not_read_costs_nothing(
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+    keys_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = make_client(make_app(tokenizer, lambda: 1000.0, keys_file=keys_file))
+
+    def refuse(*_: object) -> None:
+        raise Overloaded("full", kind="max_requests", retry_after_s=1)
+
+    monkeypatch.setattr(ParseQueue, "run", refuse)
+    for _ in range(4):
+        refused = client.post("/v1/completions", PROMPT, headers={"Authorization": "Bearer a"})
+        assert refused.json()["error"]["code"] == "max_requests"
+        assert refused.headers["x-ratelimit-remaining-requests"] == "3"
+
+
+def test_uploads_and_batches_count_as_requests(
+    make_app: Callable[..., Application],
+    make_client: type[Client],
+    tokenizer: Tokenizer,
+    keys_file: str,
+    tmp_path: Path,
+) -> None:
+    client = make_client(make_app(tokenizer, lambda: 1000.0, keys_file=keys_file, batch_folder=str(tmp_path)))
+
+    def send(path: str, key: str = "a") -> tuple[int, str | None]:
+        body: dict[str, Any] = {
+            "json": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
+        }
+        if path == "/v1/files":
+            body = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+        answer = client.request("POST", path, headers={"Authorization": f"Bearer {key}"}, **body)
+        return answer.status_code, answer.headers.get("x-ratelimit-remaining-requests")
+
+    assert [send("/v1/files"), send("/v1/batches"), send("/v1/files")] == [(200, "2"), (404, "1"), (200, "0")]
+    assert send("/v1/files") == send("/v1/batches") == (429, "0")
+    assert [send("/v1/files", key) for key in "bc"] == [(200, None)] * 2, "these have no such limit"
 
 
 def test_limits_of_keys(

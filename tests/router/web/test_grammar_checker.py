@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -84,19 +84,27 @@ def test_a_stop_while_the_compile_server_starts_is_no_reason_to_warn(
 
 
 @pytest.fixture
-def checked_client(
+def make_checked_client(
     tokenizer: Tokenizer,
     backend: ScriptedBackend,
     metrics: Metrics,
     make_client: Callable[..., Client],
     checker: GrammarChecker,
-) -> Client:
-    """A client of an application that checks grammars."""
-    config = RouterConfig(model="demo")
-    admission = AdmissionController(load_api_keys(""), config, metrics, time.monotonic)
-    return make_client(
-        create_app(config, tokenizer, backend, admission, list, backend.log.latest, dict, grammars=checker)
-    )
+) -> Callable[..., Client]:
+    """make_checked_client(keys_file) → a client of an application that checks grammars."""
+
+    def make(keys_file: str = "") -> Client:
+        config = RouterConfig(model="demo")
+        admission = AdmissionController(load_api_keys("", keys_file), config, metrics, lambda: 1000.0)
+        latest = backend.log.latest
+        return make_client(create_app(config, tokenizer, backend, admission, list, latest, dict, grammars=checker))
+
+    return make
+
+
+@pytest.fixture
+def checked_client(make_checked_client: Callable[..., Client]) -> Client:
+    return make_checked_client()
 
 
 @pytest.mark.parametrize(
@@ -118,6 +126,30 @@ def test_a_request_with_an_invalid_grammar_reaches_no_instance(
     assert checked_client.post(path, {**prompt, "guided_regex": "good"}).status_code == 200
     assert checked_client.post(path, prompt).status_code == 200
     assert len(backend.requests) == 2 and len(compiler.compiled) == 3
+
+
+def test_a_refused_grammar_counts_as_a_request(
+    make_checked_client: Callable[..., Client],
+    checker: GrammarChecker,
+    compiler: FakeCompiler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also one of too many of its key: each was read and tokenized before."""
+    compiler.proceed.set()
+    (tmp_path / "keys.toml").write_text('[alice]\nkey = "a"\nrequests = "9/h"\n')
+    client = make_checked_client(str(tmp_path / "keys.toml"))
+
+    def left(regex: str) -> tuple[int, str]:
+        body, headers = {"prompt": "hello", "guided_regex": regex}, {"Authorization": "Bearer a"}
+        reply = client.post("/v1/completions", body, headers=headers)
+        return reply.status_code, reply.headers["x-ratelimit-remaining-requests"]
+
+    assert [left("invalid"), left("invalid again"), left("bomb"), left("good")] == [
+        *((400, "8"), (400, "7"), (400, "6"), (200, "5")),
+    ]
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
+    assert left("one too many") == (429, "4")
 
 
 def test_verdicts_are_cached_within_bounds(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from pdserve.tools.planner.charts import frontier, pareto
 from pdserve.tools.planner.command import run
 from pdserve.tools.planner.gpus import prices
 from pdserve.tools.planner.here import Here, config_here, needed_by
-from pdserve.tools.planner.measured import compare, load_measured, scaled
+from pdserve.tools.planner.measured import compare, load_measured
 from pdserve.tools.planner.plan import Planner
 from pdserve.tools.planner.search import Trial, judge
 from pdserve.tools.planner.targets import parse_targets
@@ -297,7 +297,7 @@ def test_instances_on_gpus_need_a_core_each_and_not_all_threads_of_torch() -> No
 def measured_with(times: float, profile: Path) -> PlanConfig:
     """Return settings of a plan with a measurement from a machine that is slower than its profile by a factor."""
     config = plan_config(profile, slo="ttft=20s", instances=2, num_prompts=40, request_rate=4.0)
-    slower = scaled(Profile.load(profile), prefill=times, decode=times)
+    slower = Profile.load(profile).scaled(prefill=times, decode=times)
     result = profile.parent / "result.json"
     result.write_text(json.dumps(simulate(config, slower, {}, Fleet(1, 1), 4.0).figures | {"request_rate": 4.0}))
     return replace(config, measured=f"1P+1D={result}")

@@ -34,6 +34,7 @@ def test_a_quick_profile_of_the_demo_model(pdserve: Run, tmp_path: Path) -> None
     assert profile.step.seconds([(200, 0)]) > profile.step.seconds([(16, 0)]) > 0
     assert profile.step.decode_seconds(16, 1600) > 0 and profile.transfers["shm"].bytes_per_s > 0
     assert set(profile.assumed) <= {"start_up_s", "role_flip_s", "swap"} and profile.machine.cores >= 1
+    assert 1 <= profile.machine.contention < 8
     assert profile.overheads.router_request_s + profile.overheads.router_token_s > 0
     assert profile.overheads.engine_step_s > 0 and profile.flags == {"max-model-len": 256}
     assert profile.draft is not None and profile.draft.model == "demo" and profile.draft.step.decode_seconds(16, 0) > 0
