@@ -134,6 +134,8 @@ class AdaptedLayers:
                 raise AdapterError(
                     f"{files.path} is of another base: {name} maps {given[0]} → {given[1]}, and here is {base}"
                 )
+            if inner in layers:
+                raise AdapterError(f"{files.path} has matrices of {name} under two names")
             if expert is None:
                 own_dtype = dtype if router_name is None else torch.float32
                 layers[inner] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, own_dtype)

@@ -421,6 +421,9 @@ def test_adapters_of_other_experts(
     refuse(with_tensors("shape", cut), "experts.3.up_proj maps 64 → 32, and here is one of 64 → 64")
     both = tensors | {key.replace("up_proj", "w3"): tensor.clone() for key, tensor in tensors.items()}
     refuse(with_tensors("both", both), "has matrices of .*experts.3.w3 under two names")
+    of_router = load_file(make_adapter(tmp_path / "gate", base, targets=("layers.1.mlp.gate",)) / WEIGHTS)
+    both = of_router | {key.replace("mlp.gate", "moe.gate"): tensor.clone() for key, tensor in of_router.items()}
+    refuse(with_tensors("routers", both), "has matrices of .*moe.gate under two names")
 
     stacked = make_stacked_adapter(tmp_path / "stacked", base)
     refuse(
