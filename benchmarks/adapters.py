@@ -1,7 +1,10 @@
 """Steps with low-rank adapters against steps of the base alone, in process: `python benchmarks/adapters.py`.
 
 *loaded*: adapters are there, and no sequence has one. *one*, *all*: each sequence has an adapter, the same or one of all in
-turn. Modes take turns in each round. Times are those of the base, so 1.25 takes a quarter longer.
+turn. Modes take turns in each round. Times are those of the base, so 1.25 takes a quarter longer. *roofline* is the bytes of
+base and adapters by those of the base. *bookkeeping*: its share of the CPU seconds of the steps of *loaded*.
+
+Cold starts: first tokens of prompts whose adapter has no slot, and of the same ones with it, in turns, while others decode.
 """
 
 import json
@@ -30,7 +33,8 @@ MODES = ("base", "loaded", "one", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(report.EngineSettings):
-    layers: int = flag("of the shape of Qwen3-0.6B", 8)
+    shape: str = flag("of the model: 0.6B or 8B, as Qwen3", "0.6B")
+    layers: int = flag("of that shape", 8)
     dtype: str = flag("of weights and KV: bfloat16, float32", "bfloat16")
     adapters: int = flag("how many there are", 8)
     rank: int = flag("of each, on all linear layers", 16)
@@ -38,9 +42,14 @@ class Settings(report.EngineSettings):
     prompt: int = flag("tokens of a prompt that is computed alone", 512)
     tokens: int = flag("of each answer", 32)
     repeat: int = flag("rounds; all modes take turns in each", 7)
+    many: int = flag("adapters of cold starts", 200)
+    slots: int = flag("adapters in one step of cold starts; half of them are in use", 8)
+    starts: int = flag("cold and as many warm starts", 200)
 
 
 QUICK = {"layers": 1, "adapters": 2, "streams": "2", "prompt": 32, "tokens": 4, "repeat": 1}
+QUICK |= {"many": 6, "slots": 2, "starts": 4}
+SHAPES = {"0.6B": checkpoints.QWEN3_0_6B, "8B": checkpoints.QWEN3_8B}
 
 
 def make_adapter(path: Path, base: Path, rank: int, seed: int) -> Path:
@@ -72,6 +81,17 @@ class Modes:
         self._engines = {mode: with_adapters for mode in MODES} | {"base": Engine(config, runner=with_adapters.runner)}
         assert with_adapters.adapters is not None
         self._digests = [one.digest for one in with_adapters.adapters.listing()]
+        self.booked, self.spent = (
+            0.0,
+            0.0,
+        )  # CPU seconds of bookkeeping, and of all, of steps without adapters on such an engine
+        self._begin_step: Any = with_adapters.adapters.begin_step
+        with_adapters.adapters.begin_step = self._begin  # type: ignore[method-assign]
+
+    def _begin(self, plan: StepPlan) -> None:
+        started = time.thread_time()
+        self._begin_step(plan)
+        self.booked += time.thread_time() - started
 
     def run(self, mode: str, streams: int, prompt: int, tokens: int) -> float:
         """Return the seconds of the steps: of the prompts if they get one token, else of those behind the first tokens."""
@@ -87,6 +107,7 @@ class Modes:
                 assert engine.adapters is not None and engine.adapters.acquire(seq)
             engine.add(seq)
         waiting, started = streams if tokens > 1 else 0, report.now()
+        booked, spent = self.booked, time.process_time()
         while engine.has_work:
             result = engine.step()
             for seq in result.sampled:
@@ -96,16 +117,67 @@ class Modes:
             if waiting > 0:
                 started = report.now()
         seconds = report.now() - started
+        self.spent += time.process_time() - spent if mode == "loaded" else 0
+        self.booked = self.booked if mode == "loaded" else booked
         if engine.adapters is not None:
             engine.adapters.begin_step(StepPlan())  # so that the layers, which the engines share, add nothing
         return seconds
+
+
+def cold_starts(path: Path, adapter: Path, settings: Settings) -> dict[str, float]:
+    """Return how long first tokens take, in ms, of adapters with and without a slot: one adapter with other alphas."""
+    names = {f"m{i}": path.parent / f"m{i}" for i in range(settings.many)}
+    for alpha, folder in enumerate(names.values(), 1):
+        folder.mkdir()
+        (folder / WEIGHTS).symlink_to(adapter / WEIGHTS)
+        of = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": alpha}
+        (folder / CONFIG).write_text(json.dumps(of))
+    modules = ",".join(f"{name}={folder}" for name, folder in names.items())
+    busy, most = settings.slots // 2, 64 + 4 * settings.starts  # tokens of a sequence that decodes until the end
+    blocks = busy * (most // 16 + 2) + settings.prompt // 4
+    config = EngineConfig(model=str(path), dtype=settings.dtype, num_blocks=blocks, lora_modules=modules)
+    engine = Engine(replace(config, max_loras=settings.slots, max_lora_rank=max(16, settings.rank)))
+    adapters, now = engine.adapters, report.now
+    assert adapters is not None
+    digests, found = [one.digest for one in adapters.listing()], dict[str, list[float]]()
+
+    def start(digest: bytes, prompt: int, tokens: int) -> tuple[Any, float]:
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        request = Request(
+            prompt=[7 * i % 250 for i in range(prompt)], sampling=sampling, salt=str(now()), adapter=digest
+        )
+        seq = engine.new_sequence(str(now()), request)
+        started = now()
+        assert adapters.acquire(seq)
+        seconds = now() - started
+        engine.add(seq)
+        while not seq.output.num_generated:
+            engine.step()
+        return seq, seconds
+
+    for digest in digests[:busy]:
+        start(digest, 16, most)
+    for i in range(settings.starts):
+        for kind in ("cold", "warm"):
+            started = now()
+            seq, load = start(digests[busy + i % (settings.many - busy)], settings.prompt, 2)
+            found.setdefault(kind, []).append(1e3 * (now() - started))
+            found.setdefault(f"{kind} load", []).append(1e3 * load)
+            engine.remove(seq)
+    row = {f"{kind} {p}": _percentile(found[kind], p) for kind in ("warm", "cold") for p in (50, 99)}
+    row["load"] = statistics.median(found["cold load"])
+    return row | {"cold 99 by warm 99 + load": row["cold 99"] / (row["warm 99"] + row["load"])}
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return sorted(values)[(len(values) - 1) * percent // 100]
 
 
 def benchmark(settings: Settings) -> None:
     """Measure steps of prompts and of decoding sequences, with and without adapters."""
     settings = settings.sized(QUICK).threaded()
     transformers.logging.set_verbosity_error()
-    shape = replace(checkpoints.QWEN3_0_6B, layers=settings.layers, vocabulary=checkpoints.BYTE_VOCABULARY)
+    shape = replace(SHAPES[settings.shape], layers=settings.layers, vocabulary=checkpoints.BYTE_VOCABULARY)
     batches = [int(one) for one in settings.streams.split(",")]
     tasks = {"prefill": (1, settings.prompt, 1)} | {f"decode, {n} at once": (n, 16, settings.tokens) for n in batches}
     found: dict[tuple[str, str], list[float]] = {}
@@ -115,21 +187,26 @@ def benchmark(settings: Settings) -> None:
             f"a{i}": make_adapter(Path(folder) / f"a{i}", path, settings.rank, i) for i in range(settings.adapters)
         }
         modes = Modes(path, names, settings, max(batches))
+        adapter_bytes = next(iter(names.values())).joinpath(WEIGHTS).stat().st_size
+        base_bytes = (path / "model.safetensors").stat().st_size
         for turn in range(settings.repeat + 1):  # the first one warms up
             for task, sizes in tasks.items():
                 for mode in MODES[turn % len(MODES) :] + MODES[: turn % len(MODES)]:
                     seconds = modes.run(mode, *sizes)
                     if turn:
                         found.setdefault((task, mode), []).append(seconds)
+        cold = cold_starts(path, names["a0"], settings)
     rows: list[dict[str, Any]] = []
-    for task in tasks:
+    for task, (streams, _, _) in tasks.items():
         base, row = found[task, "base"], {"task": task, "base ms": 1e3 * statistics.median(found[task, "base"])}
         for mode in MODES[1:]:
             ratios = [one / other for one, other in zip(found[task, mode], base, strict=True)]
             row |= {mode: statistics.median(ratios), f"{mode}, all rounds": [report.rounded(one, 3) for one in ratios]}
-        rows.append(row)
+        rows.append(row | {"roofline": 1 + min(streams, settings.adapters) * adapter_bytes / base_bytes})
     report.show([{name: value for name, value in row.items() if "rounds" not in name} for row in rows])
-    print(report.write("adapters", settings, {"rows": rows}))
+    content = {"rows": rows, "bookkeeping": modes.booked / modes.spent, "cold starts, ms": cold}
+    report.show([{"bookkeeping": content["bookkeeping"], **cold}])
+    print(report.write("adapters", settings, content))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class Settings(report.Settings):
     speculate: str = flag("of the instances: suffix, ngram, auto, off", "suffix")
     quantization: str = flag("of the weights as they are loaded: none, int8, int4", "none")
     kv_cache_dtype: str = flag("of the KV: auto, int8", "auto")
+    adapters: int = flag("low-rank adapters, one of which most requests name, with slots for a third of them", 0)
     seed: int = flag("of the order of faults, and of the requests", 0)
 
 
@@ -87,12 +88,13 @@ def chaos(settings: Settings) -> None:
 
 def play(settings: Settings, make: Make = ChaosDeployment) -> dict[str, Any]:
     """Run the benchmark and return the content of its JSON report."""
-    of_instances = {
+    of_instances: dict[str, Any] = {
         "model": settings.model,
         "async_scheduling": settings.async_scheduling,
         "speculate": settings.speculate,
         "quantization": settings.quantization,
         "kv_cache_dtype": settings.kv_cache_dtype,
+        "adapters": settings.adapters,
     }
     with stage(settings.store, settings.dtype, make, settings.tensor_parallel_size, **of_instances) as at:
         traffic, monkey = Traffic(at.deployment.url, at.deployment.config.name, settings), FaultInjector(at, settings)

@@ -16,6 +16,7 @@ from typing import Any
 
 import checkpoints
 import stores
+from adapters import make_adapter
 from island import NetworkNamespace
 
 from pdserve.cli.deployment import Deployment, free_port
@@ -104,8 +105,12 @@ class Stage:
 
 
 @contextmanager
-def stage(kind: str, dtype: str, make: Make, ranks: int = 1, model: str = "", **of_instances: Any) -> Iterator[Stage]:
-    """`kind` of store: redis, shm or tiered; `ranks` of each instance; `model`: a checkpoint, or "" for a random one."""
+def stage(
+    kind: str, dtype: str, make: Make, ranks: int = 1, model: str = "", adapters: int = 0, **of_instances: Any
+) -> Iterator[Stage]:
+    """`kind` of store: redis, shm or tiered; `ranks` of each instance; `model`: a checkpoint, or "" for a random one;
+    `adapters`: how many random ones there are, called a0 and so on, with slots for a third of them.
+    """
     left_out: dict[str, str] = {} if ranks > 1 else {"rank": "instances have one rank"}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -128,8 +133,12 @@ def stage(kind: str, dtype: str, make: Make, ranks: int = 1, model: str = "", **
             stack.callback(store.kill)
             urls.append(f"redis://127.0.0.1:{store.port}/0?timeout=2")
             leased.append(store.count_permanent)
+        path = Path(model) if model else checkpoints.make(checkpoints.TINY, Path(folder) / "model")
+        made = [make_adapter(Path(folder) / f"a{i}", path, 4 << i % 3, i) for i in range(adapters)]
         config = UpConfig(
-            model=model or str(checkpoints.make(checkpoints.TINY, Path(folder) / "model")),
+            model=str(path),
+            lora_modules=",".join(f"{one.name}={one}" for one in made),
+            max_loras=max(1, adapters // 3),
             dtype=dtype,
             tensor_parallel_size=ranks,
             **of_instances,

@@ -121,9 +121,14 @@ def _cases(model: str, settings: "Settings") -> list[Case]:
     drawn = random.Random(f"cases {settings.seed}")
     beginnings = [[], *([drawn.randrange(250) for _ in range(150)] for _ in range(3))]
     found = []
+    names = [model, *(f"a{i}" for i in range(settings.adapters))]
     for number in range(settings.cases):
         own = [drawn.randrange(250) for _ in range(drawn.choice([1, 20, 90, 300]))]
-        body = {"model": model, "prompt": drawn.choice(beginnings) + own, "max_tokens": drawn.choice([1, 20, 80, 250])}
+        body = {
+            "model": names[number % len(names)],
+            "prompt": drawn.choice(beginnings) + own,
+            "max_tokens": drawn.choice([1, 20, 80, 250]),
+        }
         body |= {"ignore_eos": drawn.random() < 0.8, "temperature": float(number % 2), "seed": number}
         body |= {"logprobs": 0} if number % 4 < 2 else {}
         found.append(Case({**body, "return_token_ids": True}))

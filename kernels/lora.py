@@ -5,14 +5,15 @@ Shape legend: T rows of a step, K input features, N output features, R rank of a
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from pdserve.kernels import native
+from pdserve.kernels import memory, native
 
 RANK_UNIT = 4  # ranks are padded with zeros to multiples of this
+_LINE = 64  # bytes of a cache line
 _SLOT_WORDS = 4  # of `Slot` in lora.cpp: addresses of A and B, rank, scale as a double
 
 
@@ -75,10 +76,13 @@ class Rows:
         self.slots_T = torch.full((max_rows,), -1)
         self.rows_T = torch.zeros(max_rows, dtype=torch.long)
         self.starts_S = torch.zeros(num_slots + 1, dtype=torch.long)  # and the end of the last one
+        self._latest: Sequence[int] = ()
 
     def set(self, slots: Sequence[int]) -> None:
         """Set the slot of each row of the step; -1: it has no adapter."""
-        self.num_rows = len(slots)
+        if slots == self._latest:  # as in most steps of sequences that decode
+            return
+        self.num_rows, self._latest = len(slots), [*slots]
         slots_T = torch.tensor(slots, dtype=torch.long)
         self.slots_T[: len(slots)] = slots_T
         order_T = slots_T.argsort(stable=True)
@@ -142,6 +146,37 @@ def stack(experts: Sequence[int], a_XRK: torch.Tensor, b_XRN: torch.Tensor, scal
     return Stack(torch.tensor(experts), a_XRK, b_XRN, torch.tensor(scales, dtype=torch.double))
 
 
+Layers = dict[str, Matrices | dict[str, Stack]]
+
+
+def together(layers: Layers) -> Layers:
+    """Return the matrices of an adapter's layers in one piece of memory, in huge pages where there are any.
+
+    Each step of its sequences reads all of it, and finding small pages takes a part of the time.
+    """
+    of_layers = [[one] if isinstance(one, Matrices) else [*one.values()] for one in layers.values()]
+    tensors = [tensor for each in of_layers for one in each for tensor in _both(one)]
+    sizes = [-(-one.nbytes // _LINE) * _LINE for one in tensors]
+    piece = torch.empty(sum(sizes), dtype=torch.uint8)
+    memory.huge_pages(piece)
+    parts = iter(piece.split(sizes))
+
+    def moved(one: torch.Tensor) -> torch.Tensor:
+        part: torch.Tensor = next(parts)[: one.nbytes].view(one.dtype).view(one.shape)
+        return part.copy_(one)
+
+    def of(one: Matrices | dict[str, Stack]) -> Matrices | dict[str, Stack]:
+        if isinstance(one, Matrices):
+            return replace(one, a_RK=moved(one.a_RK), b_RN=moved(one.b_RN))
+        return {name: replace(each, a_XRK=moved(each.a_XRK), b_XRN=moved(each.b_XRN)) for name, each in one.items()}
+
+    return {name: of(one) for name, one in layers.items()}
+
+
+def _both(one: Matrices | Stack) -> tuple[torch.Tensor, torch.Tensor]:
+    return (one.a_RK, one.b_RN) if isinstance(one, Matrices) else (one.a_XRK, one.b_XRN)
+
+
 @dataclass(frozen=True)
 class _OfExpert:
     """See `SlotMatrices`."""
@@ -185,17 +220,16 @@ def add(x: torch.Tensor, y: torch.Tensor, rows: GroupedRows, table: SlotMatrices
         max_rank: of the adapters in all slots, at any time, padded.
     """
     assert x.dtype == y.dtype and y.is_contiguous()
-    x, threads = x.contiguous(), torch.get_num_threads()
+    x = x.contiguous()
     in_features, out_features = x.shape[-1], y.shape[-1]
     num_rows = x.numel() // in_features
     assert num_rows == rows.num_rows, "the layer gets other rows than the step has"
-    stride = -(-in_features // native.library().pdserve_shrink_chunk()) * max_rank
-    h = torch.empty(num_rows * stride, dtype=torch.float32)
-    dtype, num_slots = native.DTYPES.index(x.dtype), len(table.words_S4)
-    of_rows, starts, words = native.addresses(rows.rows_T, rows.starts_S, table.words_S4)
-    grouped, call = (of_rows, starts, num_slots, words), native.functions()
-    call.pdserve_shrink(dtype, *native.addresses(h, x), *grouped, in_features, max_rank, threads)
-    call.pdserve_expand(dtype, *native.addresses(y, h), stride, *grouped, out_features, threads)
+    chunks = -(-in_features // native.library().pdserve_shrink_chunk())
+    h = torch.empty(num_rows * chunks * max_rank, dtype=torch.float32)
+    grouped = *native.addresses(rows.rows_T, rows.starts_S), len(table.words_S4), table.words_S4.data_ptr()
+    sizes = in_features, out_features, max_rank, torch.get_num_threads()
+    operands = native.DTYPES.index(x.dtype), *native.addresses(y, h, x), *grouped
+    native.functions().pdserve_add_low_rank(*operands, *sizes)
     return y
 
 

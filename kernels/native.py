@@ -71,8 +71,7 @@ _ARGUMENT_TYPES = {
     "pdserve_low_bits": (_I, *(_P,) * 5, _I, _I, _I, _P, *(_I,) * 5),
     "pdserve_bytes": (_I, *(_P,) * 6, *(_I,) * 4),
     "pdserve_plain": (_I, _P, _P, _P, _P, _I, _I, _I, _I),
-    "pdserve_shrink": (_I, _P, _P, _P, _P, _I, _P, _I, _I, _I),
-    "pdserve_expand": (_I, _P, _P, _I, _P, _P, _I, _P, _I, _I),
+    "pdserve_add_low_rank": (_I, *(_P,) * 5, _I, _P, *(_I,) * 4),
     "pdserve_convolve": (_P, _P, _P, _P, _P, _I, _I),
     "pdserve_linear_attention": (_P, _P),
 }

@@ -169,7 +169,7 @@ class EngineConfig(ModelConfig):
         "",
     )
     lora_modules: str = flag(
-        "adapters (LoRA) in PEFT's format, as name=folder, comma separated or repeated; requests name one as their model",
+        "adapters (LoRA) of PEFT: name=folder or name=hub id, comma separated or repeated; requests name one as their model",
         "",
     )
     lora_folder: str = flag("folder from which POST /v1/load_lora_adapter may load adapters; empty: it loads none", "")

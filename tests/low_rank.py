@@ -168,11 +168,12 @@ def modules(adapters: dict[str, Made]) -> str:
     return ",".join(f"{name}={made.path}" for name, made in adapters.items())
 
 
-LAYERS = {  # of architectures: ends of the names of linear layers, those of attention first
+LAYERS = {  # of architectures: ends of the names of linear layers and routers
     "gpt2": ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    "mixtral": (*ATTENTION, "w1", "w3", "w2"),
-    "gpt_oss": ATTENTION,
+    "mixtral": (*ATTENTION, "gate", "w1", "w3", "w2"),
+    "gpt_oss": ("router", *ATTENTION),
+    "qwen3_moe": (*ATTENTION, "gate", "gate_proj", "up_proj", "down_proj"),
 }
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
 
@@ -180,7 +181,7 @@ MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
 def six_adapters(folder: Path, base: Path, architecture: str) -> dict[str, Made]:
     """Write adapters of ranks 4 to 64, with rank-stabilised scales, patterns, some of the layers, and another dtype.
 
-    Of mixtures, they have matrices for each layer of each expert; the fifth has some for stacked weights instead.
+    Of mixtures, they have matrices for routers and each layer of each expert; the fifth has some for stacked weights instead.
     """
     names, transposed = LAYERS.get(architecture, ALL), architecture == "gpt2"
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from pdserve.adapters.experts import LowRank, Modules, targeted, untargeted
+from pdserve.adapters.experts import LowRank, Modules, is_target, targeted, untargeted
 from pdserve.errors import reason
 from pdserve.keys import KEY_BYTES
 from pdserve.lines.untrusted import read_json
@@ -101,6 +102,21 @@ class Files(NamedTuple):
     weights: bytes
 
 
+def local_folder(name: str) -> Path:
+    """Return the folder of an adapter; of a hub id, such as owner/name, that of its files. Raises AdapterError."""
+    path = Path(name).expanduser()
+    if path.is_dir() or name[0] in "./~" or name.count("/") != 1:
+        return path  # reading it says what is missing
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise AdapterError(f"{name} is no folder, and the hub download failed: {why}") from error
+
+
 def read_files(path: Path) -> Files:
     """Return the files of the adapter in a folder. Raises AdapterError."""
     try:
@@ -109,11 +125,13 @@ def read_files(path: Path) -> Files:
         raise AdapterError(f"{path / file} cannot be read: {reason(error)}") from error
 
 
-def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -> Adapter:
+def parse_adapter(
+    files: Files, max_rank: int, modules: Modules = _NO_MODULES, routers: Collection[str] = ()
+) -> Adapter:
     """Return the adapter in files, in the dtype in which it is there.
 
     Args:
-        modules: experts of the base, see `stacked_weights`.
+        modules, routers: of the base, see `stacked_weights` and `routers`.
 
     Raises:
         AdapterError: it is incomplete, of a kind that is not supported, or of a higher rank.
@@ -121,8 +139,8 @@ def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -
     path, config, tensors = files.path, _parse_config(files), _parse_tensors(files)
     layers, stacks = dict[str, LowRank](), dict[str, dict[str, LowRank]]()
     targets, is_old = config.get("target_parameters") or [], _is_old(config)
-    if unknown := untargeted(targets, modules):
-        what = f"target_parameters names {unknown[0]!r}, and here are no stacked weights of experts of that name"
+    if unknown := untargeted(targets, modules, routers):
+        what = f"target_parameters names {unknown[0]!r}, and here are no weights of experts or routers of that name"
         raise AdapterError(f"{path / CONFIG}: {what}")
     invocation = tuple(config.get("alora_invocation_tokens") or ())
     digest = hashlib.blake2b(json.dumps(invocation).encode() if invocation else b"", digest_size=KEY_BYTES)
@@ -132,7 +150,8 @@ def parse_adapter(files: Files, max_rank: int, modules: Modules = _NO_MODULES) -
             raise AdapterError(f"{path / WEIGHTS} has only one of the two matrices of {name}")
         a, b = tensors[name, "A"], tensors[name, "B"]
         found = targeted(name, targets, modules)
-        key = name if found is None else f"{found[0]}.{found[1].name}"
+        key = f"{name}.weight" if is_target(f"{name}.weight", targets) else name
+        key = key if found is None else f"{found[0]}.{found[1].name}"
         rank, scale = _rank_and_scale(config, key)
         if rank > max_rank:
             raise AdapterError(f"{path} has rank {rank}, and --max-lora-rank is {max_rank}")

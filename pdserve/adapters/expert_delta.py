@@ -66,14 +66,30 @@ class _ExpertRows:
 
 
 class _Product:
-    """The weight of one expert, to whose products something is added, in the place of a tensor in a model's code."""
+    """A weight to whose products something is added, in the place of a tensor in a model's code."""
 
     def __init__(self, weight: Any, add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         self.weight, self.add = weight, add
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TypeError(f"{getattr(func, '__name__', func)} of an expert's weight")
+        raise TypeError(f"{getattr(func, '__name__', func)} of a weight to which something is added")
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(f"{name} of a weight to which something is added")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.weight.dtype
+        return dtype
+
+    def type(self, dtype: torch.dtype) -> "_Product":
+        return _Product(self.weight.to(dtype), self.add)
+
+    to = type
+
+    def float(self) -> "_Product":
+        return self.type(torch.float32)
 
 
 class _Products(TorchFunctionMode):
@@ -85,6 +101,25 @@ class _Products(TorchFunctionMode):
             x, product, *rest = args
             return product.add(x, func(x, product.weight, *rest, **kwargs))
         return func(*args, **kwargs)
+
+
+def forward_with(module: Any, add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *inputs: Any) -> Any:
+    """Run the forward of a router, which multiplies by its weight, with what `add` adds to this product.
+
+    Raises:
+        ValueError: it does not multiply by it once.
+    """
+    products = list[torch.Tensor]()
+
+    def add_once(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        products.append(y)
+        return add(x, y)
+
+    with _Products():
+        outputs = type(module).forward(_View(module, {"weight": _Product(module.weight, add_once)}), *inputs)
+    if len(products) != 1:
+        raise ValueError(f"{type(module).__name__} multiplies {len(products)} times by its weight, and not once")
+    return outputs
 
 
 @dataclass(frozen=True)
@@ -101,7 +136,7 @@ class _Stacked:
 class _View:
     """A module with other weights."""
 
-    def __init__(self, module: torch.nn.Module, weights: Mapping[str, _Stacked]) -> None:
+    def __init__(self, module: torch.nn.Module, weights: "Mapping[str, _Stacked | _Product]") -> None:
         self.__dict__.update(weights)
         self.__dict__["_module"] = module
 

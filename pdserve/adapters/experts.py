@@ -4,15 +4,18 @@
     target_parameters  matrices for a stacked weight. PEFT wraps the module once for each that it targets, the last one
                        outermost: `layers.0.mlp.experts` has those of `down_proj`, `….experts.base_layer` of `gate_up_proj`
 
+A router has matrices under its own name in both ways: `layers.0.mlp.gate`, a target as `gate` or as `gate.weight`.
+
 Shape legend: E experts, X those that an adapter names, K input features, N output features, R rank.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from pdserve.kernels import lora
 from pdserve.kernels.linear import PackedWeight
@@ -99,6 +102,27 @@ def stacked_weights(model: torch.nn.Module) -> Modules:
     return found
 
 
+def routers(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the features of the modules that multiply by a weight amid other work, as routers of mixtures do, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        is_layer = isinstance(module, torch.nn.Linear | torch.nn.Embedding | Conv1D)
+        if weight is not None and weight.dim() == 2 and not is_layer:
+            found[name] = (weight.shape[1], weight.shape[0])
+    return found
+
+
+def router(name: str, of: Collection[str]) -> str | None:
+    """Return the router that a name stands for. What is around it may have another name in checkpoints, as around experts."""
+    if name in of:
+        return name
+    around, _, last = name.rpartition(".")
+    layer = around.rpartition(".")[0]
+    alike = [one for one in of if re.fullmatch(rf"{re.escape(layer)}\.\w+\.{re.escape(last)}", one)]
+    return alike[0] if len(alike) == 1 else None
+
+
 def targeted(name: str, targets: Sequence[str], modules: Modules) -> tuple[str, StackedWeight] | None:
     """Return the stacked weight that a name of PEFT's stands for, with the module's; None if there is none.
 
@@ -108,17 +132,19 @@ def targeted(name: str, targets: Sequence[str], modules: Modules) -> tuple[str, 
     match = _WRAPPED.fullmatch(name)
     assert match is not None
     module, depth = match[1], match[2].count(".")
-    weights = [one for one in modules.get(module, ()) if _is_target(f"{module}.{one.name}", targets)]
+    weights = [one for one in modules.get(module, ()) if is_target(f"{module}.{one.name}", targets)]
     return (module, weights[-1 - depth]) if depth < len(weights) else None
 
 
-def untargeted(targets: Sequence[str], modules: Modules) -> list[str]:
-    """Return those of `target_parameters` that are no stacked weights."""
+def untargeted(targets: Sequence[str], modules: Modules, routers: Collection[str]) -> list[str]:
+    """Return those of `target_parameters` that are neither stacked weights nor those of routers."""
     names = [f"{module}.{one.name}" for module, weights in modules.items() for one in weights]
-    return [one for one in targets if not any(_is_target(name, [one]) for name in names)]
+    names += [f"{one}.weight" for one in routers]
+    return [one for one in targets if not any(is_target(name, [one]) for name in names)]
 
 
-def _is_target(name: str, targets: Sequence[str]) -> bool:
+def is_target(name: str, targets: Sequence[str]) -> bool:
+    """Return whether `target_parameters` name a parameter."""
     return any(name == one or name.endswith(f".{one}") for one in targets)
 
 

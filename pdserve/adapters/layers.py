@@ -6,18 +6,21 @@ On several ranks, each has its part of each layer; see `ranked_layers.py`.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from pdserve.adapters.checkpoint import Adapter, AdapterError, Files, parse_adapter
-from pdserve.adapters.expert_delta import ExpertsDelta
+from pdserve.adapters.expert_delta import ExpertsDelta, forward_with
 from pdserve.adapters.experts import (
     ExpertLayer,
     LowRank,
     StackedWeight,
     expert_layer,
+    router,
+    routers,
     stack,
     stacked_weights,
     whole_stack,
@@ -47,7 +50,7 @@ class LoadedAdapter:
     rank: int
     path: str
     invocation: tuple[int, ...]
-    layers: dict[str, lora.Matrices | dict[str, lora.Stack]] = field(repr=False)
+    layers: lora.Layers = field(repr=False)
     copy: Copy | None = None
 
 
@@ -62,8 +65,11 @@ class _LayerDelta:
         self._table = lora.Table(rows.num_slots)
         self._rows, self._max_rank, self._dtype = rows, lora.padded(max_rank), dtype
         self._add = lora.add if native.is_available() else lora.add_by_torch
+        self._join(model, name)
+
+    def _join(self, model: torch.nn.Module, name: str) -> None:
         add_delta(model, name, self)
-        self._layer = cast(Linear, model.get_submodule(name))
+        self._layer: Any = model.get_submodule(name)
 
     def fill(self, slot: int, of: lora.Matrices | None) -> None:
         """Put an adapter's matrices into a slot; None: it has none."""
@@ -80,13 +86,29 @@ class _LayerDelta:
         return self._add(x, y, self._rows, self._table, self._max_rank)
 
 
+class _RouterDelta(_LayerDelta):
+    """Adds to the scores by which a router chooses experts, amid its forward, in float32: many routers compute them so."""
+
+    def _join(self, model: torch.nn.Module, name: str) -> None:
+        self._layer, self._dtype = model.get_submodule(name), torch.float32
+
+    def switch(self, on: bool) -> None:
+        if on:
+            self._layer.forward = partial(forward_with, self._layer, self._add_to_scores)
+        elif "forward" in vars(self._layer):
+            del self._layer.forward
+
+    def _add_to_scores(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.add(x.float(), y.float()).to(y.dtype)
+
+
 class AdaptedLayers:
     """The layers of one model. The engine thread calls all methods but `prepare` and `parse`."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         self._runner, self._max_rank = runner, config.max_lora_rank
         self._rows = lora.Rows(config.max_loras, max(config.max_num_batched_tokens, config.max_num_seqs))
-        self._experts = stacked_weights(runner.checkpoint.model)
+        self._experts, self._routers = stacked_weights(runner.checkpoint.model), routers(runner.checkpoint.model)
         group = runner.checkpoint.group
         self._shard = None if group is None else find_shard(config, group)
         self._layers: dict[str, Any] = {}  # `_LayerDelta` or `ExpertsDelta`
@@ -95,28 +117,28 @@ class AdaptedLayers:
 
     def parse(self, files: Files) -> Adapter:
         """Return the adapter in files. Raises AdapterError as `parse_adapter`."""
-        return parse_adapter(files, self._max_rank, self._experts)
+        return parse_adapter(files, self._max_rank, self._experts, self._routers)
 
     def prepare(self, files: Files, copy: Copy | None = None) -> LoadedAdapter:
         """Return the adapter in files, ready for this model. Raises AdapterError: it is not of this model, or see `parse`."""
         found = self.parse(files)
         model, dtype = self._runner.checkpoint.model, self._runner.checkpoint.dtype
-        layers: dict[str, lora.Matrices | dict[str, lora.Stack]] = {}
+        layers: lora.Layers = {}
         of_experts = dict[ExpertLayer, LowRank]()
         for name, whole in found.layers.items():
-            expert, inner, layer = (
-                expert_layer(name, self._experts),
-                _inner(model, name),
-                self._part(files, name, whole),
-            )
-            features = _features(model, inner) if expert is None else expert.features
+            expert, router_name = expert_layer(name, self._experts), router(name, self._routers)
+            inner, layer = router_name or _inner(model, name), self._part(files, name, whole)
+            features = self._routers.get(inner) or _features(model, inner) if expert is None else expert.features
             if features != (given := (layer.a_RK.shape[1], layer.b_RN.shape[1])):
                 base = "no such linear layer" if features is None else f"one of {features[0]} → {features[1]}"
                 raise AdapterError(
                     f"{files.path} is of another base: {name} maps {given[0]} → {given[1]}, and here is {base}"
                 )
+            if inner in layers:
+                raise AdapterError(f"{files.path} has matrices of {name} under two names")
             if expert is None:
-                layers[inner] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, dtype)
+                own_dtype = dtype if router_name is None else torch.float32
+                layers[inner] = lora.matrices(layer.a_RK, layer.b_RN, layer.scale, own_dtype)
             elif expert.expert >= expert.weight.num_experts:
                 raise AdapterError(f"{files.path} is of another base: it names {name}, and here are {expert.weight}")
             elif expert in of_experts or expert.weight.name in found.stacks.get(expert.module, ()):
@@ -124,14 +146,14 @@ class AdaptedLayers:
             else:
                 of_experts[expert] = layer
         layers |= _stacks(found, of_experts, dtype)
-        return LoadedAdapter(found.digest, found.rank, str(files.path), found.invocation, layers, copy)
+        return LoadedAdapter(found.digest, found.rank, str(files.path), found.invocation, lora.together(layers), copy)
 
     def _part(self, files: Files, name: str, layer: LowRank) -> LowRank:
         """Return this rank's part of what is added to a layer. Raises AdapterError if it is one of experts."""
         if self._shard is None:
             return layer
-        if ".experts." in name:
-            what = "adapters of experts need one device, so leave out --tensor-parallel-size"
+        if ".experts." in name or router(name, self._routers):
+            what = "adapters of experts and routers need one device, so leave out --tensor-parallel-size"
             raise AdapterError(f"{files.path} names {name}: {what}")
         return LowRank(*self._shard.low_rank(name, layer.a_RK, layer.b_RN), layer.scale)
 
@@ -155,7 +177,8 @@ class AdaptedLayers:
                 if name in self._experts:
                     added[name] = ExpertsDelta(before[name], self._experts[name], *rest)
                 else:
-                    added[name] = _LayerDelta(model, name, *rest)
+                    kind = _RouterDelta if name in self._routers else _LayerDelta
+                    added[name] = kind(model, name, *rest)
                 added[name].switch(True)
             self._rows.set([-1, -1])
             with self._runner.scratch_sequence() as last_logits:

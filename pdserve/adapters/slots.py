@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
-from pdserve.adapters.checkpoint import AdapterError, Files, read_files
+from pdserve.adapters.checkpoint import AdapterError, Files, local_folder, read_files
 from pdserve.adapters.layers import AdaptedLayers, LoadedAdapter
 from pdserve.adapters.ranked_layers import LeadingLayers
 from pdserve.adapters.sharing import AdapterStore, Copy, StoreError
@@ -66,7 +66,7 @@ class Adapters:
         self._in_slots: dict[int, LoadedAdapter] = {}
         for name, path in config.adapters.items():
             try:
-                self.add(name, self.read(Path(path)))
+                self.add(name, self.read(local_folder(path)))
             except AdapterError as error:
                 raise SetupError(f"--lora-modules {name}: {error}") from error
 

@@ -1,5 +1,6 @@
 """Adapters that an instance loads and unloads while it runs: what it announces, and what it refuses, in a sentence."""
 
+import gc
 import re
 import shutil
 import threading
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 
 from pdserve.adapters.checkpoint import CONFIG, WEIGHTS, Files, read_files
+from pdserve.adapters.slots import NUM_RETIRED
 from pdserve.config import InstanceConfig
 from pdserve.instance.hello import make_hello
 from pdserve.instance.instance import Instance
 from pdserve.kv_transfer.connectors import memory
 from pdserve.proto import pdserve_pb2 as pb
+from pdserve.request import Request, SamplingParams
 from tests.low_rank import make_adapter, with_settings
 
 PATIENCE_S = 600
@@ -148,6 +151,28 @@ def test_names_that_were_unloaded_take_no_memory(loader: Loader) -> None:
     finally:
         tracemalloc.stop()
     assert {*loader.answers} == {""} and grown < 100_000
+
+
+def test_nothing_is_kept_of_adapters_that_have_come_and_gone(loader: Loader, folder: Path) -> None:
+    """Of many, each loaded, replaced or unloaded: those with a name, some of the last without, and those in slots."""
+    adapters: Any = loader.instance.engine.adapters
+    threads, descriptors = threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
+    for alpha in range(1, 61):
+        path = with_settings(folder / f"of {alpha}", folder / "good", lora_alpha=alpha)
+        name = "sql" if alpha % 3 else f"other {alpha}"
+        assert loader.order(name, path.name, replaces=True) == ""
+        request = Request(
+            prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=1), adapter=adapters._names[name][0].digest
+        )
+        seq = loader.instance.engine.new_sequence("", request)
+        assert adapters.acquire(seq)
+        adapters.release(seq)
+        if alpha % 3 == 0:
+            assert loader.order(name, "") == ""
+    del seq
+    gc.collect()
+    assert len(adapters._by_digest) <= loader.config.max_loras + NUM_RETIRED + 1
+    assert threading.active_count() == threads and len([*Path("/proc/self/fd").iterdir()]) <= descriptors
 
 
 def test_an_order_for_which_no_thread_can_be_started_is_refused(

@@ -2,15 +2,17 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load, load_file, save_file
 
-from pdserve.adapters.checkpoint import CONFIG, WEIGHTS, AdapterError, parse_adapter, read_files
+from pdserve.adapters.checkpoint import CONFIG, WEIGHTS, AdapterError, local_folder, parse_adapter, read_files
 from tests.low_rank import ALL, make_adapter
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"
@@ -80,7 +82,7 @@ def test_the_digest_is_that_of_what_changes_the_sum(make: Callable[..., Path]) -
         ({"modules_to_save": ["lm_head"]}, "modules that are saved whole"),
         ({"bias": "all"}, "biases"),
         ({"lora_bias": True}, "biases"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "here are no stacked weights of experts of that name"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "here are no weights of experts or routers of that name"),
         ({"target_parameters": "experts"}, "must be a list of names"),
         ({"alora_invocation_tokens": ["a"]}, "must be a list of token ids"),
         ({"init_lora_weights": "pissa"}, "initialised by 'pissa', it is of other base weights"),
@@ -146,6 +148,21 @@ def test_files_that_are_incomplete(make: Callable[..., Path], tmp_path: Path) ->
         refuse(path, message)
     (path / CONFIG).write_text("[1]")
     refuse(path, "only LORA is supported")
+
+
+def test_adapters_of_the_hub(make: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is no folder, and may be an id, is looked up there."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached = tmp_path / "hub" / "models--owner--sql"
+    snapshot = Path(shutil.copytree(made := make("a"), cached / "snapshots" / "0123"))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    assert local_folder("owner/sql") == snapshot
+    assert [local_folder(name) for name in (str(made), "sql", "./a/b")] == [made, Path("sql"), Path("a/b")]
+    with pytest.raises(AdapterError, match="owner/other is no folder, and the hub download failed: ") as refused:
+        local_folder("owner/other")
+    assert "\n" not in str(refused.value)
 
 
 def test_a_file_that_is_written_anew_while_its_numbers_are_in_use(make: Callable[..., Path]) -> None:

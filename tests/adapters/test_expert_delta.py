@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from pdserve.adapters.expert_delta import ExpertsDelta
+from pdserve.adapters.expert_delta import ExpertsDelta, forward_with
 from pdserve.adapters.experts import LowRank, stacked_weights, whole_stack
 from pdserve.engine.cpu_fusion import experts
 from pdserve.kernels import lora, native
@@ -133,6 +135,65 @@ def test_rows_of_another_step() -> None:
     mixture = Mixture("qwen3_moe", torch.float32)
     with mixture.added([0, 1]), pytest.raises(ValueError, match="experts get 30 rows"):
         mixture.module(*inputs(torch.float32))
+
+
+class Twice(MixtralTopKRouter):
+    """A router that adds two products."""
+
+    def forward(self, hidden_TK: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden_TK, self.weight) + torch.nn.functional.linear(hidden_TK, self.weight)
+
+
+class Unused(MixtralTopKRouter):
+    """A router without a product."""
+
+    def forward(self, hidden_TK: torch.Tensor) -> torch.Tensor:
+        return hidden_TK
+
+
+class Turned(MixtralTopKRouter):
+    """A router that multiplies by its transposed weight."""
+
+    def forward(self, hidden_TK: torch.Tensor) -> torch.Tensor:
+        return hidden_TK @ self.weight.t()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (Twice, ValueError, "Twice multiplies 2 times by its weight, and not once"),
+        (Unused, ValueError, "Unused multiplies 0 times by its weight, and not once"),
+        (Turned, TypeError, "^t of a weight to which something is added"),
+    ],
+)
+def test_other_routers_are_refused(kind: Any, error: type[Exception], message: str) -> None:
+    router, hidden_TK = kind(KINDS["mixtral"][1]), torch.randn(3, HIDDEN)
+    router.weight.requires_grad_(False).normal_()
+    with pytest.raises(error, match=message):
+        forward_with(router, lambda x, y: y, hidden_TK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [MixtralTopKRouter, GptOssTopKRouter, DeepseekV3TopkRouter])
+@torch.inference_mode()
+def test_routers_with_something_added_are_those_of_a_merged_weight(kind: Any, dtype: torch.dtype) -> None:
+    """Some compute in float32. Scores come first in what they return."""
+    config: Any = transformers.DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=8, n_group=2, topk_group=1)
+    config = (
+        config
+        if kind is DeepseekV3TopkRouter
+        else SimpleNamespace(hidden_size=HIDDEN, num_local_experts=8, num_experts_per_tok=2)
+    )
+    router = kind(config).requires_grad_(False)
+    for one in router.state_dict().values():
+        one.normal_()
+    router, delta_EK, hidden_TK = router.to(dtype), torch.randn(8, HIDDEN), torch.randn(TOKENS, HIDDEN).to(dtype)
+    plain = router(hidden_TK)[0]
+    got = forward_with(router, lambda x, y: (y.float() + x.float() @ delta_EK.T).to(y.dtype), hidden_TK)[0]
+    router.float().weight.data += delta_EK
+    expected = router(hidden_TK.float())[0]
+    torch.testing.assert_close(got.float(), expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+    assert not torch.equal(got, plain)
 
 
 class Backwards(Qwen3MoeExperts):

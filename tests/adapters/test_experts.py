@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -15,6 +16,8 @@ from pdserve.adapters.experts import (
     LowRank,
     StackedWeight,
     expert_layer,
+    router,
+    routers,
     stack,
     stacked_weights,
     targeted,
@@ -85,11 +88,22 @@ def test_weights_that_names_of_peft_stand_for(name: str, targets: list[str], fou
     assert targeted(name, targets, MODULES) == (None if found is None else (MODULE, found))
 
 
-def test_targets_that_are_no_stacked_weights() -> None:
-    assert untargeted(["experts.down_proj", "gate.weight", "up_proj", f"{MODULE}.gate_up_proj"], MODULES) == [
-        "gate.weight",
-        "up_proj",
-    ]
+def test_targets_that_are_no_weights_of_a_mixture() -> None:
+    targets = ["experts.down_proj", "gate.weight", "up_proj", f"{MODULE}.gate_up_proj"]
+    assert untargeted(targets, MODULES, ()) == ["gate.weight", "up_proj"]
+    assert untargeted(targets, MODULES, ["model.layers.0.mlp.gate"]) == ["up_proj"]
+
+
+def test_routers() -> None:
+    """They are no linear layers; another version of transformers may have another name for what is around them."""
+    config: Any = transformers.MixtralConfig(num_local_experts=EXPERTS, hidden_size=HIDDEN, num_hidden_layers=1)
+    model = torch.nn.ModuleDict({"gate": MixtralTopKRouter(config), "head": torch.nn.Linear(2, 3)})
+    model["tokens"] = torch.nn.Embedding(4, 5)
+    assert routers(torch.nn.ModuleDict({"mlp": model})) == {"mlp.gate": (HIDDEN, EXPERTS)}
+    names = {"layers.0.mlp.gate": (HIDDEN, EXPERTS), "layers.1.mlp.gate": (HIDDEN, EXPERTS)}
+    assert router("layers.1.mlp.gate", names) == "layers.1.mlp.gate"
+    assert router("layers.1.block_sparse_moe.gate", names) == "layers.1.mlp.gate"
+    assert router("layers.2.mlp.gate", names) is router("layers.1.mlp.up_proj", names) is None
 
 
 @pytest.mark.parametrize(

@@ -367,6 +367,33 @@ def test_other_bases_are_told_apart(
         adapters.read(path)
 
 
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_routers_of_mixtures(
+    architecture: str,
+    make_engine: Callable[..., Engine],
+    checkpoint: Callable[..., Path],
+    prompts: list[list[int]],
+    generate: Any,
+    tmp_path: Path,
+) -> None:
+    """Named as layers or as parameters. DeepSeek's computes in float32 amid 16-bit layers; no bit depends on the mix."""
+    base, name = checkpoint(architecture, dtype="float32"), "router" if architecture == "gpt_oss" else "gate"
+    made = {key: make_adapter(tmp_path / key, base, targets=(name,), seed=i, size=3) for i, key in enumerate("ab")}
+    settings: Any = {"target_modules": [], "target_parameters": [f"{name}.weight"]}
+    made["parameter"] = with_settings(tmp_path / "parameter", made["a"], **settings)
+    adapters = {key: Made(path, {"": 2.0}) for key, path in made.items()}
+    got = run(make_engine(architecture, adapters), mixed(adapters, prompts[2:8]))
+    expected = [
+        generate(merge(tmp_path / f"of {key}", base, made[key], {"": 2.0}), prompts[2:8], TOKENS) for key in "ab"
+    ]
+    assert [got[i::4] for i in range(4)] == [generate(base, prompts[2:8], TOKENS), *expected, expected[0]]
+    assert expected[0] != expected[1] and got[::4] not in expected
+    engine = make_engine(architecture, adapters, "bfloat16")
+    together = run(engine, mixed(adapters, prompts[2:8]))
+    alone = make_engine(architecture, adapters, "bfloat16")
+    assert [run(alone, [one])[0] for one in mixed(adapters, prompts[2:8])] == together
+
+
 def test_adapters_of_other_experts(
     make_engine: Callable[..., Engine], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -394,10 +421,13 @@ def test_adapters_of_other_experts(
     refuse(with_tensors("shape", cut), "experts.3.up_proj maps 64 → 32, and here is one of 64 → 64")
     both = tensors | {key.replace("up_proj", "w3"): tensor.clone() for key, tensor in tensors.items()}
     refuse(with_tensors("both", both), "has matrices of .*experts.3.w3 under two names")
+    of_router = load_file(make_adapter(tmp_path / "gate", base, targets=("layers.1.mlp.gate",)) / WEIGHTS)
+    both = of_router | {key.replace("mlp.gate", "moe.gate"): tensor.clone() for key, tensor in of_router.items()}
+    refuse(with_tensors("routers", both), "has matrices of .*moe.gate under two names")
 
     stacked = make_stacked_adapter(tmp_path / "stacked", base)
     refuse(
-        with_settings(tmp_path / "router", stacked, target_parameters=["gate.weight"]), "'gate.weight', and here are no"
+        with_settings(tmp_path / "norm", stacked, target_parameters=["norm.weight"]), "'norm.weight', and here are no"
     )
     refuse(
         with_settings(tmp_path / "part", stacked, target_parameters=["experts.down_proj"]),

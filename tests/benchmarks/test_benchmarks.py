@@ -232,3 +232,6 @@ def test_adapters(run: Callable[..., Any]) -> None:
     content = run("adapters.py")
     assert {row["task"] for row in content["rows"]} == {"prefill", "decode, 2 at once"}
     assert all(row[mode] > 0 for row in content["rows"] for mode in ("base ms", "loaded", "one", "all"))
+    assert all(row["roofline"] > 1 for row in content["rows"]) and 0 < content["bookkeeping"] < 1
+    cold = content["cold starts, ms"]
+    assert 0 < cold["load"] < cold["cold 50"] <= cold["cold 99"] and cold["warm 99"] > 0

@@ -48,7 +48,9 @@ def six(six_of: Callable[[str], dict[str, Made]]) -> dict[str, Made]:
     ("architecture", "topology"),
     [
         pytest.param("llama", PD, id="llama-split"),
+        pytest.param("gpt_oss", PD, id="gpt_oss-split"),
         pytest.param("qwen3_moe", BOTH, id="qwen3_moe-colocated"),
+        pytest.param("mixtral", PD, id="mixtral-split", marks=pytest.mark.slow),
         pytest.param("llama", BOTH, id="llama-colocated", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", PD, id="qwen3_moe-split", marks=pytest.mark.slow),
     ],
@@ -67,7 +69,10 @@ def test_mixed_requests_equal_merged_weights(
     blocks_held: Callable[[Any], dict[str, float]],
     tmp_path: Path,
 ) -> None:
-    """With fewer slots than adapters. With cold and warm caches, in which no request finds another adapter's blocks."""
+    """With fewer slots than adapters. With cold and warm caches, in which no request finds another adapter's blocks.
+
+    Of mixtures, adapters change the routers, too. KV of windows is handed over in groups of its own.
+    """
     base, chosen, six = checkpoint(architecture, dtype="float32"), prompts[2:10], six_of(architecture)
     expected = {"": generate(base, chosen, TOKENS)}
     for name, made in six.items():
@@ -330,6 +335,51 @@ def test_adapters_are_loaded_replaced_and_unloaded_under_load(
         assert change("unload")[0] == 404
         gone = httpx.post(f"{deployment.url}/v1/completions", json={"model": "sql", "prompt": "x"})
         assert gone.status_code == 404
+
+
+def test_two_routers_know_the_same_adapters(
+    folder: Path,
+    away: dict[str, Any],
+    answers: Callable[[str], list[list[int]]],
+    deploy: Deploy,
+    wait_until: Callable[..., None],
+) -> None:
+    """Whichever router was told to load, replace or unload; one that restarts knows them, too."""
+    with deploy(**away, workers=2) as deployment:
+        urls = [*deployment.routers]
+
+        def order(router: int, action: str, **body: Any) -> None:
+            url, headers = f"{urls[router]}/v1/{action}_lora_adapter", {"Authorization": "Bearer secret"}
+            reply = httpx.post(url, json={"lora_name": "sql", **body}, headers=headers, timeout=600)
+            assert reply.status_code == 200, reply.text
+
+        def asked(router: int) -> list[list[int]] | int:
+            found = []
+            for prompt in ASKED:
+                body = {"model": "sql", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+                url = f"{urls[router]}/v1/completions"
+                reply = httpx.post(url, json=body | {"return_token_ids": True}, timeout=600)
+                if reply.status_code != 200:
+                    return reply.status_code
+                found.append(reply.json()["choices"][0]["token_ids"])
+            return found
+
+        def restart_prefill() -> None:
+            pid = deployment.child("prefill-0").pid
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: deployment.poll_ready() and deployment.child("prefill-0").pid != pid, "prefill is back")
+
+        for router, name in ((0, "first"), (1, "second"), (0, "first")):
+            order(router, "load", lora_path=name, load_inplace=True)
+            assert asked(router) == answers(name)
+            wait_until(lambda other=1 - router, name=name: asked(other) == answers(name), "the other router knows it")
+        restart_prefill()
+        wait_until(lambda: asked(0) == asked(1) == answers("first"), "prefill is told of it")
+        order(1, "unload")
+        assert asked(1) == 404
+        wait_until(lambda: asked(0) == 404, "the other router knows it")
+        restart_prefill()
+        assert asked(0) == asked(1) == 404, "what was unloaded stays so"
 
 
 def flip(url: str, of: Path) -> bool:

@@ -26,7 +26,9 @@ def test_faults_change_no_token_and_leak_nothing(
             "600",
         ]  # far above the length of any fault (3 s)
 
-    settings = chaos.Settings(**{**chaos.QUICK, "seconds": seconds, "clients": 2, "pause": 0.2, "deadline": 600.0})
+    settings = chaos.Settings(
+        **{**chaos.QUICK, "seconds": seconds, "clients": 2, "pause": 0.2, "deadline": 600.0, "adapters": 3}
+    )
     shown = chaos.play(settings, type("Forked", (chaos.ChaosDeployment, forked_deployment), {"settle": settle}))
     broken = chaos.broken(shown["verdicts"])
     assert not broken, "\n".join(map(str, [*broken, *shown["defects"], *shown["fault_log"], *shown["log"]]))

@@ -115,6 +115,20 @@ def test_matrices_of_experts(dtype: torch.dtype) -> None:
         torch.testing.assert_close(reference, expected, rtol=2 * torch.finfo(dtype).eps, atol=2**-16 * in_features**0.5)
 
 
+def test_an_adapter_is_in_one_piece_of_memory() -> None:
+    a_RK, b_RN = torch.randn(3, 7, 33), torch.randn(3, 7, 70)
+    of = lora.matrices(a_RK[0], b_RN[0], 0.5, torch.bfloat16)
+    experts = lora.stack([0, 2, 5], a_RK, b_RN, [1, 2, 3])
+    got = lora.together({"q": of, "experts": {"up": experts}})
+    assert got.keys() == {"q", "experts"} and isinstance(got["q"], lora.Matrices) and isinstance(got["experts"], dict)
+    up, pieces = got["experts"]["up"], set[int]()
+    tensors = {got["q"].a_RK: of.a_RK, got["q"].b_RN: of.b_RN, up.a_XRK: experts.a_XRK, up.b_XRN: experts.b_XRN}
+    for tensor, expected in tensors.items():
+        assert torch.equal(tensor, expected) and tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
+        pieces.add(tensor.untyped_storage().data_ptr())
+    assert len(pieces) == 1 and lora.together({}) == {}
+
+
 def test_rows_by_slot() -> None:
     rows = lora.Rows(3, 8)
     rows.set([2, -1, 0, 2, -1, 0])

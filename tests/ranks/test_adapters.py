@@ -90,8 +90,11 @@ def test_adapters_that_come_and_go(
             ]
     first = adapters.listing()[0].digest
     for path, message in (
-        (make_adapter(tmp_path / "experts", base, targets=("gate_proj",)), "adapters of experts need one device"),
-        (make_stacked_adapter(tmp_path / "stacked", base), "no stacked weights of experts"),
+        (
+            make_adapter(tmp_path / "experts", base, targets=("gate_proj",)),
+            "adapters of experts and routers need one device",
+        ),
+        (make_stacked_adapter(tmp_path / "stacked", base), "no weights of experts or routers"),
         (
             make_adapter(tmp_path / "llama", checkpoint("phi3", dtype="float32"), targets=("qkv_proj",)),
             "here is no such",
