@@ -62,12 +62,11 @@ class Fleet:
                 first.set()
         return ids, "the stream ended without [DONE]"
 
-    def metric(self, router: int, name: str) -> float:
-        """Return the sum of a metric over all label values."""
+    def metric(self, router: int, name: str, label: str = "") -> float:
+        """Return the sum of a metric over all label values, or over those that contain a text."""
         lines = httpx.get(f"{self.urls[router]}/metrics").text.splitlines()
-        return sum(
-            float(line.split()[-1]) for line in lines if line.startswith((f"pdserve_{name} ", f"pdserve_{name}{{"))
-        )
+        own = [one for one in lines if one.startswith((f"pdserve_{name} ", f"pdserve_{name}{{")) and label in one]
+        return sum(float(line.split()[-1]) for line in own)
 
     def registered(self) -> list[str]:
         """Return the control addresses of the registered routers."""
@@ -165,8 +164,12 @@ def test_rate_limits_of_a_key_are_shared_by_all_routers(fleet: Fleet, wait_until
 
 def test_redis_restart_loses_no_router_and_no_instance(fleet: Fleet, wait_until: Callable[..., None]) -> None:
     fleet.redis.kill()
-    for name in ("registry_failures_total", "lookups_of_routers_failed_total"):
-        wait_until(lambda name=name: all(fleet.metric(router, name) > 1 for router in (0, 1)), name)
+    wait_until(lambda: all(fleet.metric(router, "registry_failures_total") > 1 for router in (0, 1)), "routers notice")
+    failed = "lookups_of_routers_failed_total"
+    for name in ("prefill-0", "decode-0"):
+        wait_until(
+            lambda name=name: all(fleet.metric(router, failed, name) > 0 for router in (0, 1)), f"{name} notices"
+        )
     assert [fleet.stream(router, 3) for router in (0, 1)] == [(fleet.expected[3], "")] * 2
     fleet.redis.start()
     wait_until(lambda: len(fleet.registered()) == 2, "both are registered again")
