@@ -29,9 +29,8 @@ def test_answers_of_a_decode_instance_with_a_drafter(
     answers = tmp_path / "answers.json"
     answers.write_text(json.dumps([*zip(prompts, expected, strict=True)]))
     flags = {"decode": ["--num-blocks", str(num_blocks)], "prefill": ["--num-blocks", "1024"]}
-    with deploy(
-        model=str(path), speculate="off", flags=flags, programs={"decode": [str(ORACLE), str(answers)]}
-    ) as deployment:
+    settings = {"model": str(path), "speculate": "off", "kv_cache_memory": None}
+    with deploy(**settings, flags=flags, programs={"decode": [str(ORACLE), str(answers)]}) as deployment:
         assert complete_all(deployment, prompts) == expected
         tokens = len(prompts) * 31
         wait_until(lambda: metric(deployment, "generation_tokens_total", role="decode") == tokens, "the last heartbeat")

@@ -39,7 +39,7 @@ def test_split_answers_have_the_bits_of_one_engine(
     expected = alone(**{flag: value})
     assert expected != alone()
     flags = {role: [f"--{flag.replace('_', '-')}", value, "--num-blocks", "1024"] for role in ("prefill", "decode")}
-    with deploy(model=str(path), flags=flags) as deployment:
+    with deploy(model=str(path), flags=flags, kv_cache_memory=None) as deployment:
         assert complete_all(deployment, prompts) == expected
         tokens = len(prompts) * 31
         wait_until(lambda: metric(deployment, "generation_tokens_total", role="decode") == tokens, "the last heartbeat")

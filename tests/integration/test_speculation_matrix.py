@@ -257,7 +257,7 @@ def serve(model: Any, connector_url: str, deploy: Any, metric: Any, wait_until: 
 
     @contextmanager
     def run(topology: str, kind: str) -> Iterator[Served]:
-        settings, expected = model
+        settings, expected = model[0] | {"kv_cache_memory": None}, model[1]
         roles = dict(zip(("prefill", "decode", "both"), TOPOLOGIES[topology], strict=True))
         programs = {role: [str(DRAFTING), str(expected.path), kind] for role in roles}
         flags = {role: ["--num-blocks", "36", "--drain-seconds", "600"] for role in ("decode", "both")}

@@ -176,7 +176,6 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
         draft, of_draft = time_drafts(engine, engine.drafter, config.speculative_model, config.repeat, show)
         residuals |= of_draft
     engine.drafter = None  # whose time is none of the steps'
-    contention = time_contention(engine, show)
     engine_step_s, engine_sequence_s = time_around_steps(instance, config.max_num_seqs, show)
     swaps = list(measure_swaps(engine))
     for blocks, seconds in swaps:
@@ -190,7 +189,7 @@ def _measure_engine(config: ProfileConfig, show: Show) -> Profile:
             processor=processor(),
             threads=torch.get_num_threads(),
             cores=num_cores(),
-            contention=contention,
+            contention=time_contention(engine, show),
             device=str(engine.checkpoint.device),
             torch=torch.__version__,
             numerics=layout.numerics,
