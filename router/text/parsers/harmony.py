@@ -5,8 +5,8 @@
         <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
         <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
 
-The recipient may also follow the role. The prompt ends after `<|start|>assistant`. openai-harmony parses the same, but needs a
-vocabulary from the network besides the checkpoint's, and would not parse the tokens of another tokenizer.
+The recipient may also follow the role. The prompt ends after `<|start|>assistant`. openai-harmony parses the same, but needs
+a vocabulary from the network besides the checkpoint's, and would not parse the tokens of another tokenizer.
 """
 
 import re
