@@ -149,7 +149,7 @@ class StepModel:
         _check_times("the fixed part of a mixed step", abs(self.mixed[0]))
 
     def scaled(self, prefill: float, decode: float) -> "StepModel":
-        """Return the model with times of prefill and of decode steps that are so many times as long."""
+        """Return the model with the seconds of prefill and of decode steps multiplied by these factors."""
 
         def times(knots: Knots, factor: float) -> Knots:
             return tuple((amount, seconds * factor) for amount, seconds in knots)
@@ -398,7 +398,7 @@ class Profile:
         _check_times("the seconds of swap, start-up and role change", *self.swap, self.start_up_s, self.role_flip_s)
 
     def scaled(self, prefill: float, decode: float) -> "Profile":
-        """Return the profile with steps that take so many times as long, those of a draft model too."""
+        """Return the profile with the seconds of steps multiplied by these factors; of a draft model, by that of decode."""
         draft = self.draft and replace(
             self.draft, step=self.draft.step.scaled(decode, decode)
         )  # all in steps of decode

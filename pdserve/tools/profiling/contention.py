@@ -67,7 +67,7 @@ def _seconds(engine: Engine, work: Work) -> float:
 
 @contextmanager
 def _neighbours(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start so many processes that compute, stopped at first, and end them afterwards."""
+    """Start `count` processes that compute, stopped at first, and end them afterwards."""
     processes = list[subprocess.Popen[bytes]]()
     try:
         for _ in range(count):

@@ -134,7 +134,7 @@ class _Prompts:
         self._characters = len(sample) / answer.json()["count"]  # of a token
 
     def make(self, tokens: int) -> str:
-        """Return a text of about so many tokens."""
+        """Return a text of about this many tokens."""
         return self._text(max(1, int(tokens * self._characters)))
 
     def _text(self, characters: int) -> str:

@@ -228,7 +228,7 @@ def test_instances_that_have_moved_no_kv_are_judged_by_those_that_have(
 def test_instances_that_make_no_steps_are_judged_by_those_that_do(
     make_hello: MakeHello, make_connection: type[SentFrames]
 ) -> None:
-    """What one of them calibrated while others were starting, no request would correct: all went to the other one."""
+    """An instance that gets no requests never corrects what it calibrated while others were starting."""
     time = [1000.0]
     fleet = Fleet("router", "model", 1e9, lambda: time[0])
     fleet.listener = cast(Any, SimpleNamespace(on_lost=lambda instance: None))

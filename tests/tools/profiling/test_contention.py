@@ -1,4 +1,4 @@
-"""How much longer a step takes while the other cores compute: processes that begin, and end."""
+"""Processes that compute on the other cores while `pdserve profile` times steps: they start, and end."""
 
 import os
 import signal
