@@ -249,7 +249,7 @@ def test_instances_that_make_no_steps_are_judged_by_those_that_do(
                 fleet.handle_frame(instance, pb.InstanceFrame(heartbeat=heartbeat))
         return [one.candidate.costs.decode[0] * 1e3 for one in fleet.instances.values()]
 
-    assert hear_all(1) == [1, 2, 3], "there is nobody to judge them by"
+    assert hear_all(1) == [1, 2, 3], "no other instance has made a step"
     assert hear_all(1, busy) == [1, 1, 3], "one with another kernel is no peer"
     assert idle.own_costs.decode[0] == 0.002, "what it reports is shown, and a profile may be made of it"
     assert idle.as_dict(0.0)["costs"] == vars(idle.own_costs)
@@ -261,7 +261,7 @@ def test_instances_that_make_no_steps_are_judged_by_those_that_do(
     assert hear_all(20, busy) == [1, 1, 3]
     fleet.deregister(busy, "test")
     del models[busy]
-    assert hear_all(1) == [2, 3], "instances that have left judge nobody"
+    assert hear_all(1) == [2, 3], "an instance is not judged by one that has left"
 
 
 def test_load_is_that_of_own_and_other_routers_requests(
